@@ -1,0 +1,32 @@
+# Every target makes the environment it needs: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+CODE := lightning_hetpipe tests benchmarks examples
+
+.PHONY: demo test test-all check bench clean
+
+demo: $(READY)  ## Train the digits experiment.
+	$(BIN)/hetpipe-train
+
+test: $(READY)  ## The tests, without those marked slow.
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)  ## All tests.
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## Format, lint, types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CODE)
+
+bench: $(READY)  ## The benchmarks; they print ratios, side by side.
+	$(BIN)/python -m benchmarks
+
+clean:  ## Remove the environment, builds and caches; runs' outputs stay.
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[examples,test]"
+	touch $@

@@ -1,0 +1,42 @@
+"""`python -m benchmarks`: runs the benchmarks, prints their tables and, where asked to, writes their measurements."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import two_stages
+from benchmarks.harness import Options, Outcome
+
+BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {two_stages.NAME: two_stages.run}
+
+
+def positive(text: str) -> int:
+    """Reads a whole number of at least 1; argparse turns the ValueError into its usual message."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the chosen benchmarks; returns 1 if a variant could not be measured, else 0: a missed target is no error."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round, for a first impression")
+    parser.add_argument("--only", choices=sorted(BENCHMARKS), metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement of every round to FILE")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds to measure (default 5, with --quick 1)")
+    given = parser.parse_args(arguments)
+
+    options = Options(quick=given.quick, rounds=given.rounds or (1 if given.quick else 5))
+    outcomes = {name: run(options) for name, run in BENCHMARKS.items() if given.only in (None, name)}
+    for outcome in outcomes.values():
+        print(f"\n{outcome.text}")
+    if given.json is not None:
+        given.json.write_text(json.dumps({name: outcome.data for name, outcome in outcomes.items()}, indent=2) + "\n")
+    return 0 if all(outcome.complete for outcome in outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

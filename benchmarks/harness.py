@@ -1,0 +1,211 @@
+"""What every benchmark stands on: fresh processes that report measurements, interleaved rounds, medians and ranges."""
+
+import contextlib
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+# Only lines with this mark are ours: libraries print to stdout too.
+MARK = "@benchmark "
+READY = "ready"
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+T = TypeVar("T")
+
+
+class ProcessFailed(Exception):
+    """A benchmark's process ended without success; the message holds the end of what it wrote to stderr."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for; `rounds` is at least 1."""
+
+    quick: bool
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished benchmark: a table to read, data to keep, and whether every variant could be measured."""
+
+    text: str
+    data: Mapping[str, object]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one process measured in its window of minibatches."""
+
+    name: str
+    rate: float
+    """Minibatches per second."""
+    cores: float
+    """CPU seconds that the process used per second of wall time."""
+    threads: int
+    """torch's intra-operator thread count."""
+    loss: float | None
+    """Training loss of the window's last minibatch (None where it is not known): shows whether the variant trains."""
+    notes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of one quantity over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """Summarises at least one value; raises `statistics.StatisticsError` for none."""
+        known = list(values)
+        return cls(statistics.median(known), min(known), max(known))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A Python module to run as a process of its own; `threads` None leaves torch at its default thread count."""
+
+    module: str
+    arguments: tuple[str, ...]
+    threads: int | None = 1
+
+    def start(self, errors: IO[bytes]) -> "subprocess.Popen[str]":
+        """Starts it in the repository's root, with `errors` as its stderr."""
+        environment = {name: value for name, value in os.environ.items() if name not in THREAD_SETTINGS}
+        if self.threads is not None:
+            environment |= dict.fromkeys(THREAD_SETTINGS, str(self.threads))
+        return subprocess.Popen(
+            [sys.executable, "-m", self.module, *self.arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+        )
+
+
+def announce(measurement: Measurement) -> None:
+    """Hands a measurement to the process that started this one."""
+    print(MARK + json.dumps(asdict(measurement)), flush=True)
+
+
+def wait_for_others() -> None:
+    """Returns once every process that was started together with this one has called it too."""
+    print(MARK + READY, flush=True)
+    if not sys.stdin.readline():
+        raise EOFError("the process that started this one is gone")
+
+
+def run_together(processes: Sequence[Process], timeout: float) -> list[list[Measurement]]:
+    """Runs processes side by side until all have ended and returns what each announced, in their order.
+
+    `timeout` is in seconds, for all of it. The first process that fails ends the others and raises `ProcessFailed`.
+    """
+    deadline = time.monotonic() + timeout
+    lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
+    with contextlib.ExitStack() as stack:
+        logs: list[IO[bytes]] = []
+        running: list[subprocess.Popen[str]] = []
+        for index, process in enumerate(processes):
+            logs.append(stack.enter_context(tempfile.TemporaryFile()))
+            child = stack.enter_context(process.start(logs[-1]))
+            stack.callback(child.kill)
+            running.append(child)
+            threading.Thread(
+                target=_read, args=(index, child, lines), name=f"benchmark-reader-{index}", daemon=True
+            ).start()
+        try:
+            return _collect(running, logs, lines, deadline)
+        except queue.Empty:
+            raise ProcessFailed(f"not done after {timeout:.0f} s") from None
+
+
+def _read(index: int, child: "subprocess.Popen[str]", lines: "queue.Queue[tuple[int, str | None]]") -> None:
+    # A None says that the process writes nothing more; also where its end closes the pipe under this very read.
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(MARK):
+                lines.put((index, line.removeprefix(MARK).strip()))
+    except ValueError:
+        pass
+    finally:
+        lines.put((index, None))
+
+
+def _collect(
+    running: Sequence["subprocess.Popen[str]"],
+    logs: Sequence[IO[bytes]],
+    lines: "queue.Queue[tuple[int, str | None]]",
+    deadline: float,
+) -> list[list[Measurement]]:
+    announced: list[list[Measurement]] = [[] for _ in running]
+    ready = 0
+    ended = 0
+    while ended < len(running):
+        index, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        if line is None:
+            ended += 1
+            if running[index].wait() != 0:
+                raise ProcessFailed(_tail(logs[index]) or f"exit status {running[index].returncode}")
+        elif line == READY:
+            ready += 1
+            if ready == len(running):
+                ready = 0
+                for child in running:
+                    assert child.stdin is not None
+                    with contextlib.suppress(BrokenPipeError):  # It has ended: its reader says so next.
+                        child.stdin.write("go\n")
+                        child.stdin.flush()
+        else:
+            announced[index].append(Measurement(**json.loads(line)))
+    return announced
+
+
+def _tail(log: IO[bytes], count: int = 5) -> str:
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").rstrip().splitlines()[-count:])
+
+
+def in_rounds(jobs: Mapping[str, Callable[[], T]], rounds: int) -> tuple[list[dict[str, T]], dict[str, str]]:
+    """Runs every job once per round, so that what disturbs a shared machine for a while disturbs all of them.
+
+    Returns one dictionary per round, and the reason for each job that failed (it is left out from then on).
+    """
+    results: list[dict[str, T]] = []
+    failures: dict[str, str] = {}
+    for number in range(1, rounds + 1):
+        results.append({})
+        for name, job in jobs.items():
+            if name in failures:
+                continue
+            print(f"round {number} of {rounds}: {name}", file=sys.stderr, flush=True)
+            try:
+                results[-1][name] = job()
+            except ProcessFailed as failure:
+                failures[name] = str(failure)
+    return results, failures
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Lays rows out in columns: the first one left aligned, the others right aligned."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (zip(row, widths, strict=True) for row in rows)
+    )

@@ -1,0 +1,221 @@
+"""Two stages on two cores, against the plain Trainer and against torch.distributed.pipelining's Schedule1F1B."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import (
+    Measurement,
+    Options,
+    Outcome,
+    Process,
+    ProcessFailed,
+    Spread,
+    in_rounds,
+    run_together,
+    table,
+)
+from benchmarks.machine import describe_machine, two_cores
+from benchmarks.two_stages_task import Task
+
+NAME = "two_stages"
+WORKER = "benchmarks.two_stages_worker"
+MICROBATCHES = (2, 4, 8, 16)  # Schedule1F1B refuses fewer microbatches than stages.
+QUICK_MICROBATCHES = (2, 4)
+TIMEOUT = 600.0
+
+TWO_STAGES = "a HetPipeStrategy(stages=2), one thread per stage"
+ONE_THREAD = "b plain Trainer, one thread"
+DEFAULT_THREADS = "c plain Trainer, torch's default threads"
+SCHEDULE_1F1B = "d Schedule1F1B, two gloo processes, one thread each"
+ONE_STAGE = "e HetPipeStrategy(stages=1), one thread"
+TWO_AT_ONCE = "f two processes of b at once"
+
+VARIANTS = (TWO_STAGES, ONE_THREAD, DEFAULT_THREADS, SCHEDULE_1F1B, ONE_STAGE, TWO_AT_ONCE)
+
+Round = Mapping[str, Mapping[str, Measurement]]
+"""Of each variant that ran in the round, its measurements by name (one, except for the microbatches of 1F1B)."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A comparison of two variants' minibatches per second; `target` is the least value hoped for."""
+
+    label: str
+    over: str
+    under: str
+    target: float | None = None
+
+
+RATIOS = (
+    Ratio("a/b  two stages over one thread", TWO_STAGES, ONE_THREAD, 1.7),
+    Ratio("a/d  two stages over Schedule1F1B", TWO_STAGES, SCHEDULE_1F1B, 1.5),
+    Ratio("f/b  ceiling: two independent processes over one", TWO_AT_ONCE, ONE_THREAD),
+    Ratio("a/f  two stages over the ceiling", TWO_STAGES, TWO_AT_ONCE),
+    Ratio("a/c  two stages over the default threads", TWO_STAGES, DEFAULT_THREADS),
+    Ratio("e/b  one stage over the plain Trainer", ONE_STAGE, ONE_THREAD),
+)
+
+
+def measure(task: Task, threads: int | None = 1) -> dict[str, Measurement]:
+    """Measures a variant that is one process."""
+    (announced,) = run_together([Process(WORKER, (task.to_json(),), threads)], TIMEOUT)
+    return {measurement.name: measurement for measurement in announced}
+
+
+def measure_two_at_once(task: Task) -> dict[str, Measurement]:
+    """Measures two independent processes that share the two cores and nothing else: what the hardware has to give."""
+    # A core each: this is meant to be a ceiling, and schedulers sometimes leave two busy processes on one core.
+    tasks = [replace(task, together=True, cores=task.cores[index : index + 1]) for index in (0, 1)]
+    ((one,), (other,)) = run_together([Process(WORKER, (each.to_json(),)) for each in tasks], TIMEOUT)
+    return {one.name: replace(one, rate=one.rate + other.rate, cores=one.cores + other.cores)}
+
+
+def measure_schedule_1f1b(task: Task, microbatches: Sequence[int]) -> dict[str, Measurement]:
+    """Measures torch's pipeline at each number of microbatches, named by that number."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = replace(
+            task,
+            variant="schedule_1f1b",
+            rendezvous=str(Path(folder, "rendezvous")),
+            microbatches=tuple(microbatches),
+        )
+        ranks = [Process(WORKER, (replace(task, rank=rank).to_json(),)) for rank in (0, 1)]
+        first, last = run_together(ranks, TIMEOUT)
+    return {
+        end.name: replace(end, rate=min(start.rate, end.rate), cores=start.cores + end.cores)
+        for start, end in zip(first, last, strict=True)
+    }
+
+
+def best_microbatches(task: Task) -> tuple[int, ...]:
+    """Searches briefly for the two best numbers of microbatches, so that every round can afford both."""
+    print("searching for Schedule1F1B's best numbers of microbatches", file=sys.stderr, flush=True)
+    try:
+        found = measure_schedule_1f1b(replace(task, warmup=3, steps=10, tail=1), MICROBATCHES)
+    except ProcessFailed:
+        return QUICK_MICROBATCHES  # The rounds will meet the same failure, and report it.
+    return tuple(sorted(MICROBATCHES, key=lambda number: -found[str(number)].rate)[:2])
+
+
+def choose(rounds: Sequence[Round], variant: str) -> str | None:
+    """Returns the name of the variant's measurement with the best median over the rounds; None if none was made."""
+    names = {name for measured in rounds for name in measured.get(variant, {})}
+    return max(sorted(names), key=lambda name: rates(rounds, variant, name).median, default=None)
+
+
+def rates(rounds: Sequence[Round], variant: str, name: str) -> Spread:
+    """Summarises one measurement's minibatches per second over the rounds that have it."""
+    return Spread.of(
+        measured[variant][name].rate for measured in rounds if variant in measured and name in measured[variant]
+    )
+
+
+def compare(rounds: Sequence[Round], ratio: Ratio) -> Spread | None:
+    """Summarises a ratio that is formed within each round; None if no round has both sides."""
+    over, under = choose(rounds, ratio.over), choose(rounds, ratio.under)
+    if over is None or under is None:
+        return None
+    both = [measured for measured in rounds if ratio.over in measured and ratio.under in measured]
+    if not both:
+        return None
+    return Spread.of(measured[ratio.over][over].rate / measured[ratio.under][under].rate for measured in both)
+
+
+def run(options: Options) -> Outcome:
+    """Measures all variants in `options.rounds` interleaved rounds."""
+    cores = two_cores()
+    machine = describe_machine(cores)
+    task = Task("plain", cores=cores)
+    if options.quick:
+        task = replace(task, warmup=5, steps=8, tail=5)
+    best = QUICK_MICROBATCHES if options.quick else best_microbatches(task)
+    jobs: dict[str, Callable[[], dict[str, Measurement]]] = {
+        TWO_STAGES: partial(measure, replace(task, variant="strategy")),
+        ONE_THREAD: partial(measure, task),
+        DEFAULT_THREADS: partial(measure, task, threads=None),
+        SCHEDULE_1F1B: partial(measure_schedule_1f1b, task, best),
+        ONE_STAGE: partial(measure, replace(task, variant="strategy", stages=1)),
+        TWO_AT_ONCE: partial(measure_two_at_once, task),
+    }
+    rounds, failures = in_rounds(jobs, options.rounds)
+    return report(machine, task, rounds, failures)
+
+
+def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], failures: Mapping[str, str]) -> Outcome:
+    """Turns the measurements into a text to read and data to keep."""
+    text = [
+        f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, SGD with momentum",
+        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
+        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s), in each"
+        f" {task.steps} minibatches after {task.warmup}",
+        "",
+        table(_variant_rows(rounds)),
+        "",
+        table(_ratio_rows(rounds)),
+    ]
+    text += [f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()]
+    data = {
+        "machine": dict(machine),
+        "task": asdict(task),
+        "rounds": [
+            {variant: [asdict(value) for value in found.values()] for variant, found in measured.items()}
+            for measured in rounds
+        ],
+        "ratios": {
+            ratio.label: None if spread is None else {**asdict(spread), "target": ratio.target}
+            for ratio, spread in ((ratio, compare(rounds, ratio)) for ratio in RATIOS)
+        },
+        "failures": dict(failures),
+    }
+    return Outcome("\n".join(text), data, complete=not failures)
+
+
+def _variant_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("variant", "minibatches/s", "range", "cores busy", "loss", "")]
+    for variant in VARIANTS:
+        name = choose(rounds, variant)
+        if name is None:
+            rows.append((variant, "failed", "", "", "", ""))
+            continue
+        spread = rates(rounds, variant, name)
+        found = [measured[variant][name] for measured in rounds if variant in measured]
+        loss = found[-1].loss
+        rows.append(
+            (
+                variant,
+                f"{spread.median:.2f}",
+                f"{spread.low:.2f} .. {spread.high:.2f}",
+                f"{Spread.of(value.cores for value in found).median:.2f}",
+                "?" if loss is None else f"{loss:.4f}",
+                _note(variant, found[-1]),
+            )
+        )
+    return rows
+
+
+def _note(variant: str, measurement: Measurement) -> str:
+    if variant == SCHEDULE_1F1B:
+        return f"{measurement.name} microbatches"
+    if variant == DEFAULT_THREADS:
+        return f"{measurement.threads} threads"
+    notes = measurement.notes
+    if notes:
+        return f"in flight {notes['in_flight']}, layers {notes['layers']}"
+    return ""
+
+
+def _ratio_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("ratio", "median", "range", "target", "")]
+    for ratio in RATIOS:
+        spread = compare(rounds, ratio)
+        target = "" if ratio.target is None else f"{ratio.target:.2f}"
+        if spread is None:
+            rows.append((ratio.label, "?", "", target, ""))
+            continue
+        verdict = "" if ratio.target is None else "met" if spread.median >= ratio.target else "missed"
+        rows.append((ratio.label, f"{spread.median:.2f}", f"{spread.low:.2f} .. {spread.high:.2f}", target, verdict))
+    return rows

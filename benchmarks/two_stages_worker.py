@@ -1,0 +1,208 @@
+"""One process of the two-stage benchmark: trains the variant that its argument names and announces its throughput."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.harness import Measurement, announce, wait_for_others
+from benchmarks.two_stages_task import Task, Variant
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+Pair = tuple[Tensor, Tensor]
+
+
+def build_model(task: Task) -> nn.Sequential:
+    """The MLP, the same weights in every process; each child (a Linear and its ReLU) is one layer to cut at."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for number in range(task.layers):
+        linear = nn.Linear(task.width, task.width)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        layers.append(nn.Sequential(linear, nn.ReLU()) if number < task.layers - 1 else nn.Sequential(linear))
+    return nn.Sequential(*layers)
+
+
+def build_optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.SGD:
+    """The same optimizer for every variant."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+class Synthetic(Dataset[Pair]):
+    """As many samples as the task needs, taken again and again from a few minibatches in memory."""
+
+    def __init__(self, task: Task) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.pool = 4 * task.batch
+        self.inputs = torch.randn(self.pool, task.width, generator=generator)
+        self.targets = self.inputs.roll(1, dims=1)
+        self.length = task.total * task.batch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.inputs[index % self.pool], self.targets[index % self.pool]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        """A whole minibatch at once, so that fetching costs next to nothing."""
+        rows = torch.tensor(indices) % self.pool
+        return self.inputs[rows], self.targets[rows]
+
+
+def as_it_is(pair: Any) -> Any:
+    """Collates nothing: the dataset hands out whole minibatches."""
+    return pair
+
+
+def build_loader(task: Task) -> "DataLoader[Pair]":
+    """The same loader for every variant."""
+    return DataLoader(Synthetic(task), batch_size=task.batch, collate_fn=as_it_is, num_workers=0)
+
+
+@dataclass
+class Window:
+    """A stopwatch over the task's window of minibatches."""
+
+    task: Task
+    finished: int = 0
+    clock: list[tuple[float, float]] = field(default_factory=list)
+    loss: float | None = None
+
+    def minibatch_done(self, loss: Tensor | None) -> None:
+        """To be called after each minibatch, its optimizer step included."""
+        self.finished += 1
+        if self.finished == self.task.warmup:
+            if self.task.together:
+                wait_for_others()
+            self.clock.append((time.perf_counter(), time.process_time()))
+        elif self.finished == self.task.warmup + self.task.steps:
+            self.clock.append((time.perf_counter(), time.process_time()))
+            if loss is not None:
+                self.loss = loss.item()
+
+    def measurement(self, name: str, notes: Mapping[str, object] | None = None) -> Measurement:
+        """What the window saw."""
+        (start, cpu_start), (end, cpu_end) = self.clock
+        return Measurement(
+            name=name,
+            rate=self.task.steps / (end - start),
+            cores=(cpu_end - cpu_start) / (end - start),
+            threads=torch.get_num_threads(),
+            loss=self.loss,
+            notes=notes or {},
+        )
+
+
+def fit(task: Task, strategy: "str | Strategy") -> Window:
+    """Trains with one Trainer and one LightningModule, whatever the strategy; returns the window."""
+    import lightning as L
+
+    class Regression(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build_model(task)
+
+        def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+            inputs, targets = batch
+            return functional.mse_loss(self.net(inputs), targets)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return build_optimizer(self.net.parameters())
+
+    class Stopwatch(L.Callback):
+        def on_train_batch_end(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+        ) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            window.minibatch_done(loss if isinstance(loss, Tensor) else None)
+
+    window = Window(task)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[Stopwatch()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Regression(), build_loader(task))
+    return window
+
+
+def train_plainly(task: Task) -> None:
+    """Variant "plain": Lightning's own way, in a process that never imports the package."""
+    announce(fit(task, "auto").measurement(task.variant))
+
+
+def train_with_strategy(task: Task) -> None:
+    """Variant "strategy": the same with a HetPipeStrategy."""
+    from lightning_hetpipe import HetPipeStrategy
+
+    strategy = HetPipeStrategy(stages=task.stages)
+    window = fit(task, strategy)
+    report = strategy.last_run
+    notes: dict[str, object] = {}
+    if report is not None:
+        notes["in_flight"] = report.in_flight
+        notes["layers"] = [len(stage.layers) for stage in report.stages]
+        notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
+    announce(window.measurement(task.variant, notes))
+
+
+def train_with_schedule_1f1b(task: Task) -> None:
+    """Variant "schedule_1f1b": torch's synchronous pipeline in a plain loop; this process is one of its two stages."""
+    from torch import distributed
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    distributed.init_process_group("gloo", init_method=f"file://{task.rendezvous}", rank=task.rank, world_size=2)
+    half = task.layers // 2
+    for microbatches in task.microbatches:
+        model = build_model(task)
+        part = model[:half] if task.rank == 0 else model[half:]
+        optimizer = build_optimizer(part.parameters())
+        stage = PipelineStage(part, stage_index=task.rank, num_stages=2, device=torch.device("cpu"))
+        schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=functional.mse_loss)
+        window = Window(task)
+        for inputs, targets in build_loader(task):
+            optimizer.zero_grad()
+            losses: list[Tensor] = []
+            if task.rank == 0:
+                schedule.step(inputs, return_outputs=False)
+            else:
+                schedule.step(target=targets, losses=losses, return_outputs=False)
+            optimizer.step()
+            window.minibatch_done(torch.stack(losses).mean() if losses else None)
+        announce(window.measurement(str(microbatches)))
+    distributed.destroy_process_group()
+
+
+TRAINING: Mapping[Variant, Callable[[Task], None]] = {
+    "plain": train_plainly,
+    "strategy": train_with_strategy,
+    "schedule_1f1b": train_with_schedule_1f1b,
+}
+
+
+def main(argument: str) -> None:
+    """Does the task that `argument` holds as JSON."""
+    task = Task.from_json(argument)
+    if task.cores:
+        os.sched_setaffinity(0, task.cores)
+    TRAINING[task.variant](task)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

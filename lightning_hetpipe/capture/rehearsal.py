@@ -1,0 +1,59 @@
+"""Runs a layer's forward and backward on a scratch copy, to be timed: no weight, buffer or random state is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
+from lightning_hetpipe.planning.profile import layer_times
+
+
+def measure(
+    pieces: Sequence[Piece], chance: Chance, context: Callable[[], AbstractContextManager[Any]], device: torch.device
+) -> list[float]:
+    """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs."""
+    state = ProcessState.current()
+    try:
+        return layer_times(
+            [
+                _rehearsal(layer, value, chance, context, device)
+                for piece in pieces
+                for layer, value in zip(piece.layers, piece.inputs, strict=True)
+            ]
+        )
+    finally:
+        state.restore()
+
+
+def _rehearsal(
+    layer: Layer,
+    value: Value,
+    chance: Chance,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> Callable[[], None]:
+    scratch = copy.deepcopy(layer.module)
+    call = attach(scratch, layer.name)
+    parameters = list(scratch.parameters())
+
+    def run() -> None:
+        inputs = value.leaves(device)
+        own = [tensor.clone() for tensor in inputs]
+        with torch.enable_grad():
+            with chance.minibatch(0), context():
+                outputs = tensors_of(call(value.tree(own)))
+            ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
+            gradients(outputs, ones, [*inputs, *parameters])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run

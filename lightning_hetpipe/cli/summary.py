@@ -1,0 +1,146 @@
+"""What hetpipe-train prints at the end: where the model ran, how fast, how well, and how to look closer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol, SupportsFloat
+
+
+class StageResult(Protocol):
+    """What the summary reads of one stage; `reporting.StageReport` has it."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def layers(self) -> Sequence[str]: ...
+    @property
+    def layer_types(self) -> Sequence[str]: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def time_s(self) -> float: ...
+    @property
+    def busy(self) -> float: ...
+
+
+class RunResult(Protocol):
+    """What the summary reads of a run; `reporting.RunReport` has it."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def minibatches(self) -> int: ...
+    @property
+    def samples_per_second(self) -> float: ...
+    @property
+    def stages(self) -> Sequence[StageResult]: ...
+
+
+def summary(
+    run: RunResult | None, metrics: Mapping[str, SupportsFloat], *, checkpoint: str = "", log_dir: str | None = None
+) -> str:
+    """The text, several lines.
+
+    Args:
+        run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
+        metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
+        checkpoint: path of the best checkpoint; empty if there is none.
+        log_dir: folder of TensorBoard's event files; None if nothing was logged.
+    """
+    lines = [""]
+    rows: list[tuple[str, str]] = []
+    if run is not None:
+        lines += [_headline(run), "", *_stage_table(run.stages), ""]
+        rows.append(("samples per second", f"{run.samples_per_second:,.0f}"))
+    rows += _results(metrics)
+    if checkpoint:
+        rows.append(("checkpoint", _relative(checkpoint)))
+    if log_dir:
+        rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(log_dir))}"))
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(lines + [f"{label:<{width}}   {value}" for label, value in rows])
+
+
+def _headline(run: RunResult) -> str:
+    return (
+        f"Trained as a pipeline of {_count(len(run.stages), 'stage')}, "
+        f"{_count(run.in_flight, 'minibatch', 'es')} in flight, {_count(run.minibatches, 'minibatch', 'es')} in all"
+    )
+
+
+def _stage_table(stages: Sequence[StageResult]) -> list[str]:
+    header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy"]
+    rows = [
+        [
+            str(index),
+            stage.device,
+            _span(stage.layers),
+            _kinds(stage.layer_types),
+            f"{stage.parameters:,}",
+            f"{stage.time_s * 1000:,.1f}",
+            f"{stage.busy:.0%}",
+        ]
+        for index, stage in enumerate(stages)
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    first_number = header.index("parameters")
+    return [
+        "  ".join(
+            f"{cell:>{width}}" if column >= first_number else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows]
+    ]
+
+
+def _span(layers: Sequence[str]) -> str:
+    """The first and the last layer's name."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} – {layers[-1]}" if layers else ""
+
+
+def _kinds(types: Sequence[str]) -> str:
+    """The layers' types in order, those that repeat counted."""
+    runs = ((kind, len(list(group))) for kind, group in groupby(types))
+    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in runs)
+
+
+def _results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
+    """The metrics of the latest part of the run that logged any, in words."""
+    for part in ("test", "val", "train"):
+        found = [(name, float(value)) for name, value in metrics.items() if name.startswith(part)]
+        if found:
+            return [(_words(name), f"{value:.2%}" if _is_accuracy(name) else f"{value:.4g}") for name, value in found]
+    return []
+
+
+def _is_accuracy(name: str) -> bool:
+    return "acc" in name.replace("/", "_").lower().split("_") or "accuracy" in name.lower()
+
+
+def _words(name: str) -> str:
+    words = name.replace("/", " ").replace("_", " ").split()
+    return " ".join("accuracy" if word == "acc" else word for word in words)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def _relative(path: str) -> str:
+    """Relative to the working directory where that is shorter."""
+    try:
+        return min(os.path.relpath(path), path, key=len)
+    except ValueError:  # another drive
+        return path
+
+
+def _tensorboard() -> str:
+    """The command: by name where the shell finds it, else by path, as in a virtual environment not activated."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    return shlex.quote(_relative(str(beside))) if not shutil.which("tensorboard") and beside.exists() else "tensorboard"

@@ -1,0 +1,94 @@
+"""Handwritten digits: 1797 real images that ship inside scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetpipe.errors import SettingError
+
+CLASSES = 10
+
+
+class Digits(L.LightningDataModule):
+    """scikit-learn's digits as images of shape (N, 1, 8, 8), float32 in 0..1, with labels of shape (N,), int64.
+
+    The split into train, val and test keeps every class's share and depends on `split_seed` only.
+
+    Args:
+        batch_size: images per batch.
+        val_share: share of all images that validation gets, 0..1.
+        test_share: share of all images that the test gets, 0..1.
+        split_seed: seed of the split.
+
+    Raises:
+        SettingError: in `setup`, if scikit-learn is not installed.
+    """
+
+    def __init__(
+        self, batch_size: int = 32, val_share: float = 0.15, test_share: float = 0.2, split_seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.val_share = val_share
+        self.test_share = test_share
+        self.split_seed = split_seed
+        self.train: TensorDataset | None = None
+        self.val: TensorDataset | None = None
+        self.test: TensorDataset | None = None
+
+    def setup(self, stage: str) -> None:
+        if self.train is None:
+            self.train, self.val, self.test = split(
+                *load(), val_share=self.val_share, test_share=self.test_share, seed=self.split_seed
+            )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_ready(self.train), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_ready(self.val), batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_ready(self.test), batch_size=self.batch_size)
+
+
+def load() -> tuple[Tensor, Tensor]:
+    """All images (1797, 1, 8, 8), scaled to 0..1, and their labels (1797,)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SettingError(
+            'The digits come with scikit-learn, which is not installed: pip install "lightning-hetpipe[examples]".'
+        ) from error
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images, torch.tensor(digits.target, dtype=torch.int64)
+
+
+def split(
+    images: Tensor, labels: Tensor, *, val_share: float, test_share: float, seed: int
+) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
+    """Train, val and test, disjoint; every class is divided by the same shares."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for label in range(CLASSES):
+        indices = (labels == label).nonzero().flatten()
+        indices = indices[torch.randperm(len(indices), generator=generator)]
+        val, test = round(len(indices) * val_share), round(len(indices) * test_share)
+        for part, chosen in zip(parts, torch.split(indices, [len(indices) - val - test, val, test]), strict=True):
+            part.append(chosen)
+    train, val_set, test_set = (
+        TensorDataset(images[chosen], labels[chosen]) for chosen in (torch.cat(part) for part in parts)
+    )
+    return train, val_set, test_set
+
+
+def _ready(dataset: TensorDataset | None) -> TensorDataset:
+    if dataset is None:
+        raise RuntimeError("Digits.setup() has to run before its dataloaders are asked for.")
+    return dataset

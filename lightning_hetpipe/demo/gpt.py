@@ -1,0 +1,136 @@
+"""A small GPT over bytes."""
+
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256  # bytes
+
+
+class Embedding(nn.Module):
+    """Bytes (N, T), int64, to the sum of a token's and a position's vector, (N, T, width)."""
+
+    def __init__(self, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.dropout(self.token(ids) + self.position[: ids.shape[1]])
+        return x
+
+
+class CausalSelfAttention(nn.Module):
+    """(N, T, width) to the same shape; a position sees itself and what came before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, width = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(n, t, width))
+        return mixed
+
+
+class Block(nn.Module):
+    """A transformer block, normalised first; dropout on each residual branch."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attend = nn.Sequential(nn.LayerNorm(width), CausalSelfAttention(width, heads), nn.Dropout(dropout))
+        self.think = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        y: Tensor = x + self.think(x)
+        return y
+
+
+class GPT(L.LightningModule):
+    """Predicts the next byte; logs `train_loss`, and for val and test `_loss` (nats per byte) and `_bits_per_byte`.
+
+    `net` is one `nn.Sequential`: the embedding, the blocks, the last norm and the head are the layers.
+
+    Args:
+        context: longest input, bytes.
+        width: features per position; a multiple of `heads`.
+        blocks: transformer blocks.
+        heads: attention heads per block.
+        dropout: probability, 0..1.
+        lr: AdamW's learning rate, reached after `warmup` steps.
+        warmup: optimizer steps.
+    """
+
+    def __init__(
+        self,
+        context: int = 96,
+        width: int = 96,
+        blocks: int = 4,
+        heads: int = 4,
+        dropout: float = 0.1,
+        lr: float = 2e-3,
+        warmup: int = 50,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.context = context
+        self.lr = lr
+        self.warmup = warmup
+        self.net = nn.Sequential(
+            Embedding(context, width, dropout),
+            *(Block(width, heads, dropout) for _ in range(blocks)),
+            nn.LayerNorm(width),
+            nn.Linear(width, VOCABULARY),
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Bytes (N, T), int64, to logits (N, T, 256) for the byte that follows each."""
+        logits: Tensor = self.net(ids)
+        return logits
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy in nats per byte."""
+        ids, targets = batch
+        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log_loss("val", self.loss(batch))
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log_loss("test", self.loss(batch))
+
+    def _log_loss(self, part: str, loss: Tensor) -> None:
+        self.log(f"{part}_loss", loss, prog_bar=True)
+        self.log(f"{part}_bits_per_byte", loss / math.log(2))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        warmup = self.warmup
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

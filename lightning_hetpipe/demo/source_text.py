@@ -1,0 +1,91 @@
+"""Real text that every Python installation has: the source of its standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetpipe.errors import SettingError
+
+
+class SourceText(L.LightningDataModule):
+    """Windows over the standard library's source, as bytes.
+
+    A batch is `(inputs, targets)`, both of shape (N, context) and int64 in 0..255; a target is the byte that follows
+    its input. Validation and test take the last files, so no window of theirs was trained on.
+
+    Args:
+        context: bytes per window.
+        batch_size: windows per batch.
+        max_bytes: bytes of text read, over all parts.
+        val_share: share of the text that validation gets, 0..1; the test gets as much again.
+        folder: where the `*.py` files are; default: this interpreter's standard library.
+
+    Raises:
+        SettingError: in `setup`, if the folder holds too little source for one batch of each part.
+    """
+
+    def __init__(
+        self,
+        context: int = 96,
+        batch_size: int = 32,
+        max_bytes: int = 600_000,
+        val_share: float = 0.05,
+        folder: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.batch_size = batch_size
+        self.max_bytes = max_bytes
+        self.val_share = val_share
+        self.folder = folder
+        self.parts: dict[str, TensorDataset] = {}
+
+    def setup(self, stage: str) -> None:
+        if self.parts:
+            return
+        folder = Path(self.folder or sysconfig.get_paths()["stdlib"])
+        text = read_source(folder, self.max_bytes)
+        held_out = int(len(text) * self.val_share)
+        cuts = [len(text) - 2 * held_out, held_out, held_out]
+        for name, part in zip(("train", "val", "test"), torch.split(text, cuts), strict=True):
+            if len(part) <= self.context:
+                raise SettingError(
+                    f"{folder} holds {len(text)} bytes of Python source, too little for {name} windows of "
+                    f"{self.context} bytes: set data.folder to a folder with more *.py files, or data.context lower."
+                )
+            self.parts[name] = windows(part, self.context)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.parts["train"], batch_size=self.batch_size, shuffle=True, drop_last=False)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.parts["val"], batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.parts["test"], batch_size=self.batch_size)
+
+
+def read_source(folder: Path, max_bytes: int) -> Tensor:
+    """The folder's `*.py` files in order of their names, joined and cut at `max_bytes`, as uint8 of shape (bytes,)."""
+    chunks: list[bytes] = []
+    size = 0
+    for path in sorted(folder.glob("*.py")):
+        if size >= max_bytes:
+            break
+        chunks.append(path.read_bytes()[: max_bytes - size])
+        size += len(chunks[-1])
+    return torch.tensor(list(b"".join(chunks)), dtype=torch.uint8)
+
+
+def windows(text: Tensor, context: int) -> TensorDataset:
+    """Cuts text of shape (bytes,) into inputs and targets of shape (windows, context), without overlap."""
+    count = (len(text) - 1) // context
+    ids = text[: count * context + 1].long()
+    return TensorDataset(ids[:-1].view(count, context), ids[1:].view(count, context))

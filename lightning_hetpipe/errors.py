@@ -1,0 +1,29 @@
+"""Errors that a user can do something about: one sentence that names the setting, its value and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+class SettingError(MisconfigurationException):
+    """A setting, or a model, that this release cannot honour. The message says what to change."""
+
+
+class PipelineStalled(RuntimeError):
+    """A wait inside the pipeline ran into its timeout. The message says who waited for whom."""
+
+
+class Discarded(BaseException):
+    """Raised in the thread of a minibatch whose look-ahead is discarded, so that its ``training_step`` unwinds.
+
+    A ``BaseException``, because a user's ``except Exception`` must not keep a discarded minibatch alive.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{found[0]}'?" if found else ""

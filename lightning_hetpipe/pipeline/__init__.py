@@ -1,0 +1,1 @@
+"""Stage threads, version rings, minibatch runners and the engine that owns them."""

@@ -1,0 +1,105 @@
+"""A segment's buffers, such as BatchNorm's statistics (law L9).
+
+Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p − 1
+left. Each of the last Nm forwards keeps its own, so that version p can show outsiders what forward p left while later
+forwards have run already, and so that a backward finds the buffers that its forward used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.private import foreach_copy_
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its own buffers."""
+
+
+def places(layers: Iterable[nn.Module]) -> list[Place]:
+    """Every buffer in ``layers`` that holds a tensor; a shared module's once."""
+    return [
+        (module, name)
+        for module in nn.ModuleList(layers).modules()
+        for name, tensor in module.named_buffers(recurse=False)
+        if tensor is not None
+    ]
+
+
+class Buffers:
+    """The buffers of one segment: the ``live`` ones, and those of the last ``kept`` forwards on ``device``."""
+
+    def __init__(self, live: Sequence[nn.Module], kept: int, device: torch.device) -> None:
+        self._live = places(live)
+        self._left = [[_tensor(place).to(device, copy=True) for place in self._live] for _ in range(kept)]
+
+    def begin(self, minibatch: int) -> None:
+        """Takes the live buffers as what forward ``minibatch`` left: the pipeline starts empty behind it."""
+        left = self._of(minibatch)
+        for index, place in enumerate(self._live):
+            left[index] = _tensor(place).to(left[index].device, copy=True)
+
+    def before_forward(self, minibatch: int, layers: list[Place]) -> None:
+        """Hands to ``layers`` the buffers for forward ``minibatch``: copies of what the forward before it left."""
+        if not self._live:
+            return
+        own, previous = self._of(minibatch), self._of(minibatch - 1)
+        if own is not previous:
+            for index, tensor in enumerate(previous):
+                if own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
+                    own[index] = torch.empty_like(tensor)
+            with torch.no_grad():
+                foreach_copy_(own, previous)
+        for (module, name), tensor in zip(layers, own, strict=True):
+            setattr(module, name, tensor)
+
+    def after_forward(self, minibatch: int, layers: list[Place]) -> None:
+        """Keeps what forward ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
+        own = self._of(minibatch)
+        for index, (module, name) in enumerate(layers):
+            left = getattr(module, name)
+            if left is not own[index]:
+                own[index] = left.detach()
+
+    def show(self, minibatch: int) -> None:
+        """Copies into the live buffers what forward ``minibatch`` left."""
+        for place, left in zip(self._live, self._of(minibatch), strict=True):
+            live = _tensor(place)
+            if live.shape == left.shape and live.dtype == left.dtype:
+                live.copy_(left)
+            else:
+                setattr(*place, left.to(live.device, copy=True))
+
+    def publish(self, minibatch: int) -> None:
+        """Takes over what callbacks did to the live buffers after ``minibatch``, or refuses it by name.
+
+        Raises:
+            SettingError: where later forwards have started from the unchanged buffers already.
+        """
+        for index, (place, left) in enumerate(zip(self._live, self._of(minibatch), strict=True)):
+            live = _tensor(place)
+            if _equal(live.to(left.device), left):
+                continue
+            if len(self._left) > 1:
+                raise SettingError(
+                    f"the buffer {place[1]!r} of a pipelined {type(place[0]).__name__} was changed by hand after"
+                    f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"
+                    " at the end of an epoch"
+                )
+            self._of(minibatch)[index] = live.to(left.device, copy=True)
+
+    def _of(self, minibatch: int) -> list[Tensor]:
+        return self._left[minibatch % len(self._left)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equal, also where both are NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _tensor(place: Place) -> Tensor:
+    tensor: Tensor = getattr(*place)
+    return tensor.detach()

@@ -1,0 +1,262 @@
+"""The engine: stages, minibatch runners and the lock over user code, as one thing that begins, submits and publishes.
+
+Lightning's thread drives it and holds the lock over user code except while it waits. The life of minibatch p:
+
+    submit(p)        its runner starts training_step, ahead of Lightning's loop
+    finish(p)        Lightning's step p: waits until its gradients are there
+    show_buffers(p)  the live buffers become what forward p left
+    publish(p)       after Lightning's step p: the live weights become version p
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
+from lightning_hetpipe.pipeline.threads import Patience, Worker
+from lightning_hetpipe.pipeline.values import Gradients, Value
+from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
+from lightning_hetpipe.rules.versions import version_of
+
+JOIN_SECONDS = 5.0
+"""How long closing waits for a thread before it says that the thread is stuck."""
+
+
+class Engine:
+    """One virtual worker's pipeline.
+
+    Args:
+        pieces: For each piece, in the order of ``training_step``, its name and its layers.
+        cuts: The first layer of each stage.
+        devices: The device of each stage.
+        settings: What all stages share.
+        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[str, Sequence[Layer]]],
+        cuts: Sequence[int],
+        devices: Sequence[torch.device],
+        settings: StageSettings,
+        timeout: float,
+    ) -> None:
+        self.piece_names = [name for name, _ in pieces]
+        self.in_flight = settings.in_flight
+        self.lock = UserLock()
+        self.patience = Patience(timeout, lambda: self.lock.held, self.describe)
+        self.minibatches: dict[int, Minibatch] = {}
+        layers = [layer for _, own in pieces for layer in own]
+        self._parts = segments([len(own) for _, own in pieces], cuts)
+        _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
+        self._route = route(self._parts)
+        self._after = {(step.work, step.segment.index): index for index, step in enumerate(self._route)}
+        self.stages = [
+            Stage(
+                index,
+                device,
+                [part for part in self._parts if part.stage == index],
+                layers,
+                settings,
+                self.patience,
+                self._done,
+                self._give_output,
+            )
+            for index, device in enumerate(devices)
+        ]
+        self._torch_threads = settings.torch_threads
+        self._runners: list[Worker[Minibatch]] = []
+        self._empty_at = 0
+        self._broken = False  # a thread is stuck, so that the lock over user code is lost
+
+    # Lightning's thread.
+
+    def start(self) -> None:
+        """Starts the threads; the calling thread takes the lock over user code."""
+        for stage in self.stages:
+            stage.start()
+        self._runners = [
+            Worker(f"hetpipe-runner-{index}", Minibatch.run, self._torch_threads) for index in range(self.in_flight)
+        ]
+        self._take_lock()
+
+    def begin(self, version: int, forwards: int | None = None) -> None:
+        """The pipeline starts empty at ``version``, which the live weights are.
+
+        Args:
+            version: v_e.
+            forwards: The last minibatch whose forward the live buffers have seen; by default that of ``version``.
+        """
+        self.discard()
+        self._empty_at = version
+        for stage in self.stages:
+            stage.begin(version, version if forwards is None else forwards)
+
+    def submit(self, number: int, step: Step) -> None:
+        """Starts minibatch ``number``, the next one."""
+        minibatch = Minibatch(self, number, version_of(number, self.in_flight, self._empty_at), step)
+        self.minibatches[number] = minibatch
+        self.lock.request(minibatch.start)
+        self._runners[number % self.in_flight].put(minibatch)
+
+    def finish(self, number: int) -> Minibatch:
+        """Waits for minibatch ``number``, and takes it out of the pipeline.
+
+        Raises:
+            BaseException: what it failed with, with the traceback of the thread in which it happened.
+        """
+        minibatch = self.minibatches[number]
+        self._wait_for(minibatch)
+        del self.minibatches[number]
+        if minibatch.failure is not None:
+            raise minibatch.failure
+        return minibatch
+
+    def publish(self, version: int) -> None:
+        """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
+        for stage in self.stages:
+            stage.publish(version)
+
+    def show_buffers(self, minibatch: int) -> None:
+        """Makes the live buffers what forward ``minibatch`` left."""
+        for stage in self.stages:
+            stage.show_buffers(minibatch)
+
+    def drain(self) -> None:
+        """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
+        for number in sorted(self.minibatches):
+            self._wait_for(self.minibatches[number])
+
+    def discard(self) -> None:
+        """Drops every minibatch in flight; their user code unwinds."""
+        self._cancel()
+        self.drain()
+        self.minibatches.clear()
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self._take_lock()
+
+    def offer(self) -> None:
+        """Lets whoever waits for the lock over user code go first."""
+        if self.lock.wanted():
+            with self.unlocked():
+                pass
+
+    def close(self) -> None:
+        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer."""
+        workers: list[Any] = [*self._runners, *self.stages]
+        if not workers:
+            return
+        try:
+            if not self._broken:
+                self.discard()
+        finally:
+            for worker in workers:
+                worker.close()
+            deadline = time.monotonic() + JOIN_SECONDS
+            stuck = [w for w in workers if not w.join(max(0.0, deadline - time.monotonic()))]
+            self._runners, self.minibatches = [], {}
+            if stuck:
+                warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
+
+    def describe(self) -> str:
+        """What every stage does and who is in flight, for people."""
+        flying = ", ".join(str(number) for number, m in self.minibatches.items() if not m.ended) or "none"
+        return "; ".join([*(stage.describe() for stage in self.stages), f"minibatches in flight: {flying}"])
+
+    # The runners' side.
+
+    def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
+        """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
+        first = next(part for part in self._parts if part.piece == call.piece)
+        work = Work.TURN if first is self._parts[-1] else Work.FORWARD
+        self._send(Instruction(work, first), minibatch, call.inputs)
+
+    def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
+        """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
+        last = [part for part in self._parts if part.piece == call.piece][-1]
+        if last is self._parts[-1]:
+            minibatch.turn.put(gradients)
+        else:
+            self._send(Instruction(Work.BACKWARD, last), minibatch, gradients)
+
+    # The stages' side.
+
+    def _send(self, instruction: Instruction, minibatch: Minibatch, payload: Any) -> None:
+        self.stages[instruction.segment.stage].put(Task(instruction, minibatch, payload))
+
+    def _give_output(self, task: Task, value: Value) -> None:
+        task.minibatch.deliver(value)
+
+    def _done(self, task: Task, result: Any) -> None:
+        """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
+        here = self._after[task.instruction.work, task.instruction.segment.index]
+        if here + 1 == len(self._route):
+            task.minibatch.end()
+            return
+        following = self._route[here + 1]
+        if following.segment.piece == task.instruction.segment.piece:
+            self._send(following, task.minibatch, result)
+        else:
+            task.minibatch.deliver(result)
+
+    # Waiting.
+
+    def _wait_for(self, minibatch: Minibatch) -> None:
+        if minibatch.ended:
+            self.offer()
+            return
+        ticket = Ticket(Rank.MAIN, minibatch.number)
+        self.lock.release()
+        try:
+            minibatch.when_ended(lambda: self.lock.request(ticket))
+            self.patience.wait(ticket.wait, f"Lightning's step for minibatch {minibatch.number}")
+        except BaseException:
+            # Interrupted: what is in flight unwinds, and with this minibatch's end the lock comes back.
+            self._cancel()
+            self._broken = True
+            self._broken = not ticket.wait(JOIN_SECONDS)
+            raise
+
+    def _cancel(self) -> None:
+        for minibatch in self.minibatches.values():
+            minibatch.cancelled = True
+
+    def _take_lock(self) -> None:
+        ticket = Ticket(Rank.MAIN, 0)
+        self.lock.request(ticket)
+        self.patience.wait(ticket.wait, "Lightning's thread for user code to pause")
+
+
+def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
+    """Refuses a module with buffers that stands on both sides of a cut: its forwards would not run in order of p."""
+    owners: dict[int, str] = {}
+    for layers in parts:
+        here: dict[int, str] = {}
+        for layer in layers:
+            for module in layer.module.modules():
+                if any(True for _ in module.buffers(recurse=False)):
+                    here.setdefault(id(module), layer.name)
+        for key, name in here.items():
+            if key in owners:
+                raise SettingError(
+                    f"layers {owners[key]} and {name} share a module that has buffers, and a stage begins between them;"
+                    " give each layer a module of its own, or set stages=1"
+                )
+        owners.update(here)

@@ -1,0 +1,237 @@
+"""The minibatch runner: the user's ``training_step``, run in a thread of its own ahead of Lightning's loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import Discarded, SettingError
+from lightning_hetpipe.pipeline.lock import Rank, Ticket
+from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.engine import Engine
+
+
+@dataclass
+class Step:
+    """What the user's side of one minibatch is.
+
+    Attributes:
+        run: Calls ``training_step``; gives its output and the loss to differentiate (divided for accumulation).
+        check: Sees that loss before it is differentiated, with its graph; may raise.
+        context: Opened once around all of it, in the minibatch's thread.
+        state: The process-wide state that its stretches run with; None leaves the process's alone.
+    """
+
+    run: Callable[[], tuple[Any, Tensor]]
+    check: Callable[[Tensor], None]
+    context: Callable[[], AbstractContextManager[Any]]
+    state: ProcessState | None
+
+
+class Minibatch:
+    """Minibatch ``number`` in flight, on the weights of ``version``.
+
+    It is in one place at a time: in its runner (user code), or with a stage; at its turn the last stage waits for the
+    runner. Wherever it is when it fails or is discarded, it ends there.
+    """
+
+    def __init__(self, engine: Engine, number: int, version: int, step: Step) -> None:
+        self.number = number
+        self.version = version
+        self.output: Any = None
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.failure: BaseException | None = None
+        self.cancelled = False
+        self.turn: queue.SimpleQueue[Gradients | Discarded] = queue.SimpleQueue()
+        self.start = Ticket(Rank.START, number)
+        self._engine = engine
+        self._step = step
+        self._calls: list[PieceCall] = []
+        self._outside: ProcessState | None = None
+        self._arrived: Any = None
+        self._resume: Ticket | None = None
+        self._mutex = threading.Lock()
+        self._ended = False
+        self._when_ended: Callable[[], None] | None = None
+
+    # Whoever waits for the minibatch.
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` once the minibatch has ended; at once where it has."""
+        with self._mutex:
+            if not self._ended:
+                self._when_ended = call
+                return
+        call()
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """The minibatch is done: its gradients are there, or it failed."""
+        with self._mutex:
+            if self._ended:
+                return
+            self._ended = True
+            self.failure = self.failure or failure
+            call = self._when_ended
+        self._engine.patience.moved()
+        if call is not None:
+            call()
+
+    # The stages' side.
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a segment's gradient; segments come from the last to the first, as in a plain backward."""
+        earlier = self.gradients.get(parameter)
+        if earlier is not None:
+            gradient = earlier.to(gradient.device) + gradient
+        self.gradients[parameter] = gradient
+
+    def deliver(self, value: Any) -> None:
+        """Hands a piece's outputs, its inputs' gradients, or a failure to the runner, with a place in the lock's queue.
+
+        Where no runner waits (it has handed over the last backward, and is through), a failure ends the minibatch.
+        """
+        ticket = self._take_ticket()
+        if ticket is None:
+            self.end(value if isinstance(value, BaseException) else None)
+            return
+        self._arrived = value
+        self._engine.lock.request(ticket)
+
+    # The runner's side.
+
+    def run(self) -> None:
+        """Runs ``training_step`` and its backward; called in the runner's thread, once."""
+        failure: BaseException | None = None
+        try:
+            self._engine.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
+        except BaseException as error:
+            self.end(error)
+            return
+        self._enter()
+        try:
+            with _running(self), self._step.context():
+                self._check_cancelled()
+                self.output, total = self._step.run()
+                self._check_cancelled()
+                if self.failure is not None:  # user code has swallowed a stage's failure
+                    raise self.failure
+                self._check_calls()
+                self._step.check(total)
+                self._backward(total)
+        except BaseException as error:
+            failure = error
+        finally:
+            self._leave()
+        if failure is not None:
+            self.turn.put(Discarded())
+            self.end(failure)
+
+    def call(self, piece: int, name: str, inputs: Any) -> Any:
+        """Runs a piece in the pipeline; called where ``training_step`` calls the module."""
+        self._check_cancelled()
+        expected = len(self._calls)
+        if piece != expected:
+            raise SettingError(
+                f"the pipelined module '{name}' was called "
+                + ("twice in one training_step" if piece < expected else "out of order")
+                + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
+            )
+        call = PieceCall(piece, Value.of(inputs))
+        self._calls.append(call)
+        outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
+        return call.connect(tensors_of(inputs), outputs)
+
+    def _backward(self, total: Tensor) -> None:
+        for call in reversed(self._calls):
+            gradients = call.collect(total, keep_graph=call.piece > 0)
+
+            def start(call: PieceCall = call, gradients: Gradients = gradients) -> None:
+                self._engine.backward(self, call, gradients)
+
+            if call.piece == 0:
+                start()
+            else:
+                call.input_gradients = self._through_pipeline(start, f"the backward of piece {call.piece}")
+
+    def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
+        """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""
+        ticket = self._resume = Ticket(Rank.RESUME, self.number)
+        start()
+        self._leave()
+        try:
+            self._engine.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
+        except BaseException:
+            if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
+                self._engine.lock.request(ticket)
+            ticket.wait(self._engine.patience.seconds)
+            self._enter()
+            raise
+        self._enter()
+        arrived, self._arrived = self._arrived, None
+        if isinstance(arrived, BaseException):
+            self.failure = arrived
+            raise arrived
+        return arrived
+
+    def _take_ticket(self) -> Ticket | None:
+        with self._mutex:
+            ticket, self._resume = self._resume, None
+        return ticket
+
+    def _check_cancelled(self) -> None:
+        if self.cancelled:
+            raise Discarded
+
+    def _check_calls(self) -> None:
+        missing = self._engine.piece_names[len(self._calls) :]
+        if missing:
+            raise SettingError(
+                f"training_step did not call the pipelined module '{missing[0]}' this time; call the same modules in"
+                " every minibatch"
+            )
+
+    def _enter(self) -> None:
+        if self._step.state is not None:
+            self._outside = ProcessState.current()
+            self._step.state.restore()
+
+    def _leave(self) -> None:
+        if self._step.state is not None and self._outside is not None:
+            self._step.state = ProcessState.current()
+            self._outside.restore()
+        self._engine.lock.release()
+
+
+class _Current(threading.local):
+    minibatch: Minibatch | None = None
+
+
+_current = _Current()
+
+
+def current() -> Minibatch | None:
+    """The minibatch whose ``training_step`` runs in this thread, if any."""
+    return _current.minibatch
+
+
+@contextmanager
+def _running(minibatch: Minibatch) -> Iterator[None]:
+    _current.minibatch = minibatch
+    try:
+        yield
+    finally:
+        _current.minibatch = None

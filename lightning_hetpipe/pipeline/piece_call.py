@@ -1,0 +1,75 @@
+"""The seam in the user's autograd graph where a piece ran in the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.values import Gradients, Value
+
+
+class PieceCall:
+    """One call of a piece in one minibatch: what went in, what came out, and the gradients of both.
+
+    User code around the pieces is backpropagated in its own thread, piece by piece from the last to the first: first
+    down to this piece's outputs (``output_gradients``), then the pipeline computes ``input_gradients``, which the graph
+    below hands on. The ``anchor`` is a leaf above nothing but this call, so that asking for its gradient makes autograd
+    visit exactly what lies between the loss and this piece.
+    """
+
+    def __init__(self, piece: int, inputs: Value) -> None:
+        self.piece = piece
+        self.inputs = inputs
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.collecting = False
+        self.outputs = 0
+        self.output_gradients: Gradients | None = None
+        self.input_gradients: Gradients | None = None
+
+    def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
+        """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
+        self.outputs = len(outputs.tensors)
+        joined = _Seam.apply(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
+        return outputs.tree(joined)
+
+    def collect(self, total: Tensor, keep_graph: bool) -> Gradients:
+        """Gradients of ``total`` with respect to this call's outputs."""
+        self.collecting = True
+        torch.autograd.grad(total, self.anchor, retain_graph=keep_graph, allow_unused=True)
+        self.collecting = False
+        return self.output_gradients or [None] * self.outputs
+
+
+class _Seam(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: PieceCall, wanted: tuple[bool, ...], anchor: Tensor, inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = tuple(tensor.detach() for tensor in tensors[inputs:])
+        ctx.call, ctx.inputs, ctx.outputs = call, inputs, len(outputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, w in zip(outputs, wanted, strict=True) if not w))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        call: PieceCall = ctx.call
+        if call.collecting:
+            call.output_gradients = list(gradients)
+            into: Gradients = [None] * ctx.inputs
+        elif call.input_gradients is not None:
+            into = call.input_gradients
+        else:
+            raise RuntimeError(
+                "a gradient through a pipelined module was asked for inside training_step (torch.autograd.grad or"
+                " .backward()); the pipeline computes gradients once, of the loss that training_step returns, so leave"
+                " gradients with respect to inputs out, or train without HetPipeStrategy"
+            )
+        return (None, None, None, None, *into, *([None] * ctx.outputs))
+
+
+def seam_of(node: Any) -> PieceCall | None:
+    """The call whose seam the autograd ``node`` is, if it is one."""
+    return getattr(node, "call", None) if isinstance(getattr(node, "call", None), PieceCall) else None

@@ -1,0 +1,98 @@
+"""A stage's versions of its weights (law L1).
+
+Nm places ("slots") are made once. Each holds a copy of the stage's layers; publishing a version copies the live weights
+into a free slot in one fused call. A version whose weights did not change shares its predecessor's slot. Nm slots are
+enough: ``rules.versions.last_reader``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.private import foreach_copy_, version_counter
+from lightning_hetpipe.rules.versions import last_reader
+
+Flags = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""``requires_grad`` of every parameter and ``training`` of every module: part of a version, as callbacks change them."""
+
+
+class Slot:
+    """One copy of a stage's layers, with the weights of one version at a time."""
+
+    def __init__(self, live: nn.ModuleList, device: torch.device) -> None:
+        self.layers = _copy_of(live, device)
+        self.modules = list(self.layers.modules())
+        self.parameters = list(self.layers.parameters())
+        self.flags: Flags | None = None
+
+    def take(self, live: Sequence[nn.Parameter], flags: Flags) -> None:
+        """Copies the live weights, and where they changed the flags."""
+        with torch.no_grad():
+            foreach_copy_(self.parameters, live)
+        if self.flags != flags:
+            for parameter, wanted in zip(self.parameters, flags[0], strict=True):
+                parameter.requires_grad_(wanted)
+            for module, training in zip(self.modules, flags[1], strict=True):
+                module.training = training
+            self.flags = flags
+
+
+class Ring:
+    """The versions of one stage, over ``slots`` copies of its ``live`` layers on ``device``.
+
+    Publishing belongs to Lightning's thread, and touches only slots that no minibatch in flight uses.
+    """
+
+    def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
+        self.parameters: list[nn.Parameter] = list(live.parameters())
+        self.slots = [Slot(live, device) for _ in range(slots)]
+        self._modules = list(live.modules())
+        self._place: dict[int, int] = {}
+        self._counters: list[int] = []
+
+    def begin(self, version: int) -> None:
+        """Forgets every version and publishes ``version``: the pipeline starts empty."""
+        self._place.clear()
+        self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Copies the live weights as ``version``, where they differ from the version before."""
+        for old in [v for v in self._place if last_reader(v, len(self.slots)) <= version]:
+            del self._place[old]
+        flags: Flags = (tuple(p.requires_grad for p in self.parameters), tuple(m.training for m in self._modules))
+        counters = [version_counter(p) for p in self.parameters]
+        last = self._place.get(version - 1)
+        if last is not None and self._same(last, flags, counters):
+            self._place[version] = last
+            return
+        free = next(index for index in range(len(self.slots)) if index not in self._place.values())
+        self.slots[free].take(self.parameters, flags)
+        self._place[version] = free
+        self._counters = counters
+
+    def place(self, version: int) -> int:
+        """The index of the slot that holds ``version``."""
+        return self._place[version]
+
+    def _same(self, last: int, flags: Flags, counters: list[int]) -> bool:
+        """Whether the live weights are still what slot ``last`` holds. Counters miss changes through ``.data``."""
+        slot = self.slots[last]
+        if slot.flags != flags or counters != self._counters:
+            return False
+        pairs = zip(slot.parameters, self.parameters, strict=True)
+        return all(torch.equal(held, live.detach().to(held.device)) for held, live in pairs)
+
+
+def _copy_of(live: nn.ModuleList, device: torch.device) -> nn.ModuleList:
+    try:
+        return copy.deepcopy(live).to(device)
+    except Exception as error:
+        raise SettingError(
+            f"the pipelined layers cannot be copied for weight stashing ({error}); give them only attributes that"
+            " copy.deepcopy can copy"
+        ) from error

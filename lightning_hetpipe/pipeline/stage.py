@@ -1,0 +1,274 @@
+"""A stage: a thread with a device that runs its segments' forwards and backwards, first in, first out (law L2).
+
+All it needs from the rest of the world: run forward p with these values, run backward p with these gradients, publish
+version v. Values come in and go out as :class:`~lightning_hetpipe.pipeline.values.Value`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import Discarded, SettingError
+from lightning_hetpipe.pipeline.buffers import Buffers, places
+from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.ring import Ring
+from lightning_hetpipe.pipeline.threads import Patience, Worker
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, tensors_of
+from lightning_hetpipe.private import version_counter
+from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the pipelined model.
+
+    Attributes:
+        name: Its path in the LightningModule, such as "net.3".
+        module: The live module.
+        mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
+    """
+
+    name: str
+    module: nn.Module
+    mutates_input: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    instruction: Instruction
+    minibatch: Minibatch
+    payload: Any  # a Value to run forward, or the gradients to run backward
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What all stages share.
+
+    Attributes:
+        chance: The run's random numbers.
+        in_flight: Nm.
+        torch_threads: Threads of each torch operation.
+        context: Opened around each forward (autocast).
+        before_task: Called by the stage's thread before each task, with stage, work and p; for tests.
+    """
+
+    chance: Chance
+    in_flight: int
+    torch_threads: int
+    context: Callable[[], AbstractContextManager[Any]]
+    before_task: Callable[[int, str, int], None] | None = None
+
+
+class Stage:
+    """Stage ``index`` with the ``segments`` that lie on it; ``layers`` are those of the whole model."""
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        segments: Sequence[Segment],
+        layers: Sequence[Layer],
+        settings: StageSettings,
+        patience: Patience,
+        done: Callable[[Task, Any], None],
+        give_output: Callable[[Task, Value], None],
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.segments = list(segments)
+        self.layers = [layers[number] for segment in segments for number in segment.layers]
+        self.busy_seconds = 0.0
+        self.ring = Ring(nn.ModuleList([layer.module for layer in self.layers]), settings.in_flight, device)
+        self._settings = settings
+        self._patience = patience
+        self._done = done
+        self._give_output = give_output
+        self._doing: tuple[Task, float] | None = None
+        self._parts: dict[int, _Part] = {}
+        start = 0
+        for segment in segments:
+            own = layers[segment.first : segment.last + 1]
+            self._parts[segment.index] = _Part(own, start, self.ring, settings, device)
+            start += len(own)
+        self._saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._worker: Worker[Task] | None = None
+
+    def start(self) -> None:
+        self._worker = Worker(f"hetpipe-stage-{self.index}", self._run, self._settings.torch_threads)
+
+    def put(self, task: Task) -> None:
+        assert self._worker is not None
+        self._worker.put(task)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def join(self, seconds: float) -> bool:
+        return self._worker is None or self._worker.join(seconds)
+
+    def begin(self, version: int, forwards: int) -> None:
+        """Publishes ``version``, with the live buffers as forward ``forwards`` left them, into an empty pipeline."""
+        self._saved.clear()
+        self.ring.begin(version)
+        for part in self._parts.values():
+            part.buffers.begin(forwards)
+
+    def publish(self, version: int) -> None:
+        self.ring.publish(version)
+        for part in self._parts.values():
+            part.buffers.publish(version)
+
+    def show_buffers(self, minibatch: int) -> None:
+        for part in self._parts.values():
+            part.buffers.show(minibatch)
+
+    def describe(self) -> str:
+        """What the stage does right now, for people."""
+        doing = self._doing
+        if doing is None:
+            return f"stage {self.index} is idle"
+        task, since = doing
+        segment = self._parts[task.instruction.segment.index].describe()
+        return (
+            f"stage {self.index} has run the {task.instruction.work.value} of minibatch {task.minibatch.number}"
+            f" ({segment}) for {time.monotonic() - since:.1f} s"
+        )
+
+    def _run(self, task: Task) -> None:
+        minibatch = task.minibatch
+        if minibatch.cancelled:
+            self._forget(minibatch)
+            minibatch.deliver(Discarded())
+            return
+        self._doing = (task, time.monotonic())
+        try:
+            if self._settings.before_task is not None:
+                work = task.instruction.work
+                self._settings.before_task(self.index, work.value, minibatch.number)
+            result = self._perform(task)
+        except BaseException as error:
+            self._doing = None
+            self._forget(minibatch)
+            if not isinstance(error, _TurnDropped):
+                minibatch.deliver(error)
+            return
+        self._doing = None
+        self._patience.moved()
+        self._done(task, result)
+
+    def _perform(self, task: Task) -> Any:
+        work, segment = task.instruction.work, task.instruction.segment
+        if work is Work.BACKWARD:
+            return self._backward(task.minibatch, segment, task.payload)
+        output = self._forward(task.minibatch, segment, task.payload)
+        if work is Work.FORWARD:
+            return output
+        self._give_output(task, output)
+        given = self._turn(task.minibatch)
+        del output
+        return self._backward(task.minibatch, segment, given)
+
+    def _turn(self, minibatch: Minibatch) -> Gradients:
+        """Waits at the turn for the gradients that the user's loss gives to the outputs."""
+        given: list[Gradients | Discarded] = []
+
+        def ready(seconds: float) -> bool:
+            try:
+                given.append(minibatch.turn.get(timeout=seconds))
+            except queue.Empty:
+                return False
+            return True
+
+        self._patience.wait(ready, f"stage {self.index} for the loss of minibatch {minibatch.number}")
+        if isinstance(given[0], Discarded):
+            raise _TurnDropped
+        return given[0]
+
+    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value) -> Value:
+        started = time.perf_counter()
+        inputs = value.leaves(self.device)
+        part = self._parts[segment.index]
+        output, outputs = part.forward(minibatch, value, inputs)
+        self._saved[minibatch.number, segment.index] = (inputs, outputs)
+        self._settle()
+        self.busy_seconds += time.perf_counter() - started
+        return output
+
+    def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
+        started = time.perf_counter()
+        inputs, outputs = self._saved.pop((minibatch.number, segment.index))
+        given = [None if g is None else g.to(self.device, non_blocking=True) for g in given]
+        part = self._parts[segment.index]
+        own = part.parameters[self.ring.place(minibatch.version)]
+        found = gradients(outputs, given, [*inputs, *own])
+        for live, gradient in zip(part.live_parameters, found[len(inputs) :], strict=True):
+            if gradient is not None:
+                minibatch.add_gradient(live, gradient)
+        self._settle()
+        self.busy_seconds += time.perf_counter() - started
+        return found[: len(inputs)]
+
+    def _settle(self) -> None:
+        # On an accelerator a kernel is done later than its call: without this, "ready" and "busy" would mean nothing.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _forget(self, minibatch: Minibatch) -> None:
+        for segment in self.segments:
+            self._saved.pop((minibatch.number, segment.index), None)
+
+
+class _TurnDropped(Exception):
+    """The runner has failed, and so has ended the minibatch already."""
+
+
+class _Part:
+    """The layers of one segment: in every slot, and with their own buffers."""
+
+    def __init__(
+        self, layers: Sequence[Layer], start: int, ring: Ring, settings: StageSettings, device: torch.device
+    ) -> None:
+        self.layers = list(layers)
+        live = [layer.module for layer in layers]
+        copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
+        self.buffers = Buffers(live, settings.in_flight, device)
+        self.live_parameters = list(nn.ModuleList(live).parameters())
+        self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
+        self._ring = ring
+        self._settings = settings
+        self._calls = [
+            [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
+        ]
+        self._places = [places(modules) for modules in copies]
+
+    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, list[Tensor]]:
+        index = self._ring.place(minibatch.version)
+        self.buffers.before_forward(minibatch.number, self._places[index])
+        # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
+        own = [tensor.clone() for tensor in inputs] if self.layers[0].mutates_input else inputs
+        before = [version_counter(tensor) for tensor in inputs]
+        current = value.tree(own)
+        with self._settings.chance.minibatch(minibatch.number), torch.enable_grad(), self._settings.context():
+            for call in self._calls[index]:
+                current = call(current)
+        if before != [version_counter(tensor) for tensor in inputs]:
+            raise SettingError(
+                f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
+                " let it do so always, or never"
+            )
+        self.buffers.after_forward(minibatch.number, self._places[index])
+        return Value.of(current), tensors_of(current)
+
+    def describe(self) -> str:
+        first, last = self.layers[0].name, self.layers[-1].name
+        return f"layer {first}" if first == last else f"layers {first} to {last}"

@@ -1,0 +1,85 @@
+"""Named threads with an inbox, and waits that explain themselves."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from lightning_hetpipe.errors import PipelineStalled
+
+T = TypeVar("T")
+
+
+class Worker(Generic[T]):
+    """A daemon thread that handles what is put into its inbox, first in, first out.
+
+    ``handle`` must not raise: failures travel as values. The thread runs torch operations on ``torch_threads`` threads.
+    """
+
+    def __init__(self, name: str, handle: Callable[[T], None], torch_threads: int) -> None:
+        self._inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._handle = handle
+        self._torch_threads = torch_threads
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._thread.name
+
+    def put(self, item: T) -> None:
+        self._inbox.put(item)
+
+    def close(self) -> None:
+        """Lets the thread end when its inbox is empty."""
+        self._inbox.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread has ended within ``seconds``."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)
+        while (item := self._inbox.get()) is not None:
+            self._handle(item)
+            del item  # an idle thread must not keep the last minibatch's activations
+
+
+class Patience:
+    """Waits that end with an explanation when nothing has moved for ``seconds``.
+
+    Time in which user code runs does not count: a breakpoint in ``training_step`` is not a stall.
+    """
+
+    def __init__(self, seconds: float, busy: Callable[[], bool], explain: Callable[[], str]) -> None:
+        self.seconds = seconds
+        self._busy = busy
+        self._explain = explain
+        self._moves = 0
+
+    def moved(self) -> None:
+        """Something moved: every wait starts to count anew."""
+        self._moves += 1
+
+    def wait(self, ready: Callable[[float], bool], who: str) -> None:
+        """Returns once ``ready(seconds)``, which waits for up to that time, says so.
+
+        Raises:
+            PipelineStalled: after ``seconds`` in which nothing moved; it names who waited, and what everyone else did.
+        """
+        beat = min(1.0, self.seconds / 4)
+        since, moves = time.monotonic(), self._moves
+        while not ready(beat):
+            if self._moves != moves or self._busy():
+                since, moves = time.monotonic(), self._moves
+            elif time.monotonic() - since > self.seconds:
+                raise PipelineStalled(
+                    f"{who} has waited for {self.seconds:g} s while nothing moved: {self._explain()}; if that is how"
+                    " long your layers take, raise HetPipeStrategy(timeout=...)"
+                )

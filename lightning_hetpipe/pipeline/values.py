@@ -1,0 +1,73 @@
+"""What passes between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
+
+A value crosses a cut detached; whether a tensor in it required a gradient crosses with it, and on the other side it is
+a fresh leaf. Gradients cross back as one optional tensor for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.private import pytree
+
+Gradients = list[Tensor | None]
+"""One entry for each tensor of a value, in order; None where no gradient reached it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A detached value: its tensors, which of them require a gradient, and the structure around them."""
+
+    tensors: tuple[Tensor, ...]
+    requires_grad: tuple[bool, ...]
+    others: tuple[Any, ...]
+    spec: Any
+
+    @staticmethod
+    def of(tree: Any) -> Value:
+        leaves, spec = pytree.tree_flatten(tree)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return Value(
+            tensors=tuple(tensor.detach() for tensor in tensors),
+            requires_grad=tuple(tensor.requires_grad for tensor in tensors),
+            others=tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            spec=spec,
+        )
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """The original nesting, around ``tensors``."""
+        replaced = iter(tensors)
+        return pytree.tree_unflatten([next(replaced) if o is _TENSOR else o for o in self.others], self.spec)
+
+    def leaves(self, device: torch.device) -> list[Tensor]:
+        """Fresh leaves on ``device``, which require a gradient where the value did."""
+        pairs = zip(self.tensors, self.requires_grad, strict=True)
+        return [t.detach().to(device, non_blocking=True).requires_grad_(wanted) for t, wanted in pairs]
+
+
+_TENSOR = object()
+"""Marks the place of a tensor among a value's leaves."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a nested value, in the order in which :class:`Value` keeps them."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def gradients(
+    outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> Gradients:
+    """Gradients of ``inputs``; None for those that need none or that no gradient reaches."""
+    pairs = [(o, g) for o, g in zip(outputs, output_gradients, strict=True) if g is not None and o.requires_grad]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    found = iter(
+        torch.autograd.grad([o for o, _ in pairs], wanted, grad_outputs=[g for _, g in pairs], allow_unused=True)
+    )
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]

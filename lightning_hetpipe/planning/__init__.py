@@ -1,0 +1,1 @@
+"""Measured layer times and the partition of layers into stages."""

@@ -1,0 +1,80 @@
+"""The private names of torch that this package touches, in one place; ``tests/test_private.py`` guards each.
+
+``TorchDispatchMode`` and ``pytree`` are what torch's own extensions build on, but carry an underscore in their path.
+``foreach_copy_`` copies a stage's weights in one fused call; ``Tensor._version`` counts in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from typing_extensions import Self
+
+__all__ = ["ThreadDispatchMode", "foreach_copy_", "graph_leaves", "has_hooks", "pytree", "version_counter"]
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, fused where the devices allow it."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def version_counter(tensor: Tensor) -> int:
+    """How often ``tensor`` was changed in place. Changes through ``tensor.data`` are not counted."""
+    return tensor._version
+
+
+class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """A ``TorchDispatchMode`` that several threads may enter at once.
+
+    torch's own also keeps process-wide flags for torch.compile, restored in the order of a stack: threads that come and
+    go in another order leave them set, and from then on nothing in the process is compiled.
+    """
+
+    def __init__(self) -> None:
+        """Without torch's, which prepares those flags."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _pop_mode()
+
+    def suspend(self) -> bool:
+        """Leaves the mode until ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+        innermost = _pop_mode()
+        if innermost is not self:
+            _push_mode(innermost)
+        return innermost is self
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a user has put hooks on ``module``. Those of ``torch.nn.utils`` (weight norm and such) do not count."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks)
+
+
+def graph_leaves(output: Tensor) -> list[Tensor]:
+    """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``)."""
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    pending: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+    return leaves

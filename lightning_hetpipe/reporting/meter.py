@@ -1,0 +1,63 @@
+"""Counts samples and training time, for metrics and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lightning_hetpipe.private import pytree
+
+
+class Meter:
+    """Samples, minibatches and seconds of training since the pipeline started; validation does not count."""
+
+    def __init__(self, stages: int) -> None:
+        self.samples = 0
+        self.minibatches = 0
+        self._started = time.perf_counter()
+        self._paused = 0.0
+        self._until = 0.0  # seconds, samples and busy times at the last interval's end
+        self._samples_until = 0
+        self._busy_until = [0.0] * stages
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time within it does not count."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - since
+
+    def count(self, batch: object) -> None:
+        self.samples += batch_size(batch)
+        self.minibatches += 1
+
+    def interval(self, busy_seconds: Sequence[float]) -> dict[str, float]:
+        """The metrics over the time since the last call, by their names on a logger.
+
+        Args:
+            busy_seconds: For each stage, the seconds in which it has computed so far.
+        """
+        seconds = max(self.seconds - self._until, 1e-9)
+        metrics = {"hetpipe/samples_per_second": (self.samples - self._samples_until) / seconds}
+        for stage, (busy, before) in enumerate(zip(busy_seconds, self._busy_until, strict=True)):
+            metrics[f"hetpipe/stage_{stage}/busy"] = min(1.0, (busy - before) / seconds)
+        self._until += seconds
+        self._samples_until, self._busy_until = self.samples, list(busy_seconds)
+        return metrics
+
+
+def batch_size(batch: object) -> int:
+    """The first dimension of the first tensor in ``batch``; 1 where there is none."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return 1

@@ -1,0 +1,84 @@
+"""The schedule, written once as data (laws L1 and L2).
+
+A model is a list of *pieces* (calls of pipelined modules, in the order of ``training_step``), each a list of *layers*.
+Layers are numbered through, over all pieces, and a *stage* is a contiguous range of them. Where a stage and a piece
+overlap lies a *segment*: the layers that one stage runs in one go. For an encoder (layers 0-3) and a decoder (4-6) on
+three stages that start at layers 0, 2 and 5:
+
+    piece      |  encoder      |  decoder   |
+    layer      | 0   1   2   3 | 4    5   6 |
+    stage      | 0   0   1   1 | 1    2   2 |
+    segment    |   0   |   1   | 2  |   3   |
+
+A minibatch visits the segments in order (forwards), and back in the opposite order (backwards); its last segment is a
+TURN, where forward, loss and backward are one task of the stage. Between two pieces, and at the turn, the user's own
+code runs. Each stage takes its tasks first in, first out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Work(Enum):
+    """What a stage does for one minibatch at one segment."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TURN = "turn"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The layers ``first`` to ``last`` (both inclusive, numbered over all pieces), run in one go by ``stage``."""
+
+    index: int
+    piece: int
+    stage: int
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last + 1)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One task of a stage: ``work`` at ``segment``."""
+
+    work: Work
+    segment: Segment
+
+
+def segments(piece_lengths: Sequence[int], cuts: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments of pieces with ``piece_lengths`` layers each, over stages that start at the layers ``cuts``.
+
+    Raises:
+        ValueError: where ``cuts`` is not an increasing sequence that starts at 0 and lies within the layers.
+    """
+    total = sum(piece_lengths)
+    if not cuts or cuts[0] != 0 or any(a >= b for a, b in zip(cuts, [*cuts[1:], total], strict=True)):
+        raise ValueError(f"cuts {tuple(cuts)} must start at 0, increase, and stay below the number of layers, {total}")
+    found: list[Segment] = []
+    start = 0
+    for piece, length in enumerate(piece_lengths):
+        end = start + length
+        for stage, (first, after) in enumerate(zip(cuts, [*cuts[1:], total], strict=True)):
+            low, high = max(first, start), min(after, end)
+            if low < high:
+                found.append(Segment(len(found), piece, stage, low, high - 1))
+        start = end
+    return tuple(found)
+
+
+def route(parts: Sequence[Segment]) -> tuple[Instruction, ...]:
+    """Every task of one minibatch, in the order in which they become ready."""
+    *before, last = parts
+    return (
+        *(Instruction(Work.FORWARD, part) for part in before),
+        Instruction(Work.TURN, last),
+        *(Instruction(Work.BACKWARD, part) for part in reversed(before)),
+    )

@@ -1,0 +1,1 @@
+"""HetPipeStrategy: what Lightning sees."""

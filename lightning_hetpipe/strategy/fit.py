@@ -1,0 +1,384 @@
+"""One ``fit``: the first minibatch is watched, then the pipeline takes over.
+
+The first minibatch runs as in any other strategy, alone, on the live weights, in Lightning's own thread. It shows which
+modules are pieces and what goes through their layers. When its gradients are there, and before the optimizer steps, the
+layers are measured and cut into stages, and the version that it used is stashed. From the next minibatch on,
+``training_step`` runs in the pipeline's runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+
+from lightning_hetpipe.capture.pieces import Piece, Watch, named_pieces, refuse_outside
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.capture.rehearsal import measure
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, current
+from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.planning.partition import stage_times
+from lightning_hetpipe.reporting.meter import Meter
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.gradients import deliver
+from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
+from lightning_hetpipe.strategy.lookahead import LookAhead, ReadyBatch
+from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.private import (
+    DataFetcher,
+    DataLoaderIterFetcher,
+    closure_loss,
+    finished_minibatches,
+    move_before_transfer,
+    on_wait_for_workers,
+    step_arguments,
+)
+from lightning_hetpipe.strategy.replay import Record, Replay
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What the strategy was asked for, and what tests put in its place."""
+
+    stages: int | Literal["auto"]
+    in_flight: int | Literal["auto"]
+    module: Sequence[str] | None
+    timeout: float
+    devices: Sequence[torch.device]
+    torch_threads: int
+    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
+    before_task: Callable[[int, str, int], None] | None
+
+
+class Fit:
+    """The pipeline of one ``fit``; :meth:`close` leaves no thread and no change in the module behind."""
+
+    def __init__(self, trainer: L.Trainer, precision: Precision, settings: FitSettings, run_seed: int) -> None:
+        self.engine: Engine | None = None
+        self.report: RunReport | None = None
+        self._trainer = trainer
+        self._module: L.LightningModule = trainer.lightning_module
+        self._precision = precision
+        self._settings = settings
+        self._run_seed = run_seed
+        self._chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
+        self._names = named_pieces(self._module, settings.module)
+        self._watch: Watch | None = None
+        self._layout: Layout | None = None
+        self._meter: Meter | None = None
+        self._replay = Replay(self._module)
+        self._outside: Outside | None = None
+        self._records: dict[int, Record] = {}
+        self._finished: Minibatch | None = None
+        self._epoch_begins = False
+        self._threads_before = torch.get_num_threads()
+        self._redirects: list[Redirect] = []
+        self._plain_forwards: list[Callable[..., Any]] = []
+        self._last = -1
+        self._staleness = 0
+
+    def open(self) -> None:
+        """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        run_epoch = Redirect(epoch_loop, "run", self._run_epoch)
+        run_validation = Redirect(epoch_loop.val_loop, "run", self._run_validation)
+        before_transfer = Redirect(self._module, "_on_before_batch_transfer", self._before_transfer)
+        self._run_epoch_as_is, self._run_validation_as_is = run_epoch.original, run_validation.original
+        self._before_transfer_as_is = before_transfer.original
+        self._redirects = [run_epoch, run_validation, before_transfer]
+
+    def close(self) -> None:
+        try:
+            if self.engine is not None:
+                self.finish_report()
+                self.engine.close()
+        finally:
+            self._replay.uninstall()
+            for redirect in self._redirects:
+                redirect.remove()
+            self._redirects = []
+            torch.set_num_threads(self._threads_before)
+
+    def finish_report(self) -> None:
+        """Takes the numbers of the run so far."""
+        if self.engine is not None and self._layout is not None and self._meter is not None:
+            self.report = self._layout.report(self.engine, self._meter)
+
+    # Lightning's step.
+
+    def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
+        """Lightning's step: the first is watched, any other waits for its minibatch."""
+        number = finished_minibatches(self._trainer)[0]
+        if number == self._last:
+            raise SettingError(
+                f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
+                " pipeline runs each minibatch once; use another optimizer"
+            )
+        self._last = number
+        if self.engine is None:
+            return self._watched_step(native, number, args)
+        if number not in self.engine.minibatches:
+            self._publish(number - 1)
+            self._submit(number, args)
+        self._finished = minibatch = self.engine.finish(number)
+        self.engine.show_buffers(number)
+        if (record := self._records.pop(number, None)) is not None:
+            self._replay.replay(record)
+        self._count(minibatch, args)
+        return _without_graph(minibatch.output)
+
+    def backward(self, native: Callable[[], None]) -> None:
+        """Lightning's backward: hands over the gradients; for the watched step computes them, and then sets up."""
+        if self._finished is None:
+            native()
+            self._set_up()
+            return
+        deliver(self._finished.gradients)
+        self._finished = None
+
+    @contextmanager
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Within it, other user code runs while the optimizer computes, after its closure has returned."""
+        if self.engine is None or self.engine.in_flight == 1:
+            yield
+            return
+        released = ExitStack()
+
+        engine = self.engine
+
+        def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            closure = kwargs.get("closure")
+            if closure is None:
+                return None
+
+            def run() -> Any:
+                result = closure()
+                released.enter_context(engine.unlocked())
+                return result
+
+            return args, {**kwargs, "closure": run}
+
+        before = optimizer.register_step_pre_hook(free_after_closure)
+        after = optimizer.register_step_post_hook(lambda *_: released.close())
+        try:
+            yield
+        finally:
+            released.close()
+            before.remove()
+            after.remove()
+
+    def offer(self) -> None:
+        """Between Lightning's hooks: lets user code that stages wait for go first."""
+        if self.engine is not None:
+            self.engine.offer()
+
+    def _watched_step(self, native: Callable[..., Any], number: int, args: tuple[Any, ...]) -> Any:
+        torch.set_num_threads(self._settings.torch_threads)
+        self._watch = Watch(self._module, self._names, self._chance, number)
+        self._outside = Outside(self._module)
+        with self._watch.watching():
+            output = native(*args)
+        loss = self._loss_of(output)
+        self._watch.check(loss)
+        return output
+
+    def _set_up(self) -> None:
+        assert self._watch is not None and self._outside is not None
+        number = finished_minibatches(self._trainer)[0]
+        pieces, devices = self._watch.pieces, self._settings.devices
+        layers = [layer for piece in pieces for layer in piece.layers]
+        stages = stage_count(self._settings.stages, len(devices), len(layers))
+        asked = self._settings.in_flight
+        in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
+        times = [0.0] * len(layers)
+        if stages > 1 or self._trainer.loggers:
+            times = measure(pieces, self._chance, self._stage_context, devices[-1])
+        cuts = self._settings.choose_cuts(times, stages)
+        self._layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
+        move_to_devices(self._layout, self._trainer.optimizers[0])
+        engine = Engine(
+            [(piece.name, piece.layers) for piece in pieces],
+            cuts,
+            self._layout.devices,
+            StageSettings(
+                self._chance, in_flight, self._settings.torch_threads, self._stage_context, self._settings.before_task
+            ),
+            self._settings.timeout,
+        )
+        self._outside.leave_out(
+            {id(tensor) for piece in pieces for tensor in (*piece.module.parameters(), *piece.module.buffers())}
+        )
+        if in_flight > 1:
+            self._outside.check_step()
+            self._replay.install()
+        for index, piece in enumerate(pieces):
+            redirect = Redirect(piece.module, "forward", partial(self._forward, index, piece))
+            self._plain_forwards.append(redirect.original)
+            self._redirects.append(redirect)
+        self._watch = None
+        self._meter = Meter(stages)
+        self.engine = engine
+        engine.start()
+        engine.begin(number - 1, forwards=number)
+
+    # The epoch.
+
+    def _run_epoch(self, fetcher: DataFetcher) -> None:
+        self._epoch_begins = self.engine is not None
+        torch.set_num_threads(self._settings.torch_threads)
+        if isinstance(fetcher, DataLoaderIterFetcher) or self._settings.in_flight == 1:
+            self._run_epoch_as_is(fetcher)
+        else:
+            ahead = LookAhead(fetcher, self)
+            try:
+                self._run_epoch_as_is(ahead)
+            finally:
+                ahead.close()
+        if self.engine is not None:
+            self.engine.discard()
+            self._records.clear()
+
+    def _run_validation(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is None or self._meter is None:
+            return self._run_validation_as_is(*args, **kwargs)
+        self.engine.drain()
+        torch.set_num_threads(self._threads_before)
+        try:
+            with self._meter.paused():
+                return self._run_validation_as_is(*args, **kwargs)
+        finally:
+            torch.set_num_threads(self._settings.torch_threads)
+
+    # What the look-ahead asks.
+
+    def publish_last(self) -> None:
+        if self.engine is not None and self.engine.in_flight > 1:
+            self._publish(finished_minibatches(self._trainer)[0])
+
+    def ahead_limit(self) -> int:
+        if self.engine is None or self._trainer.should_stop:
+            return 1
+        limit = self.engine.in_flight
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if (max_steps := epoch_loop.max_steps) != -1:
+            accumulate = self._trainer.accumulate_grad_batches
+            begun = finished_minibatches(self._trainer)[1] % accumulate
+            limit = min(limit, (max_steps - self._trainer.global_step) * accumulate - begun)
+        return max(1, limit)
+
+    def prepare(self, batch: Any) -> Any:
+        batch = self._precision.convert_input(batch)
+        batch = move_before_transfer(self._module, batch)
+        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def submit(self, batch: Any, ahead: int) -> None:
+        if self.engine is None or self.engine.in_flight == 1:
+            return
+        if batch is None:
+            raise SettingError(
+                "train_dataloader yielded None, for which no minibatch can be in flight; leave such batches out, or set"
+                " in_flight=1"
+            )
+        total, in_epoch = finished_minibatches(self._trainer)
+        self._submit(total + 1 + ahead, step_arguments(self._trainer, batch, in_epoch + ahead))
+
+    def on_iterators(self, fetcher: DataFetcher) -> None:
+        on_wait_for_workers(fetcher, lambda: self.engine.unlocked() if self.engine is not None else nullcontext())
+
+    # The pipeline.
+
+    def _publish(self, version: int) -> None:
+        assert self.engine is not None and self._outside is not None
+        if self._epoch_begins:
+            self._epoch_begins = False
+            self.engine.begin(version)
+            self._outside.begin()
+            return
+        if self.engine.in_flight > 1:
+            self._outside.check(version)
+        self.engine.publish(version)
+        self._log(version)
+
+    def _submit(self, number: int, args: tuple[Any, ...]) -> None:
+        assert self.engine is not None
+        ahead = self.engine.in_flight > 1
+        step = Step(
+            run=partial(self._user_step, args),
+            check=lambda total: refuse_outside(self._module, (), total),
+            context=partial(self._recording, number) if ahead else nullcontext,
+            state=ProcessState.seeded(self._run_seed, 0, number) if ahead else None,
+        )
+        self.engine.submit(number, step)
+
+    def _user_step(self, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
+        with self._precision.train_step_context():
+            output = self._module.training_step(*args)
+        return output, self._loss_of(output)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss = closure_loss(output, self._trainer.accumulate_grad_batches)
+        if loss is None:
+            raise SettingError(
+                "training_step returned None, which skips a step that later minibatches in flight already count on;"
+                " return a loss, such as one multiplied by zero"
+            )
+        return loss
+
+    @contextmanager
+    def _recording(self, number: int) -> Any:
+        with self._replay.recording() as record:
+            self._records[number] = record
+            yield
+
+    def _stage_context(self) -> AbstractContextManager[Any]:
+        if isinstance(self._precision, MixedPrecision):
+            return self._precision.autocast_context_manager()
+        return nullcontext()
+
+    def _forward(self, index: int, piece: Piece, value: Any) -> Any:
+        """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
+        assert self._layout is not None
+        minibatch = current()
+        if minibatch is not None:
+            return minibatch.call(index, piece.name, value)
+        if len(set(self._layout.devices)) == 1:
+            return self._plain_forwards[index](value)
+        return self._layout.run_across_devices(piece.layers, value)
+
+    def _before_transfer(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch if isinstance(batch, ReadyBatch) else self._before_transfer_as_is(batch, *args, **kwargs)
+
+    # Metrics.
+
+    def _count(self, minibatch: Minibatch, args: tuple[Any, ...]) -> None:
+        assert self._meter is not None
+        self._meter.count(args[0] if args else None)
+        self._staleness = minibatch.number - 1 - minibatch.version
+
+    def _log(self, number: int) -> None:
+        assert self._meter is not None and self.engine is not None
+        every = self._trainer.log_every_n_steps
+        if not self._trainer.loggers or not every or self._meter.minibatches == 0 or number % every:
+            return
+        metrics = self._meter.interval([stage.busy_seconds for stage in self.engine.stages])
+        metrics["hetpipe/staleness"] = float(self._staleness)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=self._trainer.global_step)
+
+
+def _without_graph(output: Any) -> Any:
+    """``output`` of ``training_step`` with its loss detached: the gradients exist already."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {**output, "loss": output["loss"].detach()}

@@ -1,0 +1,111 @@
+"""Which layers run on which stage and device, and the report of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.reporting.meter import Meter
+from lightning_hetpipe.reporting.report import RunReport, StageReport
+
+
+@dataclass
+class Layout:
+    """Which layers run on which stage, and what was measured.
+
+    Attributes:
+        layers: All layers of all pieces, in order.
+        cuts: The first layer of each stage.
+        devices: The device of each stage.
+        times: Seconds of each stage per minibatch, as profiled.
+    """
+
+    layers: list[Layer]
+    cuts: tuple[int, ...]
+    devices: list[torch.device]
+    times: list[float]
+
+    def stage_layers(self, stage: int) -> list[Layer]:
+        return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
+
+    def run_across_devices(self, layers: Sequence[Layer], value: Any) -> Any:
+        """Runs live ``layers``, each on its stage's device: what evaluation does outside the pipeline."""
+        device = {layer.name: self.devices[s] for s in range(len(self.devices)) for layer in self.stage_layers(s)}
+        for layer in layers:
+            value = move_data_to_device(value, device[layer.name])
+            value = layer.module(value)
+        return value
+
+    def report(self, engine: Engine, meter: Meter) -> RunReport:
+        seconds = max(meter.seconds, 1e-9)
+        return RunReport(
+            in_flight=engine.in_flight,
+            minibatches=meter.minibatches,
+            samples_per_second=meter.samples / seconds,
+            stages=[
+                StageReport(
+                    device=device_name(device),
+                    layers=[layer.name for layer in self.stage_layers(index)],
+                    layer_types=[type(layer.module).__name__ for layer in self.stage_layers(index)],
+                    time_s=self.times[index],
+                    busy=min(1.0, engine.stages[index].busy_seconds / seconds),
+                    parameters=sum(p.numel() for p in engine.stages[index].ring.parameters),
+                )
+                for index, device in enumerate(self.devices)
+            ],
+        )
+
+
+def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int:
+    """k: as asked, or one for each device while there are layers.
+
+    Raises:
+        SettingError: if more stages are asked for than there are layers.
+    """
+    if stages == "auto":
+        if devices > layers:
+            warnings.warn(f"{devices} devices, but only {layers} layers: {devices - layers} stay idle", stacklevel=2)
+        return min(devices, layers)
+    if stages > layers:
+        raise SettingError(
+            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module;"
+            f" set stages to at most {layers}, or split a layer into several children of the nn.Sequential"
+        )
+    return stages
+
+
+def place(stages: int, devices: Sequence[torch.device]) -> list[torch.device]:
+    """The device of each stage: the first k devices in order; where stages exceed devices, neighbours share one."""
+    if stages <= len(devices):
+        return list(devices[:stages])
+    return [devices[stage * len(devices) // stages] for stage in range(stages)]
+
+
+def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+    """Moves the live weights, their gradients and their optimizer state to their stages' devices."""
+    moved = False
+    for stage, device in enumerate(layout.devices):
+        for layer in layout.stage_layers(stage):
+            for tensor in [*layer.module.parameters(), *layer.module.buffers()]:
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                    if tensor.grad is not None:
+                        tensor.grad = tensor.grad.to(device)
+                    moved = True
+    if moved:
+        optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
+
+
+def device_name(device: torch.device) -> str:
+    """The device for people: "cpu", or the GPU's name with its index."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"

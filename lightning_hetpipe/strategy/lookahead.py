@@ -1,0 +1,123 @@
+"""Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
+
+Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm − 1 are fetched, moved to the
+device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
+batch p (law L9). It never looks past the end of an epoch (law L6).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.strategy.private import DataFetcher, loader_states
+
+
+@dataclass(eq=False)
+class ReadyBatch:
+    """A batch that has gone through all transfer hooks already. (Lightning's own transfer must let it pass.)"""
+
+    batch: Any
+
+
+@dataclass
+class _Fetched:
+    ready: ReadyBatch
+    batch_idx: int
+    dataloader_idx: int
+    fetched: int
+    done: bool
+    states: list[dict[str, Any]]
+
+
+class Ahead(Protocol):
+    """What the look-ahead asks of the strategy."""
+
+    def publish_last(self) -> None:
+        """Lightning asks for a batch: the step before it is over."""
+
+    def ahead_limit(self) -> int:
+        """How many batches, from the one that Lightning asks for, may be in flight now."""
+
+    def prepare(self, batch: Any) -> Any:
+        """Runs the transfer hooks."""
+
+    def submit(self, batch: Any, ahead: int) -> None:
+        """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
+
+    def on_iterators(self, fetcher: DataFetcher) -> None:
+        """The fetcher has new iterators."""
+
+
+class LookAhead(DataFetcher):
+    """Stands before Lightning's fetcher ``inner`` for one epoch."""
+
+    def __init__(self, inner: DataFetcher, strategy: Ahead) -> None:
+        super().__init__()
+        self._combined_loader = inner.combined_loader
+        self.iterator = inner.iterator
+        self.length = inner.length
+        self.fetched = inner.fetched
+        self.done = inner.done
+        self._inner = inner
+        self._strategy = strategy
+        self._waiting: deque[_Fetched] = deque()
+        self._states: list[dict[str, Any]] | None = None
+        self._redirect = Redirect(self.combined_loader, "_state_dicts", self._shown_states)
+        self._first = True
+
+    def __iter__(self) -> LookAhead:
+        iter(self._inner)
+        self.iterator, self.length = self._inner.iterator, self._inner.length
+        self.fetched, self.done = self._inner.fetched, self._inner.done
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._first:
+            # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
+            self._inner.fetched = max(self._inner.fetched, self.fetched)
+            self._inner._start_profiler, self._inner._stop_profiler = self._start_profiler, self._stop_profiler
+            self._strategy.on_iterators(self._inner)
+            self._first = False
+        self._strategy.publish_last()
+        limit = self._strategy.ahead_limit()
+        while len(self._waiting) < limit and not (self._waiting and self._waiting[-1].done):
+            try:
+                fetched = self._fetch()
+            except StopIteration:
+                if not self._waiting:
+                    self.done = True
+                    raise
+                self._waiting[-1].done = True
+                break
+            self._strategy.submit(fetched.ready.batch, len(self._waiting))
+            self._waiting.append(fetched)
+        current = self._waiting.popleft()
+        self.fetched, self.done, self._states = current.fetched, current.done, current.states
+        return current.ready, current.batch_idx, current.dataloader_idx
+
+    def close(self) -> None:
+        """Gives up what was fetched ahead."""
+        self._waiting.clear()
+        self._redirect.remove()
+
+    def _fetch(self) -> _Fetched:
+        batch, batch_idx, dataloader_idx = next(self._inner)
+        return _Fetched(
+            ready=ReadyBatch(self._strategy.prepare(batch)),
+            batch_idx=batch_idx,
+            dataloader_idx=dataloader_idx,
+            fetched=self._inner.fetched,
+            done=self._inner.done,
+            states=self._original_states(),
+        )
+
+    def _original_states(self) -> list[dict[str, Any]]:
+        states: Callable[[], list[dict[str, Any]]] = self._redirect.original
+        return states()
+
+    def _shown_states(self) -> list[dict[str, Any]]:
+        return self._original_states() if self._states is None else self._states

@@ -1,0 +1,128 @@
+"""Checks of what the strategy was given and of what it is asked to train: each refusal is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.private import is_compiled
+
+LATER: dict[str, tuple[Any, str]] = {
+    "virtual_workers": (1, "one virtual worker, which uses all devices of this machine"),
+    "weights": ("stash", "weight stashing"),
+    "plan": (None, "profiling and partitioning at the start of every run"),
+    "cluster": (None, "the devices that it finds"),
+    "allocation": ("auto", "the devices in their order"),
+    "compile": (False, "layers as they are"),
+    "recompute": (False, "stored activations"),
+    "timeline": (False, "metrics and the summary"),
+    "lr_correction": (None, "the optimizer's own learning rate"),
+    "wsp": (None, "one virtual worker, which needs no synchronisation"),
+    "start_method": ("popen", "one process"),
+}
+"""Arguments that a later release builds: the only value until then, and what this release does with it."""
+
+
+def check_later(name: str, value: Any) -> None:
+    """Refuses an argument that a later release builds."""
+    only, meanwhile = LATER[name]
+    if value != only or type(value) is not type(only):
+        raise SettingError(
+            f"{name}={value!r} is not available yet: this release has {meanwhile}; leave {name} out, or set it to"
+            f" {only!r}"
+        )
+
+
+def count(name: str, value: int | str, least: int = 1) -> int | Literal["auto"]:
+    """``value``, if it is "auto" or a whole number of at least ``least``."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingError(f"{name}={value!r} must be a whole number of at least {least}, or 'auto'")
+    return value
+
+
+def seconds(timeout: timedelta | float) -> float:
+    """``timeout`` in seconds."""
+    if isinstance(timeout, timedelta):
+        found = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        found = float(timeout)
+    else:
+        raise SettingError(f"timeout={timeout!r} must be a datetime.timedelta, or a number of seconds")
+    if not found > 0:
+        raise SettingError(f"timeout={timeout!r} must be longer than nothing")
+    return found
+
+
+def module_names(module: str | Sequence[str] | None) -> list[str] | None:
+    """The ``module`` setting as a list of names."""
+    if module is None or isinstance(module, str):
+        return None if module is None else [module]
+    names = list(module) if isinstance(module, Sequence) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise SettingError(f"module={module!r} must be the name of a module, or a list of names")
+    return names
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuses a LightningModule that cannot be trained in a pipeline."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise SettingError(
+            f"{name} uses manual optimization, which decides inside training_step when weights change, and a pipeline"
+            " has later minibatches in flight by then; set automatic_optimization=True, or use another strategy"
+        )
+    if is_overridden("backward", module):
+        raise SettingError(
+            f"{name} overrides backward, but stages run the backward pass here; remove the override, or use another"
+            " strategy"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise SettingError(
+            f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx)"
+        )
+    if is_compiled(module):
+        raise SettingError(
+            f"{name} was given as torch.compile(...), which hides its layers; give the LightningModule itself to fit"
+        )
+
+
+def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool) -> None:
+    """Refuses settings of the Trainer that this strategy cannot honour."""
+    if sync_batchnorm:
+        raise SettingError(
+            "sync_batchnorm=True joins statistics of concurrent workers in every step, which a pipeline does not run in"
+            " step; leave it out"
+        )
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise SettingError(
+            f"precision={precision.precision!r} scales losses, which this release does not; use precision='bf16-mixed'"
+        )
+    if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        raise SettingError(
+            f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
+            " 'bf16-mixed', 'bf16-true' or '16-true'"
+        )
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuses optimizers that evaluate a step more than once, and more than one of them."""
+    if len(optimizers) != 1:
+        raise SettingError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and a pipeline steps one; use one optimizer"
+            " with several parameter groups"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise SettingError(
+            "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
+            " optimizer"
+        )

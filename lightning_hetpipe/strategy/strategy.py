@@ -1,0 +1,287 @@
+"""The strategy: what Lightning sees of the pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.partition import partition
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy.fit import Fit, FitSettings
+from lightning_hetpipe.strategy.lookahead import ReadyBatch
+
+T = TypeVar("T")
+
+
+class HetPipeStrategy(ParallelStrategy):
+    """Trains one LightningModule as a pipeline over this machine's devices, exactly.
+
+    Minibatch p computes its loss and its gradients on the weights after minibatch p − Nm, on every stage (HetPipe, Park
+    et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
+
+    Args:
+        stages: k, the number of stages; by default one for each device. On CPU they may exceed the devices.
+        in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage. Each
+            stage holds Nm copies of its weights.
+        virtual_workers: Virtual workers on each node. Only 1, until a later release.
+        weights: Weight policy. Only "stash", until a later release.
+        module: Name or names of the ``nn.Sequential`` to pipeline; by default every one with trainable parameters that
+            ``training_step`` calls.
+        timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
+            that user code takes does not count.
+        plan, cluster, allocation, compile, recompute, timeline, lr_correction, wsp, start_method: of later releases.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
+
+    Attributes:
+        last_run: What the last ``fit`` did, once it has ended.
+
+    Raises:
+        SettingError: one sentence that names the setting, its value and the way out.
+    """
+
+    strategy_name = "hetpipe"
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"] = "auto",
+        in_flight: int | Literal["auto"] = "auto",
+        virtual_workers: int = 1,
+        weights: str = "stash",
+        module: str | Sequence[str] | None = None,
+        plan: Any = None,
+        cluster: Any = None,
+        allocation: str = "auto",
+        compile: bool = False,
+        recompute: bool = False,
+        timeline: bool = False,
+        lr_correction: Any = None,
+        wsp: Any = None,
+        start_method: str = "popen",
+        timeout: timedelta | float = timedelta(minutes=5),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        given = dict(virtual_workers=virtual_workers, weights=weights, plan=plan, cluster=cluster)
+        given.update(allocation=allocation, compile=compile, recompute=recompute, timeline=timeline)
+        given.update(lr_correction=lr_correction, wsp=wsp, start_method=start_method)
+        for name, value in given.items():
+            settings.check_later(name, value)
+        self.stages = settings.count("stages", stages)
+        self.in_flight = settings.count("in_flight", in_flight)
+        self.module = settings.module_names(module)
+        self.timeout = settings.seconds(timeout)
+        self.last_run: RunReport | None = None
+        self._fit: Fit | None = None
+        self._before_task: Callable[[int, str, int], None] | None = None
+        self._num_nodes = 1
+
+    # Who we are: one process, one virtual worker.
+
+    @property
+    def root_device(self) -> torch.device:
+        """The last stage's device."""
+        devices = self._devices()
+        used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
+        return devices[used - 1]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        if value != 1:
+            raise SettingError(
+                f"num_nodes={value} is not available yet: this release trains on one machine; leave num_nodes out"
+            )
+        self._num_nodes = value
+
+    @property
+    def is_distributed(self) -> bool:
+        return False
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        return True
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nobody to wait for."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # The life of a run.
+
+    def setup_environment(self) -> None:
+        processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
+        if processes > 1:
+            raise SettingError(
+                f"{processes} processes were started (by torchrun, SLURM or the like), but this release trains in one;"
+                " start one process"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Checks what is to be trained, and prepares a fit."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            settings.check_module(trainer.lightning_module)
+            settings.check_trainer(trainer, self.precision_plugin, self._layer_sync is not None)
+        super().setup(trainer)
+        if fitting:
+            settings.check_optimizers(self.optimizers)
+            self._fit = Fit(trainer, self.precision_plugin, self._fit_settings(), _run_seed())
+            self._fit.open()
+
+    def teardown(self) -> None:
+        """Ends every thread and takes every trace out of the module."""
+        fit, self._fit = self._fit, None
+        try:
+            if fit is not None:
+                try:
+                    fit.close()
+                finally:
+                    self.last_run = fit.report
+        finally:
+            if self.cluster_environment is not None:
+                super().teardown()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._fit is not None:
+            self._fit.finish_report()
+            self.last_run = self._fit.report
+
+    # Lightning's steps.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._fit is not None
+        return self._fit.training_step(super().training_step, *args)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._fit is not None and self.lightning_module is not None
+        fit, module = self._fit, self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        fit.backward(lambda: self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs))
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._fit is not None
+        with self._fit.optimizer_step(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._fit is not None:
+            self._fit.offer()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, ReadyBatch):
+            return batch.batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizer; torch puts each state on its parameter's device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+    def _devices(self) -> list[torch.device]:
+        return self.parallel_devices or [torch.device("cpu")]
+
+    def _fit_settings(self) -> FitSettings:
+        return FitSettings(
+            stages=self.stages,
+            in_flight=self.in_flight,
+            module=self.module,
+            timeout=self.timeout,
+            devices=self._devices(),
+            torch_threads=_torch_threads(),
+            choose_cuts=self._choose_cuts,
+            before_task=self._before_task,
+        )
+
+    def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """The first layer of each stage; tests put their own cuts in its place."""
+        return partition(times, stages)
+
+    @property
+    def _engine(self) -> Any:
+        """The running engine; for tests."""
+        return self._fit.engine if self._fit is not None else None
+
+
+def _run_seed() -> int:
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else torch.initial_seed()
+
+
+def _torch_threads() -> int:
+    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1. Never derived from k (DESIGN, the oracle)."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1

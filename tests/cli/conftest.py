@@ -1,0 +1,87 @@
+"""hetpipe-train inside the test's process, which saves seconds, and a model of a user's to run with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.cli.train import main
+
+USERS_MODEL = """
+import os
+import signal
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(L.LightningModule):
+    def __init__(self, fails=None, interrupts=False, refuses=False):
+        super().__init__()
+        if refuses:
+            raise ValueError("a bug in __init__")
+        self.fails, self.interrupts = fails, interrupts
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails:
+            raise ValueError("a bug in training_step")
+        if self.interrupts and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=8)
+"""
+
+USERS_EXPERIMENT = """
+# @package _global_
+model:
+  _target_: users_model.Model
+data:
+  _target_: users_model.Data
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+strategy:
+  stages: 2
+"""
+
+Train = Callable[..., None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: empty but for a user's model and experiment."""
+    (tmp_path / "users_model.py").write_text(USERS_MODEL)
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "mine.yaml").write_text(USERS_EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs hetpipe-train with these arguments in `folder`, and leaves the process as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    monkeypatch.delitem(sys.modules, "users_model", raising=False)
+
+    def run(*arguments: str) -> None:
+        quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
+        monkeypatch.setattr(sys, "argv", ["hetpipe-train", *arguments, *quiet])
+        main()
+
+    return run

@@ -1,0 +1,113 @@
+"""A wrong setting ends in one sentence and exit code 2, a bug in its traceback and 1, Ctrl-C in 130."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.errors import SettingError
+from tests.cli.conftest import Train
+
+MINE = ["--config-dir", "mine", "experiment=mine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["strategy.in_fligt=6"], "strategy.in_fligt is not a setting; did you mean strategy.in_flight?"),
+        (["+strategy.in_fligt=6"], "strategy.in_fligt is not a setting; did you mean strategy.in_flight?"),
+        (["experiment=gptt"], "experiment=gptt does not exist among digits, gpt; did you mean experiment=gpt?"),
+        (["experiment=zzz"], "experiment=zzz does not exist among digits, gpt; choose one of them."),
+        (["modle=resnet"], "modle is not a setting; did you mean model?"),
+        (["sead=3"], "sead is not a setting; did you mean seed?"),
+        (["experimnt=gpt"], "experimnt is not a setting; did you mean experiment?"),
+        (["model.width=${nowhere}"], "model.width: Interpolation key 'nowhere' not found"),
+        (["model._target_=no_such.Model"], "model._target_=no_such.Model cannot be found"),
+        (["strategy.stages=[1"], "strategy.stages=[1 cannot be read; write section.key=value"),
+        (["--config-dir", "nowhere"], "Additional config directory"),
+        (["experiment=null"], "Config group override must be a string or a list"),
+        (["trainer.accelerator=abacus"], "trainer: You selected an invalid accelerator name: `accelerator='abacus'`"),
+        (["trainer.max_epochs=-5"], "`max_epochs` must be a non-negative integer or -1. You passed in -5."),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(
+    train: Train, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train(*arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hetpipe-train: {said}")
+    assert error.splitlines()[1:] == ["(HYDRA_FULL_ERROR=1 shows where it was raised.)"]
+
+
+@pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=2"])
+def test_what_the_strategy_refuses_is_one_sentence(
+    train: Train, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train(override, "trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert override.lstrip("+").removeprefix("strategy.").split("=")[0] in error
+    assert "Traceback" not in error
+
+
+def test_the_whole_error_is_shown_on_request(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(SettingError, match=r"did you mean strategy\.in_flight"):
+        train("strategy.in_fligt=6")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.fails=2", 'raise ValueError("a bug in training_step")'),
+        ("model.refuses=true", 'raise ValueError("a bug in __init__")'),
+    ],
+)
+def test_a_bug_of_the_users_shows_its_own_traceback(
+    train: Train, capsys: pytest.CaptureFixture[str], override: str, line: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train(*MINE, override)
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert line in error
+    assert "users_model.py" in error
+    assert "/hydra/" not in error
+    assert "HYDRA_FULL_ERROR" not in error
+
+
+def test_an_import_that_fails_in_the_users_file_shows_its_line(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "users_model.py").write_text("import not_installed_at_all\n")
+    with pytest.raises(SystemExit) as end:
+        train(*MINE)
+    assert end.value.code == 1
+    assert 'users_model.py", line 1' in capsys.readouterr().err
+
+
+def test_ctrl_c_while_it_trains_ends_with_130(folder: Path) -> None:
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", *MINE, "model.interrupts=true"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 130, run.stderr
+    assert "hetpipe-train: interrupted." in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_ctrl_c_before_it_trains_ends_with_130(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_hetpipe.cli.settings.check", interrupted)
+    with pytest.raises(SystemExit) as end:
+        train()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "\nhetpipe-train: interrupted.\n"

@@ -1,0 +1,56 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetpipe.cli.summary import summary
+
+
+@dataclass
+class Stage:
+    layers: list[str]
+    layer_types: list[str]
+    device: str = "cpu"
+    parameters: int = 1234
+    time_s: float = 0.0031
+    busy: float = 0.914
+
+
+@dataclass
+class Run:
+    stages: list[Stage]
+    in_flight: int = 1
+    minibatches: int = 2000
+    samples_per_second: float = 3120.4
+    failures: list[str] = field(default_factory=list)
+
+
+def test_the_table_shows_each_stage_aligned() -> None:
+    run = Run([Stage(["net.0", "net.1", "net.2"], ["Conv2d", "Block", "Block"]), Stage(["net.3"], ["Linear"])])
+    lines = summary(run, {}).splitlines()
+    assert "Trained as a pipeline of 2 stages, 1 minibatch in flight, 2,000 minibatches in all" in lines
+    header, first, second = lines[3:6]
+    assert header.split() == ["stage", "device", "layers", "parameters", "ms", "per", "minibatch", "busy"]
+    assert "net.0 – net.2  Conv2d, Block ×2" in first
+    assert first.split()[-3:] == ["1,234", "3.1", "91%"]
+    assert len(header) == len(first) == len(second)
+    assert second.index("net.3") == first.index("net.0") == header.index("layers")
+    assert "samples per second   3,120" in lines
+
+
+def test_the_results_are_those_of_the_last_part_that_logged_any() -> None:
+    text = summary(None, {"train_loss": 3.0, "test_acc": torch.tensor(0.98766), "test_bits_per_byte": 2.87139})
+    assert text.splitlines()[1:] == ["test accuracy        98.77%", "test bits per byte   2.871"]
+    assert "val loss   0.5" in summary(None, {"train_loss": 3.0, "val_loss": 0.5})
+
+
+def test_paths_are_relative_and_the_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = summary(None, {}, checkpoint=str(tmp_path / "out" / "best.ckpt"), log_dir=str(tmp_path / "my logs"))
+    assert text.splitlines()[1].split() == ["checkpoint", "out/best.ckpt"]
+    assert text.endswith("tensorboard --logdir 'my logs'")
+
+
+def test_a_run_that_left_nothing_says_nothing() -> None:
+    assert summary(None, {}).strip() == ""

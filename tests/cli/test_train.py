@@ -1,0 +1,98 @@
+"""hetpipe-train from the command line to the summary."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Train
+
+FAST = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
+FAST += ["trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "trainer.callbacks.progress=null"]
+
+
+def test_the_digits_leave_logs_a_checkpoint_and_a_summary(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*FAST)
+    said = capsys.readouterr().out
+    assert "Trained as a pipeline of 3 stages, 4 minibatches in flight, 3 minibatches in all" in said
+    for label in ("samples per second", "test accuracy", "checkpoint", "tensorboard --logdir outputs"):
+        assert label in said
+    (run,) = (folder / "outputs").glob("*/*")
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
+    assert str(checkpoint.relative_to(folder)) in said
+    assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["strategy"]["stages"] == 3
+
+
+def test_without_the_strategy_there_is_no_table(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("strategy=plain", *FAST)
+    said = capsys.readouterr().out
+    assert "pipeline" not in said
+    assert "test accuracy" in said
+
+
+def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
+    said = capsys.readouterr().out
+    assert "test accuracy" in said
+    assert "\ncheckpoint" not in said
+
+
+def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("experiment=gpt", "data.max_bytes=20000", "strategy.in_flight=2", "strategy.stages=2", *FAST)
+    assert "test bits per byte" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
+    for seed in (1, 1, 2):
+        train(f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
+        results += [line for line in capsys.readouterr().out.splitlines() if line.startswith("test loss")]
+    assert results[0] == results[1] != results[2]
+
+
+def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(*FAST)
+    (first,) = folder.glob("outputs/*/*/checkpoints/*.ckpt")
+    capsys.readouterr()
+    train(f"ckpt_path='{first}'", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
+    assert "3 minibatches in all" in capsys.readouterr().out
+    (second,) = folder.glob("resumed/checkpoints/*.ckpt")
+    assert "step=6" in second.name
+
+
+def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("-m", "strategy.stages=1,2", *FAST)
+    said = capsys.readouterr().out
+    assert "pipeline of 1 stage," in said
+    assert "pipeline of 2 stages," in said
+    assert len(list(folder.glob("multirun/*/*/*/checkpoints/*.ckpt"))) == 2
+
+
+def test_a_model_in_the_working_directory_is_found(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--config-dir", "mine", "experiment=mine")
+    said = capsys.readouterr().out
+    assert "Linear, ReLU" in said
+    assert "train loss" in said
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+def test_hydras_flags_work(train: Train, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    with pytest.raises(SystemExit) if flags == ["--help"] else nullcontext():
+        train(*flags)
+    said = capsys.readouterr().out
+    assert "_target_: lightning_hetpipe.HetPipeStrategy" in said
+
+
+def test_it_runs_as_a_module(folder: Path) -> None:
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", "--help"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "hetpipe-train trains a LightningModule" in run.stdout

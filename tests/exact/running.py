@@ -1,0 +1,127 @@
+"""Runs of Lightning's Trainer, recorded in the oracle's terms, and the oracle's own run of the same task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from tests import oracle
+from tests.models import Learner
+from tests.oracle import Batch, Outputs, Run, State
+
+
+@dataclass
+class Record(Run):
+    """A run of the Trainer, as its callbacks saw it; ``end`` is what was left when ``fit`` returned."""
+
+    batches: list[list[Batch]] = field(default_factory=list)
+    end: State | None = None
+    trainer: L.Trainer | None = None
+
+
+class Recorder(L.Callback):
+    """Writes down what an outsider can see at each step. Put it last among the callbacks."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.record.states.append(State.of(pl_module, trainer.optimizers[0]))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.record.batches.append([])
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self.record.gradients[len(self.record.states)] = oracle.gradients(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(outputs, dict)
+        if not self.record.batches:  # an epoch that is resumed in the middle does not start
+            self.record.batches.append([])
+        self.record.batches[-1].append(batch)
+        self.record.outputs.append({name: value.detach().clone() for name, value in outputs.items()})
+        self.record.states.append(State.of(pl_module, trainer.optimizers[0]))
+
+
+def make_trainer(callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
+    """A quiet Trainer on one CPU."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+
+
+def fit(
+    task: L.LightningModule,
+    loader: Iterable[Batch],
+    callbacks: Sequence[L.Callback] = (),
+    *,
+    val_loader: Iterable[Batch] | None = None,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Record:
+    """Fits with a quiet Trainer and records it. ``settings`` are the Trainer's."""
+    recorder = Recorder()
+    trainer = make_trainer([*callbacks, recorder], **settings)
+    trainer.fit(task, loader, val_loader, ckpt_path=ckpt_path)
+    return finish(recorder, trainer, task)
+
+
+def finish(recorder: Recorder, trainer: L.Trainer, task: L.LightningModule) -> Record:
+    record = recorder.record
+    record.end = State.of(task, trainer.optimizers[0])
+    record.trainer = trainer
+    return record
+
+
+def expect(
+    task: Learner,
+    epochs: DataLoader[Any] | Sequence[Sequence[Batch]],
+    in_flight: int | Sequence[int],
+    *,
+    max_epochs: int = 2,
+    **options: Any,
+) -> Run:
+    """The oracle's run of ``task``: over given epochs, or ``max_epochs`` times over an unshuffled loader."""
+    if isinstance(epochs, DataLoader):
+        epochs = [list(epochs)] * max_epochs
+
+    def step(model: Learner, batch: Batch) -> Outputs:
+        return model.compute(batch)
+
+    return oracle.train(task, step, epochs, task.recipe, in_flight, **options)
+
+
+def after(run: Run, p: int) -> Run:
+    """What is left of a run from version ``p`` on, as a run that was resumed there sees it."""
+    kept = {minibatch - p: gradients for minibatch, gradients in run.gradients.items() if minibatch > p}
+    return Run(run.outputs[p:], run.states[p:], kept)
+
+
+def assert_equal(expected: Run, record: Record) -> None:
+    """Every minibatch, every version and the end are equal, bit for bit; the message names the first difference."""
+    assert len(record.outputs) == len(expected.outputs), (
+        f"{len(record.outputs)} minibatches instead of {len(expected.outputs)}"
+    )
+    assert (found := oracle.difference(expected.states[0], record.states[0], "start")) is None, found
+    for p, (outputs, state) in enumerate(zip(expected.outputs, expected.states[1:], strict=True), start=1):
+        assert (found := oracle.difference(outputs, record.outputs[p - 1], f"minibatch {p}")) is None, found
+        found = oracle.difference(expected.gradients.get(p), record.gradients.get(p), f"gradients {p}")
+        assert found is None, found
+        assert (found := oracle.difference(state, record.states[p], f"version {p}")) is None, found
+    assert (found := oracle.difference(expected.states[-1], record.end, "end")) is None, found

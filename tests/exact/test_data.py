@@ -1,0 +1,172 @@
+"""Where batches come from: workers, several loaders, streams, hooks and random numbers of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests import oracle
+from tests.exact.pipelines import Delays, Pinned, even
+from tests.exact.running import Record, assert_equal, expect, fit
+from tests.models import ADAMW, CLASSES, Task, mlp, vectors
+from tests.oracle import Batch, Outputs
+
+NM = [1, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_flight", NM)
+def test_shuffled_data(in_flight: int, workers: int) -> None:
+    """The order of the data is the plain Trainer's, and training follows it."""
+
+    def run(strategy: Any) -> Record:
+        L.seed_everything(7)
+        data: Dataset[Any] = vectors(26, 4).dataset
+        loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+        return fit(mlp(), loader, strategy=strategy, max_epochs=3)
+
+    plain, ours = run("auto"), run(even(7, 3, in_flight))
+    assert (found := oracle.difference(plain.batches, ours.batches, "batches")) is None, found
+    assert oracle.difference(ours.batches[0], ours.batches[1]) is not None
+    L.seed_everything(7)
+    assert_equal(expect(mlp(), ours.batches, in_flight), ours)
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_an_iterable_dataset_of_unknown_length(in_flight: int) -> None:
+    # Which batch is the last one shows when the next one is asked for; it ends the accumulation.
+    batches = list(vectors(26, 4))
+    task, loader = mlp(), DataLoader(Stream(batches), batch_size=None)
+    expected = expect(task, [batches] * 2, in_flight, accumulate=4)
+    record = fit(task, loader, strategy=even(7, 3, in_flight), accumulate_grad_batches=4)
+    assert_equal(expected, record)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_limited_epochs(in_flight: int) -> None:
+    task, loader = mlp(), vectors(40, 4)
+    expected = expect(task, [list(loader)[:5]] * 2, in_flight, accumulate=2)
+    settings: dict[str, Any] = {"limit_train_batches": 5, "accumulate_grad_batches": 2}
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight), **settings))
+
+
+def test_one_batch_only() -> None:
+    task, loader = mlp(), vectors(40, 4)
+    expected = expect(task, [list(loader)[:1]], 4)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, 4), fast_dev_run=True))
+
+
+def test_overfit_batches() -> None:
+    task, loader = mlp(), vectors(40, 4)
+    expected = expect(task, [list(loader)[:3]] * 2, 4)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, 4), overfit_batches=3))
+
+
+class Both(Task):
+    """Learns from two loaders at once."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        (x, y), (more, labels) = batch["a"], batch["b"]
+        return super().compute((torch.cat([x, more]), torch.cat([y, labels])))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        return self.compute(batch)
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_several_loaders(in_flight: int) -> None:
+    task = Both(mlp().net)
+    loaders = {"a": vectors(26, 4), "b": vectors(9, 2, seed=8)}
+    epoch = [batch for batch, _, _ in CombinedLoader(loaders, "max_size_cycle")]
+    expected = expect(task, [epoch] * 2, in_flight)
+    loader = CombinedLoader(loaders, "max_size_cycle")
+    assert_equal(expected, fit(task, cast(Any, loader), strategy=even(7, 3, in_flight)))
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_a_batch_that_is_a_dictionary(in_flight: int) -> None:
+    class Named(Task):
+        def compute(self, batch: Batch) -> Outputs:
+            return super().compute((batch["x"], batch["y"]))
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+            return self.compute(batch)
+
+    batches = [{"x": x, "y": y, "name": "four"} for x, y in vectors(26, 4)]
+    task, loader = Named(small()), DataLoader(cast(Dataset[Any], batches), batch_size=None)
+    assert_equal(expect(task, [batches] * 2, in_flight), fit(task, loader, strategy=Pinned((0, 1), in_flight)))
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_inputs_whose_shapes_vary(in_flight: int) -> None:
+    chance = torch.Generator().manual_seed(5)
+    batches = []
+    for index in range(8):
+        x = torch.randn(2 + index % 3, 1 + index % 4, 6, generator=chance)
+        batches.append((x, torch.randint(CLASSES, x.shape[:2], generator=chance)))
+    task, loader = Task(small(), ADAMW), DataLoader(cast(Dataset[Any], batches), batch_size=None)
+    assert_equal(expect(task, [batches] * 2, in_flight), fit(task, loader, strategy=Pinned((0, 2, 3), in_flight)))
+
+
+@pytest.mark.parametrize("in_flight", NM)
+def test_transfer_hooks_see_each_batch_once_and_in_order(in_flight: int) -> None:
+    class Augmented(Task):
+        seen = 0
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.seen += 1
+            x, y = batch
+            return x + self.seen, y
+
+    task, loader = Augmented(small()), vectors(18, 4)
+    plain = list(loader)
+    epochs = [[(x + (epoch * len(plain) + i), y) for i, (x, y) in enumerate(plain, start=1)] for epoch in range(2)]
+    expected = expect(task, epochs, in_flight)
+    assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), in_flight)))
+    assert task.seen == 2 * len(plain)
+
+
+class Noisy(Task):
+    """Draws from torch's default generator in the step, before it calls the model."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return super().compute((x + 0.1 * torch.randn_like(x), y))
+
+
+@pytest.mark.parametrize("delays", [None, 1, 2])
+@pytest.mark.parametrize("in_flight", NM)
+def test_random_numbers_of_the_users_own_code(in_flight: int, delays: int | None) -> None:
+    """Steps begin in order (law L8), so what they draw is drawn in order; the pipeline itself draws nothing there."""
+    task = Noisy(small())
+    data: Dataset[Any] = vectors(26, 4).dataset
+    # With a generator of its own the loader does not draw from torch's.
+    loader = DataLoader(data, batch_size=4, generator=torch.Generator())
+    torch.manual_seed(3)
+    expected = expect(task, [list(loader)] * 2, in_flight)
+    after = torch.get_rng_state()
+    strategy = Pinned((0, 1, 3), in_flight)
+    if delays is not None:
+        strategy._before_task = Delays(delays)
+    torch.manual_seed(3)
+    assert_equal(expected, fit(task, loader, strategy=strategy))
+    assert torch.equal(torch.get_rng_state(), after)

@@ -1,0 +1,45 @@
+"""The pipeline equals the oracle for any number of stages and of minibatches in flight (laws L1, L2, L7)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.exact.pipelines import even
+from tests.exact.running import assert_equal, expect, fit
+from tests.models import ADAMW, MODELS, SGD
+
+STAGES = range(1, 5)
+IN_FLIGHT = range(1, 9)
+RECIPES = {"sgd": SGD, "adamw": ADAMW}
+
+FULL = list(itertools.product(STAGES, IN_FLIGHT, MODELS, RECIPES))
+# Every k with every Nm; in each row and each column of that table every model with every optimizer.
+PAIRWISE = [(k, n, list(MODELS)[(k + n) % 3], list(RECIPES)[(k + n // 3) % 2]) for k in STAGES for n in IN_FLIGHT]
+
+
+def check(stages: int, in_flight: int, model: str, recipe: str) -> None:
+    make_task, make_loader = MODELS[model]
+    task = make_task(RECIPES[recipe])
+    loader = make_loader(26, 3)  # nine batches, so that the pipeline fills for each Nm; the last has two samples
+    expected = expect(task, loader, in_flight)
+    layers = len(list(task.net.children()))
+    assert_equal(expected, fit(task, loader, strategy=even(layers, stages, in_flight)))
+
+
+@pytest.mark.parametrize(("stages", "in_flight", "model", "recipe"), PAIRWISE)
+def test_pairwise(stages: int, in_flight: int, model: str, recipe: str) -> None:
+    check(stages, in_flight, model, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "in_flight", "model", "recipe"), sorted(set(FULL) - set(PAIRWISE)))
+def test_full(stages: int, in_flight: int, model: str, recipe: str) -> None:
+    check(stages, in_flight, model, recipe)
+
+
+def test_pairwise_covers_every_pair() -> None:
+    for first, second in itertools.combinations(range(4), 2):
+        covered = {(case[first], case[second]) for case in PAIRWISE}
+        assert covered == {(case[first], case[second]) for case in FULL}

@@ -1,0 +1,79 @@
+"""A run repeats bit for bit, whatever the threads' timing (laws L1, L2, L7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.exact.pipelines import Delays, even
+from tests.exact.running import Record, assert_equal, expect, fit
+from tests.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
+from tests.oracle import Batch, Outputs, difference
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_delays_change_nothing(model: str, seed: int) -> None:
+    make_task, make_loader = MODELS[model]
+    task, loader = make_task(ADAMW), make_loader(26, 3)
+    expected = expect(task, loader, 4)
+    strategy = even(len(list(task.net.children())), 3, 4)
+    strategy._before_task = delays = Delays(seed)
+    assert_equal(expected, fit(task, loader, strategy=strategy))
+    for stage in range(3):
+        # FIFO: one order of forwards and one of backwards on each stage; the last stage has turns.
+        works = ["turn"] if stage == 2 else ["forward", "backward"]
+        for work in works:
+            assert [p for j, kind, p in delays.tasks if (j, kind) == (stage, work)] == list(range(1, 19))
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_delays_change_nothing_in_pieces(seed: int) -> None:
+    task, loader = Pieces(ADAMW), vectors(26, 3)
+    expected = expect(task, loader, 5)
+    strategy = even(7, 4, 5)
+    strategy._before_task = Delays(seed)
+    assert_equal(expected, fit(task, loader, strategy=strategy))
+
+
+class Logging(Task):
+    """Logs values and metrics, and keeps a list of its own, in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, CLASSES)))
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.order: list[int] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        self.order.append(batch_idx)
+        outputs = self.compute(batch)
+        self.accuracy(outputs["logits"], batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict({"loss": outputs["loss"], "norm": outputs["logits"].norm()}, on_step=True, on_epoch=True)
+        return outputs
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_logging_repeats(in_flight: int) -> None:
+    def run(seed: int | None) -> tuple[Record, dict[str, torch.Tensor], list[int]]:
+        torch.manual_seed(11)
+        task = Logging()
+        strategy: Any = even(4, 3, in_flight)
+        if seed is not None:
+            strategy._before_task = Delays(seed)
+        record = fit(task, vectors(34, 4), strategy=strategy)
+        assert record.trainer is not None
+        return record, dict(record.trainer.callback_metrics), task.order
+
+    record, metrics, order = run(None)
+    assert order == 2 * list(range(9))
+    assert {"accuracy_step", "accuracy_epoch", "loss_step", "loss_epoch", "norm_epoch"} <= metrics.keys()
+    for seed in (1, 2):
+        again, again_metrics, again_order = run(seed)
+        assert_equal(record, again)
+        assert difference(metrics, again_metrics, "metrics") is None
+        assert again_order == order

@@ -1,0 +1,237 @@
+"""The oracle: a plain loop that trains with the pipeline's staleness. No Lightning, no threads, no stages.
+
+Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what minibatch v left: the weights after its
+optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
+max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
+where a run was resumed. Buffers (BatchNorm's statistics) are not stale: forward p starts from what forward p - 1 left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hetpipe.pipeline.chance import Chance
+
+Batch = Any
+Outputs = dict[str, Tensor]
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make the optimizer of a model and, if there is one, its learning rate scheduler."""
+
+    optimizer: Callable[[nn.Module], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    interval: Literal["step", "epoch"] = "step"
+
+
+@dataclass(frozen=True)
+class State:
+    """A copy of everything that training changes."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> State:
+        return State(
+            {name: weight.detach().clone() for name, weight in model.named_parameters()},
+            {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+            copy.deepcopy(optimizer.state_dict()),
+        )
+
+
+@dataclass
+class Run:
+    """What a run computed, minibatch by minibatch.
+
+    ``outputs[i]`` are those of minibatch i + 1; their ``loss`` is already divided by the number of accumulated batches,
+    as Lightning hands it to callbacks. ``states[v]`` is version v, so ``states[0]`` the start. ``gradients[p]`` exist
+    for each p that ended with an optimizer step: what was accumulated for it, before clipping.
+    """
+
+    outputs: list[Outputs] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[Tensor]:
+        return [outputs["loss"] for outputs in self.outputs]
+
+
+def train(
+    model: M,
+    step: Callable[[M, Batch], Outputs],
+    epochs: Sequence[Sequence[Batch]],
+    recipe: Recipe,
+    in_flight: int | Sequence[int],
+    *,
+    accumulate: int | Sequence[int] = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    autocast: torch.dtype | None = None,
+    restarts: Collection[int] = (),
+    stop_after: int | None = None,
+    edit: Callable[[int, M], None] | None = None,
+) -> Run:
+    """Trains a copy of ``model``.
+
+    Args:
+        model: stays as it is.
+        step: outputs of one batch, ``loss`` among them.
+        epochs: the batches of each epoch.
+        recipe: optimizer and scheduler.
+        in_flight: Nm; one number, or one for each epoch.
+        accumulate: batches per optimizer step; one number, or one for each epoch. The last batch of an epoch steps.
+        clip_norm: clips the gradients by their total norm, if given.
+        clip_value: clips each element of the gradients, if given.
+        autocast: the forward pass runs under autocast with this dtype, if given.
+        restarts: versions, besides each epoch's first, from which the pipeline started empty.
+        stop_after: the last minibatch.
+        edit: called with (p, model) when minibatch p is done, as a callback that changes weights would be.
+    """
+    model = copy.deepcopy(model).train()
+    optimizer = recipe.optimizer(model)
+    scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+    run = Run(states=[State.of(model, optimizer)])
+    p = 0
+    with own_dropouts(model) as minibatch_is:
+        for epoch, batches in enumerate(epochs):
+            every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
+            nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
+            empty_at = p
+            for index, batch in enumerate(batches):
+                if p in restarts:
+                    empty_at = p
+                p += 1
+                minibatch_is(p)
+                with weights_of(model, run.states[max(empty_at, p - nm)]):
+                    with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, cache_enabled=False):
+                        outputs = step(model, batch)
+                    loss = outputs["loss"] / every
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                run.outputs.append({name: value.detach().clone() for name, value in outputs.items()})
+                run.outputs[-1]["loss"] = loss.detach().clone()
+
+                ends_epoch = index + 1 == len(batches)
+                if (index + 1) % every == 0 or ends_epoch:
+                    run.gradients[p] = gradients(model)
+                    # In the optimizer's order, which is Lightning's: the sum in the norm depends on it.
+                    stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
+                    if clip_norm is not None:
+                        nn.utils.clip_grad_norm_(stepped, clip_norm)
+                    if clip_value is not None:
+                        nn.utils.clip_grad_value_(stepped, clip_value)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if scheduler is not None and recipe.interval == "step":
+                        scheduler.step()
+                if scheduler is not None and recipe.interval == "epoch" and ends_epoch:
+                    scheduler.step()
+                if edit is not None:
+                    edit(p, model)
+                run.states.append(State.of(model, optimizer))
+                if p == stop_after:
+                    return run
+    return run
+
+
+@contextlib.contextmanager
+def weights_of(model: nn.Module, version: State) -> Iterator[None]:
+    """Within, the model computes with an older version; gradients still gather in its own parameters' ``.grad``."""
+    live = {name: weight.data for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        weight.data = version.weights[name]
+    try:
+        yield
+    finally:
+        for name, weight in model.named_parameters():
+            weight.data = live[name]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the gradients that there are."""
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@contextlib.contextmanager
+def own_dropouts(model: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Gives each ``nn.Dropout`` of the model a generator for each minibatch (law L7).
+
+    Yields a function that says which minibatch comes next.
+    """
+    chance = Chance(run_seed())
+    paths: dict[nn.Dropout, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Dropout):
+            paths.setdefault(module, []).append(path)
+    calls: Counter[nn.Module] = Counter()
+    minibatch = 0
+
+    def begin(p: int) -> None:
+        nonlocal minibatch
+        minibatch = p
+        calls.clear()
+
+    def dropout(module: nn.Dropout) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if not module.training or module.p == 0 or x.numel() == 0:
+                return x
+            # A module that stands in several places is named by the place; one that is called again, by an ordinal.
+            again, place = divmod(calls[module], len(paths[module]))
+            calls[module] += 1
+            generator = chance.generator(minibatch, paths[module][place], again, x.device)
+            # The arithmetic of torch's own dropout on a CPU: a mask of zeros and 1 / (1 - p).
+            kept = torch.empty_like(x).bernoulli_(1 - module.p, generator=generator)
+            return x * kept.div_(1 - module.p)
+
+        return forward
+
+    for each in paths:
+        vars(each)["forward"] = dropout(each)
+    try:
+        yield begin
+    finally:
+        for each in paths:
+            del vars(each)["forward"]
+
+
+def run_seed() -> int:
+    """What seeds every random operation of a run: what ``seed_everything`` was given, else torch's own seed."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+
+
+def difference(expected: Any, actual: Any, where: str = "") -> str | None:
+    """Names the first place at which two states, or nested containers of tensors, differ by a bit; None if equal."""
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        if expected.shape != actual.shape or expected.dtype != actual.dtype:
+            return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
+        if torch.equal(expected, actual):
+            return None
+        return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"
+    if isinstance(expected, State) and isinstance(actual, State):
+        return difference(vars(expected), vars(actual), where)
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if expected.keys() != actual.keys():
+            return f"{where} has {sorted(map(str, actual))} instead of {sorted(map(str, expected))}"
+        pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
+    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        if len(expected) != len(actual):
+            return f"{where} has {len(actual)} entries instead of {len(expected)}"
+        pairs = ((f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected, actual, strict=True)))
+    else:
+        return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
+    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)
