@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.redirect import Redirect
@@ -95,7 +94,7 @@ class Watch:
         redirects: dict[str, Redirect] = {}
         for name, module in self._root.named_modules():
             if module is not self._root and is_plain_sequential(module) and "forward" not in vars(module):
-                redirects[name] = Redirect(module, "forward", partial(self.run, name, module))
+                redirects[name] = Redirect(module, "forward", partial(self._run, name, module))
         try:
             yield
         finally:
@@ -112,16 +111,11 @@ class Watch:
             )
         refuse_outside(self._root, {id(p) for piece in self.pieces for p in piece.module.parameters()}, loss)
 
-    def run(self, name: str, module: nn.Sequential, value: Any) -> Any:
+    def _run(self, name: str, module: nn.Sequential, redirect: Redirect, value: Any) -> Any:
         """The redirected ``forward`` of the Sequential ``name``."""
         wanted = self._names is None or name in self._names
         if self._inside or not wanted or not any(p.requires_grad for p in module.parameters()):
-            return nn.Sequential.forward(module, value)
-        if not torch.is_grad_enabled():
-            raise SettingError(
-                f"training_step calls '{name}' without gradients (torch.no_grad), where it would see weights of another"
-                " version than its minibatch's; call it with gradients, or freeze its parameters"
-            )
+            return redirect.original(value)
         if any(piece.module is module for piece in self.pieces):
             raise SettingError(
                 f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"

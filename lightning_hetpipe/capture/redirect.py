@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import types
+import copy
 from collections.abc import Callable
 from typing import Any
 
 
 class Redirect:
-    """Stands in for ``owner.<name>`` and calls ``handler(*args, **kwargs)`` instead.
+    """Stands in the ``__dict__`` of ``owner`` for its method ``name``; calls go to ``handler(redirect, ...)``.
 
-    An object and not a closure, so that a deep copy or a pickle of the owner gets its plain method back.
+    An object and not a closure, so that a deep copy or a pickle of the owner gets its own plain method.
     """
 
     def __init__(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         self.owner = owner
         self.name = name
         self.original: Callable[..., Any] = getattr(owner, name)
+        self._shadowed = name in vars(owner)
         self._handler = handler
-        self._replaced = vars(owner).get(name)
+        # Not by setattr: Module, Metric and LightningModule each watch theirs.
         vars(owner)[name] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._handler(*args, **kwargs)
-
     def remove(self) -> None:
-        if vars(self.owner).get(self.name) is self:
+        """Restores the owner's ``__dict__``, unless somebody else has replaced the entry meanwhile."""
+        if vars(self.owner).get(self.name) is not self:
+            return
+        if self._shadowed:
+            vars(self.owner)[self.name] = self.original
+        else:
             del vars(self.owner)[self.name]
-            if self._replaced is not None:
-                vars(self.owner)[self.name] = self._replaced
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(getattr(type(self.owner), self.name), memo.get(id(self.owner), self.owner))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handler(self, *args, **kwargs)
 
-    def __reduce__(self) -> Any:
-        return types.MethodType, (getattr(type(self.owner), self.name), self.owner)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        method: Callable[..., Any] = copy.deepcopy(self.original, memo)
+        return method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.original,)
+
+
+def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method

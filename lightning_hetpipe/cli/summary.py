@@ -35,8 +35,6 @@ class RunResult(Protocol):
     @property
     def in_flight(self) -> int: ...
     @property
-    def minibatches(self) -> int: ...
-    @property
     def samples_per_second(self) -> float: ...
     @property
     def stages(self) -> Sequence[StageResult]: ...
@@ -68,10 +66,9 @@ def summary(
 
 
 def _headline(run: RunResult) -> str:
-    return (
-        f"Trained as a pipeline of {_count(len(run.stages), 'stage')}, "
-        f"{_count(run.in_flight, 'minibatch', 'es')} in flight, {_count(run.minibatches, 'minibatch', 'es')} in all"
-    )
+    stages = f"{len(run.stages)} stage{'' if len(run.stages) == 1 else 's'}"
+    minibatches = f"{run.in_flight} minibatch{'' if run.in_flight == 1 else 'es'}"
+    return f"Trained as a pipeline of {stages}, {minibatches} in flight"
 
 
 def _stage_table(stages: Sequence[StageResult]) -> list[str]:
@@ -126,10 +123,6 @@ def _is_accuracy(name: str) -> bool:
 def _words(name: str) -> str:
     words = name.replace("/", " ").replace("_", " ").split()
     return " ".join("accuracy" if word == "acc" else word for word in words)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _relative(path: str) -> str:

@@ -1,6 +1,6 @@
 """A segment's buffers, such as BatchNorm's statistics (law L9).
 
-Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p − 1
+Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p - 1
 left. Each of the last Nm forwards keeps its own, so that version p can show outsiders what forward p left while later
 forwards have run already, and so that a backward finds the buffers that its forward used.
 """

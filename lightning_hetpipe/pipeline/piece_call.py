@@ -31,7 +31,8 @@ class PieceCall:
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
-        joined = _Seam.apply(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
+        join: Any = _Seam.apply  # torch has no types here
+        joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
         return outputs.tree(joined)
 
     def collect(self, total: Tensor, keep_graph: bool) -> Gradients:

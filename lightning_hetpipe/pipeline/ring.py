@@ -18,7 +18,7 @@ from lightning_hetpipe.private import foreach_copy_, version_counter
 from lightning_hetpipe.rules.versions import last_reader
 
 Flags = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""``requires_grad`` of every parameter and ``training`` of every module: part of a version, as callbacks change them."""
+"""``requires_grad`` of every parameter and ``training`` of every module: callbacks change them, version by version."""
 
 
 class Slot:

@@ -40,6 +40,7 @@ from lightning_hetpipe.strategy.private import (
     DataLoaderIterFetcher,
     closure_loss,
     finished_minibatches,
+    log_interval,
     move_before_transfer,
     on_wait_for_workers,
     step_arguments,
@@ -84,19 +85,17 @@ class Fit:
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
-        self._plain_forwards: list[Callable[..., Any]] = []
         self._last = -1
         self._staleness = 0
 
     def open(self) -> None:
         """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        run_epoch = Redirect(epoch_loop, "run", self._run_epoch)
-        run_validation = Redirect(epoch_loop.val_loop, "run", self._run_validation)
-        before_transfer = Redirect(self._module, "_on_before_batch_transfer", self._before_transfer)
-        self._run_epoch_as_is, self._run_validation_as_is = run_epoch.original, run_validation.original
-        self._before_transfer_as_is = before_transfer.original
-        self._redirects = [run_epoch, run_validation, before_transfer]
+        self._redirects = [
+            Redirect(epoch_loop, "run", self._run_epoch),
+            Redirect(epoch_loop.val_loop, "run", self._run_validation),
+            Redirect(self._module, "_on_before_batch_transfer", _before_transfer),
+        ]
 
     def close(self) -> None:
         try:
@@ -134,7 +133,8 @@ class Fit:
         self._finished = minibatch = self.engine.finish(number)
         self.engine.show_buffers(number)
         if (record := self._records.pop(number, None)) is not None:
-            self._replay.replay(record)
+            with self._precision.train_step_context():
+                self._replay.replay(record)
         self._count(minibatch, args)
         return _without_graph(minibatch.output)
 
@@ -194,7 +194,8 @@ class Fit:
         return output
 
     def _set_up(self) -> None:
-        assert self._watch is not None and self._outside is not None
+        assert self._watch is not None
+        assert self._outside is not None
         number = finished_minibatches(self._trainer)[0]
         pieces, devices = self._watch.pieces, self._settings.devices
         layers = [layer for piece in pieces for layer in piece.layers]
@@ -223,9 +224,7 @@ class Fit:
             self._outside.check_step()
             self._replay.install()
         for index, piece in enumerate(pieces):
-            redirect = Redirect(piece.module, "forward", partial(self._forward, index, piece))
-            self._plain_forwards.append(redirect.original)
-            self._redirects.append(redirect)
+            self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
         self._watch = None
         self._meter = Meter(stages)
         self.engine = engine
@@ -234,29 +233,29 @@ class Fit:
 
     # The epoch.
 
-    def _run_epoch(self, fetcher: DataFetcher) -> None:
+    def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         self._epoch_begins = self.engine is not None
         torch.set_num_threads(self._settings.torch_threads)
         if isinstance(fetcher, DataLoaderIterFetcher) or self._settings.in_flight == 1:
-            self._run_epoch_as_is(fetcher)
+            redirect.original(fetcher)
         else:
             ahead = LookAhead(fetcher, self)
             try:
-                self._run_epoch_as_is(ahead)
+                redirect.original(ahead)
             finally:
                 ahead.close()
         if self.engine is not None:
             self.engine.discard()
             self._records.clear()
 
-    def _run_validation(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_validation(self, redirect: Redirect) -> Any:
         if self.engine is None or self._meter is None:
-            return self._run_validation_as_is(*args, **kwargs)
+            return redirect.original()
         self.engine.drain()
         torch.set_num_threads(self._threads_before)
         try:
             with self._meter.paused():
-                return self._run_validation_as_is(*args, **kwargs)
+                return redirect.original()
         finally:
             torch.set_num_threads(self._settings.torch_threads)
 
@@ -299,7 +298,8 @@ class Fit:
     # The pipeline.
 
     def _publish(self, version: int) -> None:
-        assert self.engine is not None and self._outside is not None
+        assert self.engine is not None
+        assert self._outside is not None
         if self._epoch_begins:
             self._epoch_begins = False
             self.engine.begin(version)
@@ -346,18 +346,15 @@ class Fit:
             return self._precision.autocast_context_manager()
         return nullcontext()
 
-    def _forward(self, index: int, piece: Piece, value: Any) -> Any:
+    def _forward(self, index: int, piece: Piece, redirect: Redirect, value: Any) -> Any:
         """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
         assert self._layout is not None
         minibatch = current()
         if minibatch is not None:
             return minibatch.call(index, piece.name, value)
         if len(set(self._layout.devices)) == 1:
-            return self._plain_forwards[index](value)
+            return redirect.original(value)
         return self._layout.run_across_devices(piece.layers, value)
-
-    def _before_transfer(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return batch if isinstance(batch, ReadyBatch) else self._before_transfer_as_is(batch, *args, **kwargs)
 
     # Metrics.
 
@@ -367,14 +364,19 @@ class Fit:
         self._staleness = minibatch.number - 1 - minibatch.version
 
     def _log(self, number: int) -> None:
-        assert self._meter is not None and self.engine is not None
-        every = self._trainer.log_every_n_steps
+        assert self._meter is not None
+        assert self.engine is not None
+        every = log_interval(self._trainer)
         if not self._trainer.loggers or not every or self._meter.minibatches == 0 or number % every:
             return
         metrics = self._meter.interval([stage.busy_seconds for stage in self.engine.stages])
         metrics["hetpipe/staleness"] = float(self._staleness)
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=self._trainer.global_step)
+
+
+def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)
 
 
 def _without_graph(output: Any) -> Any:

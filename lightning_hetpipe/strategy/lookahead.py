@@ -1,6 +1,6 @@
 """Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
 
-Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm − 1 are fetched, moved to the
+Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
 device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
 batch p (law L9). It never looks past the end of an epoch (law L6).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.strategy.private import DataFetcher, loader_states
+from lightning_hetpipe.strategy.private import DataFetcher
 
 
 @dataclass(eq=False)

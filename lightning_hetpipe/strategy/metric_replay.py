@@ -5,7 +5,8 @@ While a ``training_step`` runs ahead of Lightning's loop, a call such as ``self.
 ``compute()``, are those of a plain run, while the metric itself stays at Lightning's step and is called there.
 
 What it costs: the tensors passed are cloned and kept until their step, each call runs twice, and the states exist twice
-(a list state's elements too, unless the metric appends its arguments as they are).
+(a list state's elements too, unless the metric appends its arguments as they are). A ``compute()`` in
+``training_step`` is compared at its step with what the metric itself says, which waits for the device.
 """
 
 from __future__ import annotations
@@ -25,46 +26,6 @@ from lightning_hetpipe.private import pytree
 
 READS = ("compute", "compute_all", "best_metric")
 CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all")
-
-
-class Patch:
-    """Stands in an object's ``__dict__`` for one of its methods, and hands each call to ``intercept``.
-
-    A deep copy or a pickle of the object gets the method that was there before, bound to the copy. ``intercept`` is
-    called with the patch, the positional and the keyword arguments.
-    """
-
-    def __init__(self, owner: nn.Module, name: str, intercept: Callable[[Patch, Any, Any], Any]) -> None:
-        self.owner = owner
-        self.name = name
-        self.original: Callable[..., Any] = getattr(owner, name)
-        self._shadowed = name in vars(owner)
-        self._intercept = intercept
-        # Not by setattr: Module, Metric and LightningModule each watch theirs.
-        vars(owner)[name] = self
-
-    def remove(self) -> None:
-        """Restores the owner's ``__dict__``, unless somebody else has replaced the entry meanwhile."""
-        if vars(self.owner).get(self.name) is not self:
-            return
-        if self._shadowed:
-            vars(self.owner)[self.name] = self.original
-        else:
-            del vars(self.owner)[self.name]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._intercept(self, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        method: Callable[..., Any] = copy.deepcopy(self.original, memo)
-        return method
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.original,)
-
-
-def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    return method
 
 
 def is_metric(value: object) -> bool:

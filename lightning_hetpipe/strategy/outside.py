@@ -1,7 +1,7 @@
 """What lies outside the pieces must not change while minibatches are in flight (laws L1 and L9).
 
-Parameters and buffers of the LightningModule that no stage owns have no versions: ``training_step`` reads the live ones.
-That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
+Parameters and buffers of the LightningModule that no stage owns have no versions: ``training_step`` reads the live
+ones. That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ __all__ = [
     "finished_minibatches",
     "has_gradient_hooks",
     "is_compiled",
-    "loader_states",
+    "log_interval",
     "move_before_transfer",
     "on_wait_for_workers",
     "step_arguments",
@@ -57,9 +57,9 @@ def is_compiled(module: L.LightningModule) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
-def loader_states(fetcher: _DataFetcher) -> list[dict[str, Any]]:
-    """The states of resumable DataLoaders, as a checkpoint would save them."""
-    return fetcher.combined_loader._state_dicts()
+def log_interval(trainer: L.Trainer) -> int:
+    """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
+    return int(getattr(trainer, "log_every_n_steps", 0))
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

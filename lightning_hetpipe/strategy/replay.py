@@ -26,12 +26,12 @@ from typing import Any
 import lightning as L
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.strategy.metric_replay import (
     CHANGES,
     MetricCall,
-    Patch,
     Twin,
     find_metrics,
     group,
@@ -39,7 +39,7 @@ from lightning_hetpipe.strategy.metric_replay import (
     methods_of,
 )
 
-_NOT_THE_USER = (__name__, "lightning_hetpipe.strategy.metric_replay", "lightning.", "torch.", "torchmetrics.")
+_NOT_THE_USER = ("lightning_hetpipe.strategy.", "lightning_hetpipe.capture.", "lightning.", "torch.", "torchmetrics.")
 
 
 @dataclass(eq=False)
@@ -76,9 +76,9 @@ class Replay:
     def __init__(self, pl_module: L.LightningModule) -> None:
         self._module = pl_module
         self._here = _Here()
-        self._log: dict[str, Patch] = {}
+        self._log: dict[str, Redirect] = {}
         self._signatures: dict[str, inspect.Signature] = {}
-        self._patches: list[Patch] = []  # of metrics
+        self._patches: list[Redirect] = []  # of metrics
         self._twins: dict[int, Twin] = {}  # by id of the metric
         self._children: list[int] = []
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
@@ -86,7 +86,7 @@ class Replay:
     def install(self) -> None:
         """Puts recording stand-ins for ``log``, ``log_dict`` and the metrics' methods into the module."""
         if not self._log:
-            self._log = {name: Patch(self._module, name, self._on_log) for name in ("log", "log_dict")}
+            self._log = {name: Redirect(self._module, name, self._on_log) for name in ("log", "log_dict")}
             self._signatures = {name: inspect.signature(patch.original) for name, patch in self._log.items()}
             self._find_metrics()
 
@@ -152,7 +152,7 @@ class Replay:
             twin = Twin(members)
             self._twins.update(dict.fromkeys(members, twin))
         self._patches = [
-            Patch(metric, method, self._on_metric) for metric in metrics.values() for method in methods_of(metric)
+            Redirect(metric, method, self._on_metric) for metric in metrics.values() for method in methods_of(metric)
         ]
         self._children = _child_ids(self._module)
 
@@ -161,7 +161,7 @@ class Replay:
             patch.remove()
         self._patches, self._twins, self._children = [], {}, []
 
-    def _on_log(self, patch: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_log(self, patch: Redirect, *args: Any, **kwargs: Any) -> None:
         record = self._here.record
         if record is None:
             patch.original(*args, **kwargs)
@@ -177,7 +177,7 @@ class Replay:
         kept_args, kept_kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
         record.calls.append(LogCall(patch.name, kept_args, kept_kwargs, _caller()))
 
-    def _on_metric(self, patch: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_metric(self, patch: Redirect, *args: Any, **kwargs: Any) -> Any:
         record, twin = self._here.record, self._twins[id(patch.owner)]
         if record is None:
             if patch.name in CHANGES and not self._here.replaying:

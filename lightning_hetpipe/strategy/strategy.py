@@ -31,7 +31,7 @@ T = TypeVar("T")
 class HetPipeStrategy(ParallelStrategy):
     """Trains one LightningModule as a pipeline over this machine's devices, exactly.
 
-    Minibatch p computes its loss and its gradients on the weights after minibatch p − Nm, on every stage (HetPipe, Park
+    Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
 
     Args:
@@ -86,10 +86,20 @@ class HetPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        given = dict(virtual_workers=virtual_workers, weights=weights, plan=plan, cluster=cluster)
-        given.update(allocation=allocation, compile=compile, recompute=recompute, timeline=timeline)
-        given.update(lr_correction=lr_correction, wsp=wsp, start_method=start_method)
-        for name, value in given.items():
+        of_later_releases = {
+            "virtual_workers": virtual_workers,
+            "weights": weights,
+            "plan": plan,
+            "cluster": cluster,
+            "allocation": allocation,
+            "compile": compile,
+            "recompute": recompute,
+            "timeline": timeline,
+            "lr_correction": lr_correction,
+            "wsp": wsp,
+            "start_method": start_method,
+        }
+        for name, value in of_later_releases.items():
             settings.check_later(name, value)
         self.stages = settings.count("stages", stages)
         self.in_flight = settings.count("in_flight", in_flight)
@@ -210,10 +220,12 @@ class HetPipeStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._fit is not None
-        return self._fit.training_step(super().training_step, *args)
+        output: STEP_OUTPUT = self._fit.training_step(super().training_step, *args)
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._fit is not None and self.lightning_module is not None
+        assert self._fit is not None
+        assert self.lightning_module is not None
         fit, module = self._fit, self.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -282,6 +294,6 @@ def _run_seed() -> int:
 
 
 def _torch_threads() -> int:
-    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1. Never derived from k (DESIGN, the oracle)."""
+    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, int(threads)) if threads.isdigit() else 1
