@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.redirect import Redirect
@@ -138,6 +139,12 @@ class Watch:
                         f"layer '{name}' has a hook (on {type(hooked).__name__}), which a stage would run at the same"
                         " time as other user code; remove it, or put it on the pipelined module itself"
                     )
+                if owner := next((m for m in module.modules() if _holds_generator(m)), None):
+                    raise SettingError(
+                        f"layer '{name}' keeps a torch.Generator of its own (in {type(owner).__name__}), which the"
+                        " copies of the layer would not share; draw without it, then every minibatch has its own"
+                        " random numbers"
+                    )
                 piece.inputs.append(Value.of(value))
                 given = tensors_of(value)
                 before = [version_counter(tensor) for tensor in given]
@@ -170,6 +177,10 @@ def refuse_outside(root: nn.Module, inside: Collection[int], loss: Tensor) -> No
                 " release keeps versions of those only; move the module that uses it into the nn.Sequential, or freeze"
                 " it"
             )
+
+
+def _holds_generator(module: nn.Module) -> bool:
+    return any(isinstance(value, torch.Generator) for value in vars(module).values())
 
 
 def _layers(name: str, sequential: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
@@ -41,7 +41,7 @@ def _rehearsal(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> Callable[[], None]:
-    scratch = copy.deepcopy(layer.module)
+    scratch = copy_of(layer.module, device)
     call = attach(scratch, layer.name)
     parameters = list(scratch.parameters())
 

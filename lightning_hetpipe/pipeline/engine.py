@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
@@ -227,6 +227,10 @@ class Engine:
         try:
             minibatch.when_ended(lambda: self.lock.request(ticket))
             self.patience.wait(ticket.wait, f"Lightning's step for minibatch {minibatch.number}")
+        except PipelineStalled:
+            self._cancel()
+            self._broken = True
+            raise
         except BaseException:
             # Interrupted: what is in flight unwinds, and with this minibatch's end the lock comes back.
             self._cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Slot:
     """One copy of a stage's layers, with the weights of one version at a time."""
 
     def __init__(self, live: nn.ModuleList, device: torch.device) -> None:
-        self.layers = _copy_of(live, device)
+        self.layers = copy_of(live, device)
         self.modules = list(self.layers.modules())
         self.parameters = list(self.layers.parameters())
         self.flags: Flags | None = None
@@ -88,7 +89,15 @@ class Ring:
         return all(torch.equal(held, live.detach().to(held.device)) for held, live in pairs)
 
 
-def _copy_of(live: nn.ModuleList, device: torch.device) -> nn.ModuleList:
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_of(live: M, device: torch.device) -> M:
+    """A copy of ``live`` on ``device``.
+
+    Raises:
+        SettingError: where a layer holds what cannot be copied.
+    """
     try:
         return copy.deepcopy(live).to(device)
     except Exception as error:

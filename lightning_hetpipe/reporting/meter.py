@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,29 +11,27 @@ from lightning_hetpipe.private import pytree
 
 
 class Meter:
-    """Samples, minibatches and seconds of training since the pipeline started; validation does not count."""
+    """Samples, minibatches and seconds of training. Time counts between :meth:`start` and :meth:`stop` only."""
 
     def __init__(self, stages: int) -> None:
         self.samples = 0
         self.minibatches = 0
-        self._started = time.perf_counter()
-        self._paused = 0.0
+        self._started: float | None = None
+        self._before = 0.0  # seconds that counted before the last start
         self._until = 0.0  # seconds, samples and busy times at the last interval's end
         self._samples_until = 0
         self._busy_until = [0.0] * stages
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._started - self._paused
+        running = 0.0 if self._started is None else time.perf_counter() - self._started
+        return self._before + running
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time within it does not count."""
-        since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - since
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._before, self._started = self.seconds, None
 
     def count(self, batch: object) -> None:
         self.samples += batch_size(batch)

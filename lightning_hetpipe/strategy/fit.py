@@ -100,7 +100,8 @@ class Fit:
     def close(self) -> None:
         try:
             if self.engine is not None:
-                self.finish_report()
+                if self.report is None:
+                    self.finish_report()
                 self.engine.close()
         finally:
             self._replay.uninstall()
@@ -146,6 +147,7 @@ class Fit:
             return
         deliver(self._finished.gradients)
         self._finished = None
+        self.offer()
 
     @contextmanager
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -227,6 +229,9 @@ class Fit:
             self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
         self._watch = None
         self._meter = Meter(stages)
+        self._meter.start()
+        for piece in pieces:
+            piece.inputs.clear()  # the watched step's activations
         self.engine = engine
         engine.start()
         engine.begin(number - 1, forwards=number)
@@ -235,7 +240,10 @@ class Fit:
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         self._epoch_begins = self.engine is not None
+        self._last = -1
         torch.set_num_threads(self._settings.torch_threads)
+        if self._meter is not None:
+            self._meter.start()
         if isinstance(fetcher, DataLoaderIterFetcher) or self._settings.in_flight == 1:
             redirect.original(fetcher)
         else:
@@ -244,19 +252,23 @@ class Fit:
                 redirect.original(ahead)
             finally:
                 ahead.close()
+        if self._meter is not None:
+            self._meter.stop()
         if self.engine is not None:
             self.engine.discard()
-            self._records.clear()
+        while self._records:
+            self._replay.discard(self._records.popitem()[1])
 
     def _run_validation(self, redirect: Redirect) -> Any:
         if self.engine is None or self._meter is None:
             return redirect.original()
         self.engine.drain()
         torch.set_num_threads(self._threads_before)
+        self._meter.stop()
         try:
-            with self._meter.paused():
-                return redirect.original()
+            return redirect.original()
         finally:
+            self._meter.start()
             torch.set_num_threads(self._settings.torch_threads)
 
     # What the look-ahead asks.

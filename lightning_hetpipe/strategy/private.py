@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -71,10 +72,12 @@ def on_wait_for_workers(fetcher: _DataFetcher, waiting: Callable[[], AbstractCon
     """Opens ``waiting()`` around every wait of the fetcher's iterators for their DataLoader workers."""
     for iterator in getattr(fetcher.combined_loader._iterator, "iterators", []):
         if isinstance(iterator, _MultiProcessingDataLoaderIter) and "_get_data" not in vars(iterator):
-            original = iterator._get_data
+            # Weakly: an iterator ends its workers when it is dropped, which a cycle through itself would put off.
+            itself = weakref.ref(iterator)
+            get: Callable[[Any], Any] = type(iterator)._get_data
 
-            def get_data(original: Callable[[], Any] = original) -> Any:
+            def get_data(itself: Callable[[], Any] = itself, get: Callable[[Any], Any] = get) -> Any:
                 with waiting():
-                    return original()
+                    return get(itself())
 
             vars(iterator)["_get_data"] = get_data
