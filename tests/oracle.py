@@ -37,7 +37,7 @@ class Recipe:
     interval: Literal["step", "epoch"] = "step"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """A copy of everything that training changes."""
 
@@ -54,7 +54,7 @@ class State:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """What a run computed, minibatch by minibatch.
 

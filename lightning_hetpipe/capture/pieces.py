@@ -51,9 +51,10 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
     if setting is None:
         return None
     names = [setting] if isinstance(setting, str) else list(setting)
-    modules = dict(root.named_modules())
+    modules = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
+    first_names = {id(module): name for name, module in root.named_modules()}
     for name in names:
-        if name not in modules or not name:
+        if name not in modules:
             raise SettingError(
                 f"module={name!r} is not a module of {type(root).__name__}"
                 f"{nearest(name, modules) or '; its modules are ' + ', '.join(n for n, _ in root.named_children())}"
@@ -63,7 +64,7 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
                 f"module={name!r} is a {type(modules[name]).__name__}, and this release pipelines nn.Sequential only;"
                 " write its layers as an nn.Sequential, or name one"
             )
-    return names
+    return [first_names[id(modules[name])] for name in names]
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

@@ -86,7 +86,8 @@ class Engine:
         for stage in self.stages:
             stage.start()
         self._runners = [
-            Worker(f"hetpipe-runner-{index}", Minibatch.run, self._torch_threads) for index in range(self.in_flight)
+            Worker(f"hetpipe-runner-{index}", Minibatch.run, self._torch_threads, self.stages[-1].device)
+            for index in range(self.in_flight)
         ]
         self._take_lock()
 

@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.chance import Chance, attach
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, tensors_of
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, move, tensors_of
 from lightning_hetpipe.private import version_counter
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
 
@@ -103,7 +103,7 @@ class Stage:
         self._worker: Worker[Task] | None = None
 
     def start(self) -> None:
-        self._worker = Worker(f"hetpipe-stage-{self.index}", self._run, self._settings.torch_threads)
+        self._worker = Worker(f"hetpipe-stage-{self.index}", self._run, self._settings.torch_threads, self.device)
 
     def put(self, task: Task) -> None:
         assert self._worker is not None
@@ -207,7 +207,7 @@ class Stage:
     def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
         started = time.perf_counter()
         inputs, outputs = self._saved.pop((minibatch.number, segment.index))
-        given = [None if g is None else g.to(self.device, non_blocking=True) for g in given]
+        given = [None if g is None else move(g, self.device) for g in given]
         part = self._parts[segment.index]
         own = part.parameters[self.ring.place(minibatch.version)]
         found = gradients(outputs, given, [*inputs, *own])

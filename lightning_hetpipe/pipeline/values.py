@@ -47,7 +47,12 @@ class Value:
     def leaves(self, device: torch.device) -> list[Tensor]:
         """Fresh leaves on ``device``, which require a gradient where the value did."""
         pairs = zip(self.tensors, self.requires_grad, strict=True)
-        return [t.detach().to(device, non_blocking=True).requires_grad_(wanted) for t, wanted in pairs]
+        return [move(t.detach(), device).requires_grad_(wanted) for t, wanted in pairs]
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. A copy to the host is waited for: the host would read it before it is there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 _TENSOR = object()

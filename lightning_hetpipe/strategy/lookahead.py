@@ -8,7 +8,6 @@ batch p (law L9). It never looks past the end of an epoch (law L6).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,11 +15,14 @@ from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.strategy.private import DataFetcher
 
 
-@dataclass(eq=False)
 class ReadyBatch:
-    """A batch that has gone through all transfer hooks already. (Lightning's own transfer must let it pass.)"""
+    """A batch that has gone through all transfer hooks already; Lightning's own transfer lets it pass.
 
-    batch: Any
+    Not a dataclass: Lightning would look into it.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
 
 
 @dataclass
@@ -112,12 +114,8 @@ class LookAhead(DataFetcher):
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,
             done=self._inner.done,
-            states=self._original_states(),
+            states=self._redirect.original(),
         )
 
-    def _original_states(self) -> list[dict[str, Any]]:
-        states: Callable[[], list[dict[str, Any]]] = self._redirect.original
-        return states()
-
-    def _shown_states(self) -> list[dict[str, Any]]:
-        return self._original_states() if self._states is None else self._states
+    def _shown_states(self, redirect: Redirect) -> Any:
+        return redirect.original() if self._states is None else self._states

@@ -21,7 +21,7 @@ def test_the_digits_leave_logs_a_checkpoint_and_a_summary(
 ) -> None:
     train(*FAST)
     said = capsys.readouterr().out
-    assert "Trained as a pipeline of 3 stages, 4 minibatches in flight, 3 minibatches in all" in said
+    assert "Trained as a pipeline of 3 stages, 4 minibatches in flight" in said
     for label in ("samples per second", "test accuracy", "checkpoint", "tensorboard --logdir outputs"):
         assert label in said
     (run,) = (folder / "outputs").glob("*/*")
@@ -58,12 +58,10 @@ def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.Captur
     assert results[0] == results[1] != results[2]
 
 
-def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path) -> None:
     train(*FAST)
     (first,) = folder.glob("outputs/*/*/checkpoints/*.ckpt")
-    capsys.readouterr()
     train(f"ckpt_path='{first}'", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
-    assert "3 minibatches in all" in capsys.readouterr().out
     (second,) = folder.glob("resumed/checkpoints/*.ckpt")
     assert "step=6" in second.name
 
@@ -79,7 +77,7 @@ def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.Captur
 def test_a_model_in_the_working_directory_is_found(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("--config-dir", "mine", "experiment=mine")
     said = capsys.readouterr().out
-    assert "Linear, ReLU" in said
+    assert "pipeline of 2 stages" in said
     assert "train loss" in said
 
 

@@ -16,7 +16,7 @@ from tests.models import Learner
 from tests.oracle import Batch, Outputs, Run, State
 
 
-@dataclass
+@dataclass(repr=False)
 class Record(Run):
     """A run of the Trainer, as its callbacks saw it; ``end`` is what was left when ``fit`` returned."""
 

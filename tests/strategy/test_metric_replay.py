@@ -13,12 +13,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.strategy.metric_replay import Patch
+from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.strategy.replay import Replay
 from tests.strategy.ahead import CLASSES, Model, accuracy, auroc, log_accuracy, scores
 
@@ -91,7 +91,10 @@ class Saved:
         self.tensor = tensor
 
 
-def test_a_metric_does_not_keep_a_minibatchs_graph_alive(model: Any, replay: Replay) -> None:
+def test_a_metric_does_not_keep_a_minibatchs_graph_alive() -> None:
+    model: Any = Model(log_accuracy, mse=MeanSquaredError(), cat=CatMetric())  # the second one's state is a list
+    replay = Replay(model)
+    replay.install()
     kept: list[weakref.ref[Saved]] = []
 
     def pack(tensor: torch.Tensor) -> Saved:
@@ -101,9 +104,11 @@ def test_a_metric_does_not_keep_a_minibatchs_graph_alive(model: Any, replay: Rep
 
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor), replay.recording() as record:
-        value = model.mse(x.exp(), torch.zeros(2))
+        values = model.mse(x.exp(), torch.zeros(2)), model.cat(x.exp())
     assert any(reference() is not None for reference in kept)
-    del value
+    assert values[0].requires_grad
+    assert values[1].requires_grad
+    del values
     gc.collect()
     assert all(reference() is None for reference in kept)
     replay.replay(record)
@@ -219,7 +224,7 @@ def test_copies_behave_plainly(model: Any, replay: Replay, duplicate: Callable[[
     assert model.acc.update_count == 0
     assert twice.log.__self__ is twice
     for name in ("forward", "reset", "update", "compute"):
-        assert not isinstance(getattr(twice.acc, name), Patch)
+        assert not isinstance(getattr(twice.acc, name), Redirect)
     assert twice.acc.reset.__self__ is twice.acc
 
 

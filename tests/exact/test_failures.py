@@ -1,0 +1,162 @@
+"""What goes wrong in a step that runs ahead, or in a stage, ends ``fit`` with that error, and leaves a finished step."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetpipe.errors import SettingError
+from tests import oracle
+from tests.exact.pipelines import Delays, even
+from tests.exact.running import Recorder, assert_equal, expect, fit, make_trainer
+from tests.models import ADAMW, CLASSES, SGD, WORDS, Task, mlp, sentences, vectors
+from tests.oracle import Batch, Outputs
+
+
+class Failing(Task):
+    """Fails in one minibatch: before it calls the model, or after."""
+
+    def __init__(self, at: int, early: bool) -> None:
+        super().__init__(mlp().net, ADAMW)
+        self.at = at
+        self.early = early
+        self.steps = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        self.steps += 1
+        p = self.steps
+        if self.early:
+            self.check(p)
+        outputs = self.compute(batch)
+        self.check(p)
+        return outputs
+
+    def check(self, p: int) -> None:
+        if p == self.at:
+            raise ArithmeticError(f"minibatch {p}")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("at", [1, 2, 6, 7, 8, 14])
+def test_an_error_in_the_step(at: int, early: bool, seed: int) -> None:
+    """It is raised with the user's own traceback, and no later minibatch, nor half of one, has changed a weight."""
+    task, loader = Failing(at, early), vectors(26, 4)
+    plain = mlp(ADAMW)
+    plain.load_state_dict(task.state_dict())
+    expected = expect(plain, loader, 4)
+    strategy = even(7, 3, 4)
+    strategy._before_task = Delays(seed)
+    recorder = Recorder()
+    trainer = make_trainer([recorder], strategy=strategy)
+    with pytest.raises(ArithmeticError, match=f"^minibatch {at}$") as caught:
+        trainer.fit(task, loader)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "training_step" in frames
+    assert frames[-1] == "check"
+    done = len(recorder.record.outputs)
+    assert done < at
+    left = {name: weight.detach() for name, weight in task.named_parameters()}
+    found = oracle.difference(expected.states[done].weights, left, f"what {done} minibatches left")
+    assert found is None, found
+
+
+class Fragile(nn.Module):
+    """Fails in a forward, or in the backward, of one minibatch."""
+
+    def __init__(self, at: int, backward: bool) -> None:
+        super().__init__()
+        self.at = at
+        self.backward = backward
+        # In a list, so that copies of the module count together.
+        self.forwards: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards.append(1)
+        if len(self.forwards) == self.at:
+            if not self.backward:
+                raise ArithmeticError("in the forward")
+            y = x * 1
+            y.register_hook(self.fail)
+            return y
+        return x
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("in the backward")
+
+    def __deepcopy__(self, memo: Any) -> Fragile:
+        copied = Fragile(self.at, self.backward)
+        copied.forwards = self.forwards
+        return copied
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("position", [1, 4])
+@pytest.mark.parametrize("at", [8, 11])
+def test_an_error_in_a_layer(at: int, position: int, backward: bool) -> None:
+    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)]
+    layers.insert(position, Fragile(at, backward))
+    with pytest.raises(ArithmeticError, match="in the backward" if backward else "in the forward"):
+        fit(Task(nn.Sequential(*layers)), vectors(40, 4), strategy=even(6, 3, 4))
+
+
+def test_a_fit_after_a_failed_one() -> None:
+    task, loader = Failing(6, early=False), vectors(26, 4)
+    with pytest.raises(ArithmeticError):
+        fit(task, loader, strategy=even(7, 3, 4))
+    expected = expect(task, loader, 4)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, 4)))
+
+
+class Counting(Task):
+    """Changes a buffer of its own in each step, in place or by putting another in its place."""
+
+    ema: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(mlp().net, SGD)
+        self.register_buffer("ema", torch.zeros(()))
+        self.in_place = in_place
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        with torch.no_grad():
+            if self.in_place:
+                self.ema.lerp_(loss, 0.1)
+            else:
+                self.ema = torch.lerp(self.ema, loss, 0.1)
+        return {"loss": loss - self.ema}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_buffers_outside_of_the_pieces_are_exact_or_refused(in_flight: int, in_place: bool) -> None:
+    task, loader = Counting(in_place), vectors(26, 4)
+    expected = expect(task, loader, in_flight)
+    try:
+        record = fit(task, loader, strategy=even(7, 3, in_flight))
+    except SettingError as error:
+        message = str(error)
+        assert in_flight > 1, message
+        assert "ema" in message, message
+        return
+    assert_equal(expected, record)
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_sparse_gradients_are_exact_or_refused(in_flight: int) -> None:
+    net = nn.Sequential(nn.Embedding(WORDS, 8, sparse=True), nn.LayerNorm(8), nn.Linear(8, WORDS))
+    task, loader = Task(net, oracle.Recipe(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))), sentences(22, 4)
+    expected = expect(task, loader, in_flight)
+    try:
+        record = fit(task, loader, strategy=even(3, 2, in_flight))
+    except SettingError as error:
+        assert "net.0" in str(error)
+        return
+    assert_equal(expected, record)

@@ -1,0 +1,123 @@
+"""An engine without Lightning: its layers, steps that tests write, and what a plain run would compute."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.minibatch import Step, current
+from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+
+CPU = torch.device("cpu")
+X = torch.arange(12.0).reshape(3, 4) / 10
+
+
+class Line:
+    """An engine over the layers of ``pieces``, driven as the strategy drives it.
+
+    Args:
+        pieces: Each pipelined module, called "piece0", "piece1", and so on.
+        cuts: The first layer of each stage.
+        in_flight: Nm.
+        timeout: Seconds until a wait in which nothing moves ends.
+        before_task: As ``StageSettings.before_task``.
+    """
+
+    def __init__(
+        self,
+        *pieces: nn.Sequential,
+        cuts: Sequence[int] = (0,),
+        in_flight: int = 2,
+        timeout: float = 60.0,
+        before_task: Callable[[int, str, int], None] | None = None,
+    ) -> None:
+        self.pieces = list(pieces)
+        named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
+        settings = StageSettings(Chance(0), in_flight, 1, nullcontext, before_task)
+        self.engine = Engine(named, cuts, [CPU] * len(cuts), settings, timeout)
+
+    def call(self, value: Any, piece: int = 0) -> Any:
+        """What a pipelined module does in ``training_step``."""
+        minibatch = current()
+        assert minibatch is not None
+        return minibatch.call(piece, f"piece{piece}", value)
+
+    def step(self, run: Callable[[], Tensor], check: Callable[[Tensor], None] = lambda _: None) -> Step:
+        """A step whose loss ``run`` computes."""
+
+        def both() -> tuple[Any, Tensor]:
+            loss = run()
+            return {"loss": loss.detach()}, loss
+
+        return Step(both, check, nullcontext, None)
+
+    def plain(self, x: Tensor = X) -> Step:
+        """A step that sends ``x`` through all pieces."""
+
+        def run() -> Tensor:
+            value: Any = x
+            for piece in range(len(self.pieces)):
+                value = self.call(value, piece)
+            loss: Tensor = value.square().sum()
+            return loss
+
+        return self.step(run)
+
+    @contextmanager
+    def running(self, version: int = 0) -> Iterator[Engine]:
+        """Started, begun at ``version``, and closed in the end."""
+        self.engine.start()
+        try:
+            self.engine.begin(version)
+            yield self.engine
+        finally:
+            self.engine.close()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(nn.ModuleList(self.pieces).parameters())
+
+    def expected(self, x: Tensor = X) -> list[Tensor]:
+        """The gradients of a plain step on the weights as they are now."""
+        copies = copy.deepcopy(nn.ModuleList(self.pieces))
+        value = x
+        for piece in copies:
+            value = piece(value)
+        return list(torch.autograd.grad(value.square().sum(), list(copies.parameters())))
+
+    def update(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """What an optimizer does."""
+        with torch.no_grad():
+            for parameter, gradient in gradients.items():
+                parameter -= 0.01 * gradient
+
+
+def layers_of(piece: nn.Sequential, name: str) -> list[Layer]:
+    return [
+        Layer(f"{name}.{own}", child, getattr(child, "inplace", False))
+        for own, child in piece.named_modules(remove_duplicate=False)
+        if own and "." not in own
+    ]
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetpipe")]
+
+
+def stuck_layer(entered: threading.Event, release: threading.Event) -> nn.Module:
+    """A layer whose forward waits until it is released."""
+
+    class Stuck(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            entered.set()
+            release.wait(60)
+            return x * 1.0
+
+    return Stuck()

@@ -1,0 +1,125 @@
+"""The seam where a piece ran elsewhere: gradients come down to its outputs, and go on from its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.values import Value, tensors_of
+
+
+def run(piece: int, inputs: Any, outputs: Any) -> tuple[PieceCall, Any]:
+    """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
+    call = PieceCall(piece, Value.of(inputs))
+    return call, call.connect(tensors_of(inputs), Value.of(outputs))
+
+
+def grown(*values: float) -> Tensor:
+    """An output that a gradient can go through."""
+    return torch.tensor(values, requires_grad=True) * 1.0
+
+
+def lists(gradients: list[Tensor | None]) -> list[list[float] | None]:
+    return [None if gradient is None else gradient.tolist() for gradient in gradients]
+
+
+def test_outputs_are_the_pipelines() -> None:
+    outputs = {"logits": grown(1.0, 2.0), "note": "kept", "index": torch.tensor([3])}
+    _, seen = run(0, torch.zeros(2), outputs)
+    assert seen["note"] == "kept"
+    assert seen["logits"].tolist() == [1.0, 2.0]
+    assert seen["index"].tolist() == [3]
+    assert (seen["logits"].requires_grad, seen["index"].requires_grad) == (True, False)
+
+
+def test_an_output_of_frozen_layers_needs_no_gradient() -> None:
+    _, (first, second) = run(0, torch.zeros(2), (grown(1.0), torch.ones(1)))
+    assert (first.requires_grad, second.requires_grad) == (True, False)
+
+
+def test_gradients_come_down_to_the_outputs() -> None:
+    call, (first, second, unused) = run(0, torch.zeros(2), (grown(1.0, 2.0), grown(3.0), grown(4.0)))
+    assert unused.requires_grad
+    loss = (first * torch.tensor([10.0, 20.0])).sum() * second.sum()
+    assert lists(call.collect(loss, keep_graph=False)) == [[30.0, 60.0], [50.0], None]
+
+
+def test_a_loss_that_does_not_need_the_piece() -> None:
+    call, _ = run(0, torch.zeros(2), (grown(1.0), grown(2.0)))
+    other = torch.ones(1, requires_grad=True)
+    assert call.collect((other * 2).sum(), keep_graph=False) == [None, None]
+
+
+def test_leaves_in_user_code_get_no_gradient() -> None:
+    """It is the pipeline that delivers gradients."""
+    scale = torch.ones(1, requires_grad=True)
+    call, output = run(0, scale * 2, grown(1.0))
+    call.collect((output * scale).sum(), keep_graph=True)
+    assert scale.grad is None
+
+
+def test_pieces_are_collected_from_the_last_to_the_first() -> None:
+    """As ``z = encoder(x); loss = decoder(z * z) + z``: user code is differentiated between the pieces and around."""
+    encoder, z = run(0, torch.ones(1), grown(3.0))
+    decoder, y = run(1, z * z, grown(5.0))
+    loss = (y * 7.0).sum() + z.sum()
+    assert lists(decoder.collect(loss, keep_graph=True)) == [[7.0]]
+    decoder.input_gradients = [torch.tensor([100.0])]  # d y / d (z * z), times 7, as the pipeline has it
+    assert lists(encoder.collect(loss, keep_graph=False)) == [[100.0 * 2 * 3 + 1.0]]
+
+
+def test_collecting_the_last_piece_does_not_go_beyond_it() -> None:
+    visited: list[str] = []
+    encoder, z = run(0, torch.ones(1), grown(3.0))
+    z.register_hook(lambda _: visited.append("z"))
+    between = z * z
+    decoder, y = run(1, between, grown(5.0))
+    y.register_hook(lambda _: visited.append("y"))
+    decoder.collect((y * 2.0).sum(), keep_graph=True)
+    assert visited == ["y"]
+    assert encoder.output_gradients is None
+
+
+def test_pieces_that_do_not_depend_on_each_other() -> None:
+    first, a = run(0, torch.ones(1), grown(3.0))
+    second, b = run(1, torch.ones(1), grown(5.0))
+    loss = (a * b).sum()
+    assert lists(second.collect(loss, keep_graph=True)) == [[3.0]]
+    second.input_gradients = [None]
+    assert lists(first.collect(loss, keep_graph=False)) == [[5.0]]
+
+
+def test_a_piece_whose_output_is_not_used_by_the_next() -> None:
+    encoder, _ = run(0, torch.ones(1), grown(3.0))
+    decoder, y = run(1, torch.ones(1), grown(5.0))
+    loss = y.sum()
+    assert lists(decoder.collect(loss, keep_graph=True)) == [[1.0]]
+    decoder.input_gradients = [None]
+    assert encoder.collect(loss, keep_graph=False) == [None]
+
+
+def test_a_users_own_gradient_through_a_piece_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    _, y = run(0, x, grown(1.0, 2.0))
+    with pytest.raises(RuntimeError, match=r"asked for inside training_step \(torch.autograd.grad or \.backward\(\)\)"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_user_code_may_change_outputs_in_place() -> None:
+    call, (first, second) = run(0, torch.zeros(2), (grown(1.0, 2.0), grown(3.0)))
+    first *= 2.0
+    assert lists(call.collect((first.sum() * second).sum(), keep_graph=False)) == [[6.0, 6.0], [6.0]]
+
+
+def test_a_change_of_an_output_that_the_pipelines_backward_needs_is_noticed_there() -> None:
+    """Just as in a plain run."""
+    leaf = torch.tensor([2.0], requires_grad=True)
+    kept = leaf.exp()  # its backward needs its value
+    _, y = run(0, torch.zeros(1), kept)
+    y.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(kept.sum(), leaf)

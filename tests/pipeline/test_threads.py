@@ -1,0 +1,154 @@
+"""Threads have names, their number of torch threads, and an end; waits end with an explanation."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_hetpipe.errors import PipelineStalled
+from lightning_hetpipe.pipeline import threads
+from lightning_hetpipe.pipeline.threads import Patience, Worker
+
+
+class TestWorker:
+    def test_it_handles_its_inbox_in_order_and_ends(self) -> None:
+        handled: list[int] = []
+        worker = Worker("hetpipe-test", handled.append, torch_threads=1)
+        for item in range(20):
+            worker.put(item)
+        worker.close()
+        assert worker.join(10)
+        assert handled == list(range(20))
+
+    def test_its_thread_has_its_name_and_does_not_keep_the_process_alive(self) -> None:
+        seen: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+        worker = Worker[int]("hetpipe-test-7", lambda _: seen.put(threading.current_thread()), torch_threads=1)
+        worker.put(1)
+        thread = seen.get(timeout=10)
+        assert (thread.name, worker.name, thread.daemon) == ("hetpipe-test-7", "hetpipe-test-7", True)
+        worker.close()
+        assert worker.join(10)
+        assert not thread.is_alive()
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_torch_operations_use_as_many_threads_as_it_says(self, count: int) -> None:
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        worker = Worker[int]("hetpipe-test", lambda _: seen.put(torch.get_num_threads()), torch_threads=count)
+        worker.put(1)
+        assert seen.get(timeout=10) == count
+        worker.close()
+        assert worker.join(10)
+
+    def test_it_does_not_keep_what_it_has_handled(self) -> None:
+        class Item:
+            pass
+
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        worker = Worker[Item]("hetpipe-test", lambda _: done.put(None), torch_threads=1)
+        item = Item()
+        gone = threading.Event()
+        weakref.finalize(item, gone.set)
+        worker.put(item)
+        done.get(timeout=10)
+        del item
+        gc.collect()
+        assert gone.wait(10)  # while the thread waits for the next one
+        worker.close()
+        assert worker.join(10)
+
+    def test_it_says_that_it_has_not_ended_yet(self) -> None:
+        release = threading.Event()
+        worker = Worker[int]("hetpipe-test", lambda _: (release.wait(30), None)[1], torch_threads=1)
+        worker.put(1)
+        worker.close()
+        assert not worker.join(0.01)
+        release.set()
+        assert worker.join(10)
+
+
+class Scene:
+    """A wait against a clock of its own: each look at the time of waiting moves it on by that time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+        self.user_code_until = 0.0
+        self.moves_at: list[float] = []
+        self.ready_at = float("inf")
+        self.patience = Patience(8.0, lambda: self.now <= self.user_code_until, lambda: "stage 0 is idle")
+        monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def ready(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self.now += seconds
+        while self.moves_at and self.moves_at[0] <= self.now:
+            self.moves_at.pop(0)
+            self.patience.moved()
+        return self.now >= self.ready_at
+
+    def wait(self) -> float:
+        """When the wait ended."""
+        self.patience.wait(self.ready, "the test")
+        return self.now
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+class TestPatience:
+    def test_it_returns_as_soon_as_it_is_ready(self, scene: Scene) -> None:
+        scene.ready_at = 3.0
+        assert scene.wait() == 3.0
+
+    def test_what_is_ready_is_not_waited_for(self, scene: Scene) -> None:
+        scene.ready_at = 0.0
+        scene.wait()
+        assert len(scene.waits) == 1
+
+    def test_it_explains_itself_when_nothing_moves(self, scene: Scene) -> None:
+        with pytest.raises(PipelineStalled) as caught:
+            scene.wait()
+        assert str(caught.value) == (
+            "the test has waited for 8 s while nothing moved: stage 0 is idle; if that is how long your layers take,"
+            " raise HetPipeStrategy(timeout=...)"
+        )
+        assert 8.0 < scene.now <= 9.0
+
+    def test_every_move_starts_it_anew(self, scene: Scene) -> None:
+        scene.moves_at = [6.0, 13.0, 20.0]
+        with pytest.raises(PipelineStalled):
+            scene.wait()
+        assert 28.0 < scene.now <= 29.0
+
+    def test_the_time_of_user_code_does_not_count(self, scene: Scene) -> None:
+        """A breakpoint in training_step is no stall."""
+        scene.user_code_until = 1000.0
+        scene.ready_at = 1005.0
+        assert scene.wait() == 1005.0
+
+    def test_it_counts_from_the_end_of_user_code(self, scene: Scene) -> None:
+        scene.user_code_until = 1000.0
+        with pytest.raises(PipelineStalled):
+            scene.wait()
+        assert 1008.0 < scene.now <= 1009.0
+
+    def test_it_looks_up_often_enough_for_a_short_timeout(self, scene: Scene) -> None:
+        scene.patience.seconds = 0.4
+        with pytest.raises(PipelineStalled, match=r"waited for 0\.4 s"):
+            scene.wait()
+        assert max(scene.waits) == pytest.approx(0.1)
+
+    def test_it_looks_up_every_second_at_least(self, scene: Scene) -> None:
+        """So that Ctrl-C is noticed on platforms where a wait cannot be interrupted."""
+        scene.patience.seconds = 1e6
+        scene.ready_at = 50.0
+        scene.wait()
+        assert max(scene.waits) == 1.0

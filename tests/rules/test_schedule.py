@@ -1,0 +1,89 @@
+"""The schedule as data: segments of pieces over stages, and a minibatch's route through them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetpipe.rules.schedule import Instruction, Segment, Work, route, segments
+
+DRAWN = (
+    Segment(0, piece=0, stage=0, first=0, last=1),
+    Segment(1, piece=0, stage=1, first=2, last=3),
+    Segment(2, piece=1, stage=1, first=4, last=4),
+    Segment(3, piece=1, stage=2, first=5, last=6),
+)
+"""The encoder (layers 0-3) and decoder (4-6) on three stages that the module's docstring draws."""
+
+
+@st.composite
+def cut_pieces(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of pieces, and cuts that fit them."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    others = draw(st.sets(st.integers(1, sum(lengths) - 1))) if sum(lengths) > 1 else set()
+    return lengths, [0, *sorted(others)]
+
+
+def test_the_drawn_example() -> None:
+    assert segments([4, 3], [0, 2, 5]) == DRAWN
+    assert [list(segment.layers) for segment in DRAWN] == [[0, 1], [2, 3], [4], [5, 6]]
+
+
+def test_the_route_through_the_drawn_example() -> None:
+    first, second, third, last = DRAWN
+    assert route(DRAWN) == (
+        Instruction(Work.FORWARD, first),
+        Instruction(Work.FORWARD, second),
+        Instruction(Work.FORWARD, third),
+        Instruction(Work.TURN, last),
+        Instruction(Work.BACKWARD, third),
+        Instruction(Work.BACKWARD, second),
+        Instruction(Work.BACKWARD, first),
+    )
+
+
+def test_one_segment_is_a_turn() -> None:
+    (only,) = segments([3], [0])
+    assert route((only,)) == (Instruction(Work.TURN, only),)
+
+
+@given(cut_pieces())
+def test_segments_cover_every_layer_once_and_in_order(given: tuple[list[int], list[int]]) -> None:
+    lengths, cuts = given
+    found = segments(lengths, cuts)
+    assert [layer for segment in found for layer in segment.layers] == list(range(sum(lengths)))
+    assert [segment.index for segment in found] == list(range(len(found)))
+
+
+@given(cut_pieces())
+def test_a_segment_is_what_one_stage_runs_of_one_piece(given: tuple[list[int], list[int]]) -> None:
+    lengths, cuts = given
+    piece_of = [piece for piece, length in enumerate(lengths) for _ in range(length)]
+    stage_of = [max(stage for stage, cut in enumerate(cuts) if cut <= layer) for layer in range(sum(lengths))]
+    found = segments(lengths, cuts)
+    for segment in found:
+        assert {(piece_of[layer], stage_of[layer]) for layer in segment.layers} == {(segment.piece, segment.stage)}
+    # No two of them could be one.
+    assert len({(segment.piece, segment.stage) for segment in found}) == len(found)
+    assert {segment.stage for segment in found} == set(range(len(cuts)))
+
+
+@given(cut_pieces())
+def test_a_route_goes_forward_turns_and_comes_back(given: tuple[list[int], list[int]]) -> None:
+    found = segments(*given)
+    steps = route(found)
+    forwards = [step.segment for step in steps if step.work is Work.FORWARD]
+    turns = [step.segment for step in steps if step.work is Work.TURN]
+    backwards = [step.segment for step in steps if step.work is Work.BACKWARD]
+    assert (*forwards, *turns) == found
+    assert turns == [found[-1]]
+    assert backwards == forwards[::-1]
+    assert [step.segment for step in steps] == [*forwards, *turns, *backwards]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (0, 0), (0, 3, 2), (0, 7), (0, 8), (-1, 2)])
+def test_cuts_that_do_not_fit_are_refused(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must start at 0, increase, and stay below the number of layers, 7") as caught:
+        segments([4, 3], cuts)
+    assert f"cuts {cuts}" in str(caught.value)
