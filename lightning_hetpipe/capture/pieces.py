@@ -149,7 +149,13 @@ class Watch:
                 piece.inputs.append(Value.of(value))
                 given = tensors_of(value)
                 before = [version_counter(tensor) for tensor in given]
+                weights = [version_counter(parameter) for parameter in module.parameters()]
                 output = calls[name](value)
+                if weights != [version_counter(parameter) for parameter in module.parameters()]:
+                    raise SettingError(
+                        f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which"
+                        " only its copies would see; change them in a callback, after the optimizer's step"
+                    )
                 mutates = before != [version_counter(tensor) for tensor in given]
                 if mutates and not piece.layers:
                     raise SettingError(

@@ -76,6 +76,7 @@ class GPT(L.LightningModule):
         heads: attention heads per block.
         dropout: probability, 0..1.
         lr: AdamW's learning rate, reached after `warmup` steps.
+        betas: AdamW's; a low first one, since in a pipeline staleness is momentum enough.
         warmup: optimizer steps.
     """
 
@@ -86,13 +87,15 @@ class GPT(L.LightningModule):
         blocks: int = 4,
         heads: int = 4,
         dropout: float = 0.1,
-        lr: float = 2e-3,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.5, 0.95),
         warmup: int = 50,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.context = context
         self.lr = lr
+        self.betas = (betas[0], betas[1])
         self.warmup = warmup
         self.net = nn.Sequential(
             Embedding(context, width, dropout),
@@ -130,7 +133,7 @@ class GPT(L.LightningModule):
         self.log(f"{part}_bits_per_byte", loss / math.log(2))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=self.betas)
         warmup = self.warmup
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

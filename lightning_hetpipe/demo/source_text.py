@@ -34,7 +34,7 @@ class SourceText(L.LightningDataModule):
     def __init__(
         self,
         context: int = 96,
-        batch_size: int = 32,
+        batch_size: int = 16,
         max_bytes: int = 600_000,
         val_share: float = 0.05,
         folder: str | None = None,

@@ -125,8 +125,9 @@ class Engine:
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
-        for stage in self.stages:
-            stage.publish(version)
+        with self.unlocked():  # copying is no user code, and losses must not wait for it
+            for stage in self.stages:
+                stage.publish(version)
 
     def show_buffers(self, minibatch: int) -> None:
         """Makes the live buffers what forward ``minibatch`` left."""

@@ -219,9 +219,7 @@ class Fit:
             ),
             self._settings.timeout,
         )
-        self._outside.leave_out(
-            {id(tensor) for piece in pieces for tensor in (*piece.module.parameters(), *piece.module.buffers())}
-        )
+        self._outside.leave_out([piece.module for piece in pieces])
         if in_flight > 1:
             self._outside.check_step()
             self._replay.install()

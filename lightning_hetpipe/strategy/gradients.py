@@ -28,8 +28,10 @@ def deliver(gradients: Mapping[nn.Parameter, Tensor]) -> None:
 
 def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
     """``gradient`` with memory of its own, laid out as the parameter: autograd may give one tensor to several."""
+    if gradient.layout is not torch.strided:
+        return gradient
     memory = gradient.untyped_storage().data_ptr()
-    if gradient.layout is torch.strided and (memory in taken or gradient.stride() != parameter.stride()):
+    if memory in taken or gradient.stride() != parameter.stride():
         return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
     taken.add(memory)
     return gradient

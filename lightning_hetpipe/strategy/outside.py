@@ -6,10 +6,10 @@ ones. That is exact as long as nobody changes them in between; where somebody do
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetpipe.errors import SettingError
@@ -17,25 +17,25 @@ from lightning_hetpipe.private import version_counter
 
 
 class Outside:
-    """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far."""
+    """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far.
+
+    Those of metrics are left out: their changes are recorded, and replayed.
+    """
 
     def __init__(self, module: L.LightningModule) -> None:
-        metrics = {id(part) for m in module.modules() if isinstance(m, Metric) for part in m.modules()}
-        self._tensors: dict[str, Tensor] = {}
-        for prefix, part in module.named_modules():
-            if id(part) not in metrics:  # their changes are recorded, and replayed
-                for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-                    self._tensors[f"{prefix}.{name}" if prefix else name] = tensor
-        self._changes: dict[str, int] = {}
+        self._owners = list(module.named_modules())
+        self.leave_out([part for part in module.modules() if isinstance(part, Metric)])
         self.begin()
 
     def begin(self) -> None:
         """Everything is as it should be now."""
-        self._changes = {name: version_counter(tensor) for name, tensor in self._tensors.items()}
+        # The tensor itself is kept, so that no other one can have its id.
+        self._seen = {name: (tensor, version_counter(tensor)) for name, tensor in self._tensors()}
 
-    def leave_out(self, inside: Collection[int]) -> None:
-        """Forgets tensors (by ``id``) that stages own."""
-        self._tensors = {name: tensor for name, tensor in self._tensors.items() if id(tensor) not in inside}
+    def leave_out(self, roots: Collection[nn.Module]) -> None:
+        """Forgets what is inside ``roots``, such as the pieces."""
+        inside = {id(part) for root in roots for part in root.modules()}
+        self._owners = [(name, part) for name, part in self._owners if id(part) not in inside]
 
     def check_step(self) -> None:
         """Refuses what ``training_step`` itself has changed since :meth:`begin`."""
@@ -45,9 +45,15 @@ class Outside:
         """Refuses what was changed since :meth:`begin`, while later minibatches had read it already."""
         self._check(f"was changed after minibatch {minibatch}")
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, part in self._owners:
+            for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
     def _check(self, what: str) -> None:
-        for name, tensor in self._tensors.items():
-            if version_counter(tensor) != self._changes[name]:
+        for name, tensor in self._tensors():
+            seen = self._seen.get(name)
+            if seen is None or seen[0] is not tensor or seen[1] != version_counter(tensor):
                 raise SettingError(
                     f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
                     " so that they would see it at a moment that depends on timing; set in_flight=1, or move it into"

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
 from tests.cli.conftest import Train
 
@@ -28,7 +28,7 @@ def test_the_digits_leave_logs_a_checkpoint_and_a_summary(
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     assert str(checkpoint.relative_to(folder)) in said
-    assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["strategy"]["stages"] == 3
+    assert OmegaConf.load(run / ".hydra" / "config.yaml").strategy.stages == 3
 
 
 def test_without_the_strategy_there_is_no_table(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.Ca
 
 
 def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    results = []
+    results: list[str] = []
     for seed in (1, 1, 2):
         train(f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
         results += [line for line in capsys.readouterr().out.splitlines() if line.startswith("test loss")]

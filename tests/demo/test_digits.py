@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import lightning as L
 import pytest
@@ -70,7 +71,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
 
 def test_two_epochs_teach_it_most_digits() -> None:
     L.seed_everything(1, verbose=False)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **quiet)
     model, data = ResNet(), Digits()
     trainer.fit(model, datamodule=data)

@@ -96,7 +96,7 @@ class Line:
         """What an optimizer does."""
         with torch.no_grad():
             for parameter, gradient in gradients.items():
-                parameter -= 0.01 * gradient
+                parameter.sub_(gradient, alpha=0.01)
 
 
 def layers_of(piece: nn.Sequential, name: str) -> list[Layer]:
@@ -121,3 +121,29 @@ def stuck_layer(entered: threading.Event, release: threading.Event) -> nn.Module
             return x * 1.0
 
     return Stuck()
+
+
+def mlp(layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(part for _ in range(layers // 2) for part in (nn.Linear(4, 4), nn.Tanh())))
+
+
+def assert_gradients(line: Line, found: dict[nn.Parameter, Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for parameter, gradient in zip(line.parameters(), expected, strict=True):
+        assert torch.equal(found[parameter], gradient)
+
+
+class Held:
+    """Holds up the tasks of one stage until it is released; ``reached`` is set at the first of them."""
+
+    def __init__(self, stage: int, work: str, minibatch: int) -> None:
+        self.where = (stage, work, minibatch)
+        self.reached = threading.Event()
+        self.release = threading.Event()
+        self.tasks: list[tuple[int, str, int]] = []
+
+    def __call__(self, *where: Any) -> None:
+        self.tasks.append(where)
+        if where == self.where:
+            self.reached.set()
+            assert self.release.wait(30)

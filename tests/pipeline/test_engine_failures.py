@@ -1,0 +1,307 @@
+"""The engine, driven directly: failures surface where they belong, waits explain themselves, and threads end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import PipelineStalled, SettingError
+from lightning_hetpipe.pipeline import engine as engine_module
+from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, our_threads, stuck_layer
+
+
+def failing_layer(where: str) -> nn.Module:
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ArithmeticError("in the layer's backward")
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if where == "forward":
+                return self.divide(x)
+            apply: Any = Backward.apply
+            y: Tensor = apply(x)
+            return y
+
+        def divide(self, x: Tensor) -> Tensor:
+            raise ArithmeticError("in the layer's forward")
+
+    return Fails()
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize("cuts", [(0,), (0, 1, 2)])
+def test_a_layers_failure_surfaces_where_the_user_called_it(cuts: tuple[int, ...]) -> None:
+    line = Line(nn.Sequential(nn.Linear(4, 4), failing_layer("forward"), nn.Linear(4, 4)), cuts=cuts)
+
+    def the_users_step() -> Tensor:
+        y: Tensor = line.call(X)
+        return y.sum()
+
+    with line.running() as engine:
+        engine.submit(1, line.step(the_users_step))
+        with pytest.raises(ArithmeticError, match="in the layer's forward") as caught:
+            engine.finish(1)
+    names = frames(caught.value)
+    assert "the_users_step" in names
+    assert names[-2:] == ["forward", "divide"]
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("cuts", [(0,), (0, 1, 2), (0, 2)])
+def test_a_failing_backward_surfaces(cuts: tuple[int, ...]) -> None:
+    line = Line(nn.Sequential(nn.Linear(4, 4), failing_layer("backward"), nn.Linear(4, 4)), cuts=cuts)
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        with pytest.raises(ArithmeticError, match="in the layer's backward") as caught:
+            engine.finish(1)
+    assert frames(caught.value)[-1] == "backward"
+    assert our_threads() == []
+
+
+def test_a_failing_backward_between_pieces_surfaces() -> None:
+    decoder = nn.Sequential(failing_layer("backward"), nn.Linear(4, 4))
+    line = Line(mlp(), decoder, cuts=(0, 2, 5))
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        with pytest.raises(ArithmeticError, match="in the layer's backward"):
+            engine.finish(1)
+    assert our_threads() == []
+
+
+def fail_before(line: Line) -> Tensor:
+    raise ZeroDivisionError("before the call")
+
+
+def fail_after(line: Line) -> Tensor:
+    line.call(X)
+    raise ZeroDivisionError("after the call")
+
+
+def fail_in_the_loss(line: Line) -> Tensor:
+    output: Any = line.call(X)
+
+    def hook(_: Tensor) -> None:
+        raise ZeroDivisionError("in the loss")
+
+    scaled = output * 2
+    scaled.register_hook(hook)
+    loss: Tensor = scaled.sum()
+    return loss
+
+
+@pytest.mark.parametrize("fail", [fail_before, fail_after, fail_in_the_loss])
+def test_failures_of_user_code_surface(fail: Callable[[Line], Tensor]) -> None:
+    line = Line(mlp(), cuts=(0, 2), in_flight=3)
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        engine.submit(2, line.step(lambda: fail(line)))
+        engine.submit(3, line.plain())
+        assert_gradients(line, engine.finish(1).gradients, line.expected())
+        with pytest.raises(ZeroDivisionError):
+            engine.finish(2)
+        # The others are not harmed.
+        assert_gradients(line, engine.finish(3).gradients, line.expected())
+    assert our_threads() == []
+
+
+def test_a_check_of_the_loss_may_refuse_it() -> None:
+    line = Line(mlp())
+
+    def check(loss: Tensor) -> None:
+        raise SettingError(f"refused a loss of {loss.item():.0f}")
+
+    with line.running() as engine:
+        engine.submit(1, line.step(lambda: line.call(X).sum() * 0, check))
+        with pytest.raises(SettingError, match="refused a loss of"):
+            engine.finish(1)
+
+
+def test_a_stages_failure_cannot_be_swallowed() -> None:
+    """A training_step that catches everything would go on without its gradients."""
+    line = Line(nn.Sequential(nn.Linear(4, 4), failing_layer("forward")))
+
+    def run() -> Tensor:
+        try:
+            return line.call(X).sum()  # type: ignore[no-any-return]
+        except Exception:
+            return torch.zeros((), requires_grad=True)
+
+    with line.running() as engine:
+        engine.submit(1, line.step(run))
+        with pytest.raises(ArithmeticError, match="in the layer's forward"):
+            engine.finish(1)
+
+
+# Calls that do not fit.
+
+
+def twice(line: Line) -> None:
+    line.call(X, 0)
+    line.call(X, 0)
+
+
+def out_of_order(line: Line) -> None:
+    line.call(X, 1)
+
+
+def missing(line: Line) -> None:
+    line.call(X, 0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (twice, "the pipelined module 'piece0' was called twice in one training_step; call each"),
+        (out_of_order, "the pipelined module 'piece1' was called out of order; call each"),
+        (missing, "training_step did not call the pipelined module 'piece1' this time; call the same"),
+    ],
+)
+def test_calls_must_be_those_of_the_first_minibatch(calls: Callable[[Line], None], message: str) -> None:
+    line = Line(mlp(), mlp(), cuts=(0, 4))
+
+    def run() -> Tensor:
+        calls(line)
+        return torch.zeros((), requires_grad=True)
+
+    with line.running() as engine:
+        engine.submit(1, line.step(run))
+        with pytest.raises(SettingError, match=message):
+            engine.finish(1)
+        engine.submit(2, line.plain())
+        assert_gradients(line, engine.finish(2).gradients, line.expected())
+    assert our_threads() == []
+
+
+def test_a_layer_that_only_later_changes_its_input_is_refused() -> None:
+    class Late(nn.Module):
+        late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2.0) if Late.late else x * 2.0
+
+    line = Line(nn.Sequential(Late(), nn.Linear(4, 4), nn.Tanh()), cuts=(0, 2))
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        engine.finish(1)
+        engine.publish(1)
+        Late.late = True
+        engine.submit(2, line.plain(X.clone()))
+        with pytest.raises(SettingError, match=r"layers piece0\.0 to piece0\.1 changed its input in place"):
+            engine.finish(2)
+
+
+# Waits that do not end by themselves.
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.1)
+
+
+def wait_for_our_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("hetpipe"):
+            thread.join(5)
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_stuck_layer_is_named() -> None:
+    entered, release = threading.Event(), threading.Event()
+    net = nn.Sequential(nn.Linear(4, 4), stuck_layer(entered, release), nn.Tanh(), nn.Linear(4, 4))
+    line = Line(net, cuts=(0, 1, 3), in_flight=2, timeout=0.2)
+    line.engine.start()
+    line.engine.begin(0)
+    try:
+        line.engine.submit(1, line.plain())
+        line.engine.submit(2, line.plain())
+        with pytest.raises(PipelineStalled) as caught:
+            line.engine.finish(1)
+        message = str(caught.value)
+        assert "stage 0 is idle" in message
+        assert "stage 1 has run the forward of minibatch 1 (layers piece0.1 to piece0.2) for" in message
+        assert "minibatches in flight: 1, 2" in message
+        assert message.endswith("if that is how long your layers take, raise HetPipeStrategy(timeout=...)")
+        assert entered.is_set()
+        with pytest.warns(UserWarning, match=r"could not end all its threads: .*stage 1 has run the forward"):
+            line.engine.close()
+        assert "hetpipe-stage-1" in our_threads()
+    finally:
+        release.set()
+        wait_for_our_threads()
+    assert our_threads() == []
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_closing_over_a_stuck_layer_warns() -> None:
+    """Without a failure before: the program just ends."""
+    entered, release = threading.Event(), threading.Event()
+    line = Line(nn.Sequential(stuck_layer(entered, release), nn.Linear(4, 4)), timeout=0.2)
+    line.engine.start()
+    line.engine.begin(0)
+    try:
+        line.engine.submit(1, line.plain())
+        with line.engine.unlocked():
+            assert entered.wait(30)
+        with pytest.warns(UserWarning, match="could not end all its threads"), pytest.raises(PipelineStalled):
+            line.engine.close()
+    finally:
+        release.set()
+        wait_for_our_threads()
+    assert our_threads() == []
+
+
+def test_user_code_may_take_as_long_as_it_likes() -> None:
+    """A breakpoint in training_step: the lock is held, so that no wait runs out."""
+    line, release = Line(mlp(), in_flight=2, timeout=0.05), threading.Event()
+    timer = threading.Timer(0.4, release.set)
+
+    def run() -> Tensor:
+        timer.start()
+        assert release.wait(30)
+        loss: Tensor = line.call(X).square().sum()
+        return loss
+
+    with line.running() as engine:
+        engine.submit(1, line.step(run))
+        engine.submit(2, line.plain())
+        engine.finish(1)
+        engine.finish(2)
+
+
+def test_control_c_ends_at_once() -> None:
+    """Whatever is in flight: the step that waited is interrupted, and no thread is left."""
+    main = threading.main_thread().ident
+    assert main is not None
+    held = Held(1, "turn", 1)
+    line = Line(mlp(), cuts=(0, 2), in_flight=2, before_task=held)
+
+    def interrupt() -> None:
+        held.reached.wait(30)
+        signal.pthread_kill(main, signal.SIGINT)
+        held.release.set()
+
+    presser = threading.Thread(target=interrupt)
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        engine.submit(2, line.plain())
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish(1)
+    presser.join()
+    assert our_threads() == []

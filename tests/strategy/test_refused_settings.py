@@ -1,0 +1,187 @@
+"""Settings of the strategy and of the Trainer that are refused: one sentence, with the setting, its value, a way out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.strategy.settings import LATER
+from tests.strategy.refusing import Learner, assert_clean, assert_refused, batches, layers, quiet_trainer, refused
+
+
+@pytest.mark.parametrize("name", ["stages", "in_flight"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, False, "many", None])
+def test_counts(name: str, value: Any) -> None:
+    arguments: Any = {name: value}
+    with refused(f"{name}={value!r}", "a whole number of at least 1, or 'auto'"):
+        HetPipeStrategy(**arguments)
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, -2.5, timedelta(0), timedelta(seconds=-1), float("nan")])
+def test_a_timeout_that_is_no_time(value: Any) -> None:
+    with refused(f"timeout={value!r}", "must be longer than nothing"):
+        HetPipeStrategy(timeout=value)
+
+
+@pytest.mark.parametrize("value", ["5 minutes", None, True, [5]])
+def test_a_timeout_of_another_type(value: Any) -> None:
+    with refused(f"timeout={value!r}", "must be a datetime.timedelta, or a number of seconds"):
+        HetPipeStrategy(timeout=value)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0)])
+def test_timeouts(value: Any, seconds: float) -> None:
+    assert HetPipeStrategy(timeout=value).timeout == seconds
+
+
+@pytest.mark.parametrize("value", [[], (), ["net", 3], [None], 5, {"net": 1}])
+def test_a_module_that_is_no_name(value: Any) -> None:
+    with refused(f"module={value!r}", "must be the name of a module, or a list of names"):
+        HetPipeStrategy(module=value)
+
+
+LATER_VALUES: list[tuple[str, Any]] = [
+    ("virtual_workers", 2),
+    ("virtual_workers", 0),
+    ("virtual_workers", True),
+    ("weights", "spectrain"),
+    ("weights", None),
+    ("plan", "plan.json"),
+    ("cluster", object()),
+    ("allocation", "np"),
+    ("compile", True),
+    ("compile", 0),
+    ("recompute", True),
+    ("timeline", True),
+    ("lr_correction", "theorem"),
+    ("wsp", object()),
+    ("start_method", "spawn"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LATER_VALUES)
+def test_arguments_of_later_releases(name: str, value: Any) -> None:
+    arguments: Any = {name: value}
+    with refused(f"{name}={value!r} is not available yet", f"leave {name} out, or set it to {LATER[name][0]!r}"):
+        HetPipeStrategy(**arguments)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_their_defaults_pass(name: str) -> None:
+    arguments: Any = {name: LATER[name][0]}
+    HetPipeStrategy(**arguments)
+    assert name in {tested for tested, _ in LATER_VALUES}
+
+
+def test_refusals_are_misconfigurations() -> None:
+    """What Lightning's users already catch."""
+    with pytest.raises(MisconfigurationException):
+        HetPipeStrategy(stages=0)
+
+
+# What only the model tells.
+
+
+@pytest.mark.parametrize(("net", "layers_there"), [(None, 4), (nn.Sequential(nn.Linear(6, 3)), 1)])
+def test_more_stages_than_layers(net: nn.Sequential | None, layers_there: int) -> None:
+    plural = "s" if layers_there > 1 else ""
+    assert_refused(
+        Learner(net=net or layers()),
+        f"stages=5 is more than the {layers_there} layer{plural}",
+        f"set stages to at most {layers_there}",
+        strategy=HetPipeStrategy(stages=5),
+    )
+
+
+def test_an_unknown_module() -> None:
+    strategy = HetPipeStrategy(module="nte")
+    assert_refused(Learner(), "module='nte' is not a module of Learner; did you mean 'net'?", strategy=strategy)
+
+
+def test_an_unknown_module_that_resembles_none() -> None:
+    strategy = HetPipeStrategy(module=["net", "zzzzzz"])
+    module = Learner(head=nn.Linear(3, 3))
+    assert_refused(module, "module='zzzzzz' is not a module of Learner; its modules are net, head", strategy=strategy)
+
+
+def test_a_named_module_of_another_kind() -> None:
+    assert_refused(
+        Learner(head=nn.Linear(3, 3)),
+        "module='head' is a Linear",
+        "nn.Sequential only",
+        "write its layers as an nn.Sequential, or name one",
+        strategy=HetPipeStrategy(module="head"),
+    )
+
+
+def test_a_named_module_that_is_not_called() -> None:
+    module = Learner(head=nn.Sequential(nn.Linear(3, 3)))
+    strategy = HetPipeStrategy(module="head")
+    assert_refused(module, "training_step called no nn.Sequential with trainable parameters (head)", strategy=strategy)
+
+
+# The Trainer's settings.
+
+
+def test_several_nodes() -> None:
+    with refused("num_nodes=2 is not available yet", "leave num_nodes out"):
+        quiet_trainer(num_nodes=2)
+
+
+class TwoProcesses(LightningEnvironment):
+    """An environment in which another process has been started."""
+
+    def world_size(self) -> int:
+        return 2
+
+
+def test_several_processes() -> None:
+    module = Learner()
+    trainer = quiet_trainer(plugins=[TwoProcesses()])
+    with refused("2 processes were started", "start one process"):
+        trainer.fit(module, batches())
+    assert_clean(trainer, module)
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(Learner(), "2 processes were started (by torchrun, SLURM or the like)", "start one process")
+
+
+def test_sync_batchnorm() -> None:
+    assert_refused(Learner(), "sync_batchnorm=True", "leave it out", sync_batchnorm=True)
+
+
+def test_a_loss_scaler() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    assert_refused(Learner(), "precision='16-mixed' scales losses", "use precision='bf16-mixed'", plugins=[plugin])
+
+
+def test_an_unknown_precision() -> None:
+    class Special(Precision):
+        pass
+
+    assert_refused(Learner(), "the precision plugin Special is not supported", "'bf16-mixed'", plugins=[Special()])
+
+
+def test_a_second_fit_after_a_refusal() -> None:
+    """Whoever takes the way out goes on in the same process, with the same module."""
+    module = Learner()
+    assert_refused(module, "stages=5", strategy=HetPipeStrategy(stages=5))
+    strategy = HetPipeStrategy(stages=4)
+    trainer = quiet_trainer(strategy)
+    trainer.fit(module, batches())
+    assert trainer.global_step == 5
+    assert strategy.last_run is not None
+    assert_clean(trainer, module)
