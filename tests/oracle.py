@@ -219,6 +219,9 @@ def difference(expected: Any, actual: Any, where: str = "") -> str | None:
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         if expected.shape != actual.shape or expected.dtype != actual.dtype:
             return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
+        if expected.layout is not actual.layout:
+            return f"{where}: {expected.layout} != {actual.layout}"
+        expected, actual = expected.to_dense(), actual.to_dense()  # the tensor itself, unless it is sparse
         if torch.equal(expected, actual):
             return None
         return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"

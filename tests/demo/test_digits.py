@@ -25,7 +25,7 @@ def test_the_images_are_real_and_their_parts_make_up_the_whole() -> None:
     images, labels = load()
     assert images.shape == (1797, 1, 8, 8)
     assert images.dtype is torch.float32
-    assert (images.min(), images.max()) == (0, 1)
+    assert (images.min().item(), images.max().item()) == (0, 1)
     split = parts(Digits())
     assert sorted(torch.cat([part.tensors[1] for part in split]).tolist()) == sorted(labels.tolist())
     together = {image.numpy().tobytes() for part in split for image in part.tensors[0]}

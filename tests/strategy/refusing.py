@@ -29,10 +29,12 @@ def plain_step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
 class Learner(L.LightningModule):
     """Trains ``self.net``, or what its ``step`` calls."""
 
-    def __init__(self, step: Step = plain_step, **children: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, step: Step = plain_step, net: nn.Module | None = None, **children: nn.Module | nn.Parameter
+    ) -> None:
         super().__init__()
         self.step = step
-        self.net = children.pop("net", None) or layers()
+        self.net = layers() if net is None else net
         for name, child in children.items():
             setattr(self, name, child)
 
@@ -53,6 +55,10 @@ def batches(count: int = 5) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), 4)
 
 
+def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
+    return HetPipeStrategy(stages=2, in_flight=in_flight, **settings)
+
+
 def quiet_trainer(strategy: Any = None, **settings: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -62,7 +68,7 @@ def quiet_trainer(strategy: Any = None, **settings: Any) -> L.Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = HetPipeStrategy(stages=2, in_flight=3) if strategy is None else strategy
+    strategy = pipeline(3) if strategy is None else strategy
     return L.Trainer(strategy=strategy, **{**defaults, **settings})
 
 

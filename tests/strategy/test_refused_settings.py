@@ -1,4 +1,4 @@
-"""Settings of the strategy and of the Trainer that are refused: one sentence, with the setting, its value, a way out."""
+"""Refused settings of the strategy and of the Trainer: one sentence with the setting, its value and a way out."""
 
 from __future__ import annotations
 

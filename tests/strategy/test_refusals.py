@@ -1,0 +1,261 @@
+"""What a LightningModule may not do, refused by name where it happens; the pipeline then leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.strategy.refusing import (
+    Learner,
+    assert_clean,
+    assert_refused,
+    batches,
+    layers,
+    pipeline,
+    plain_step,
+    quiet_trainer,
+)
+
+IN_FLIGHT = [1, 3]
+
+
+# How it is optimized.
+
+
+def test_manual_optimization() -> None:
+    module = Learner()
+    module.automatic_optimization = False
+    assert_refused(module, "Learner uses manual optimization", "automatic_optimization=True")
+
+
+def test_several_optimizers() -> None:
+    class Two(Learner):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([parameter], lr=0.1) for parameter in list(self.parameters())[:2]]
+
+    # Lightning's own refusal advises manual optimization, which would be refused next.
+    assert_refused(Two(), "configure_optimizers returned 2 optimizers", "use one optimizer with several parameter")
+
+
+def test_lbfgs() -> None:
+    class Newton(Learner):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    assert_refused(Newton(), "LBFGS evaluates the loss several times in one step", "use another optimizer")
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_another_optimizer_that_evaluates_the_loss_again(in_flight: int) -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    class Again(Learner):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    assert_refused(Again(), "Twice evaluates the loss several times", strategy=pipeline(in_flight))
+
+
+def test_an_overridden_backward() -> None:
+    class Backward(Learner):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss, *args, **kwargs)
+
+    assert_refused(Backward(), "Backward overrides backward", "remove the override")
+
+
+def test_dataloader_iter() -> None:
+    class Iterating(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = layers()
+
+        def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+            (x, _), _, _ = next(dataloader_iter)
+            loss: Tensor = self.net(x).sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    assert_refused(Iterating(), "Iterating.training_step takes dataloader_iter", "take (batch, batch_idx)")
+
+
+def test_a_compiled_module() -> None:
+    """Lightning refuses it for strategies that it does not know."""
+    module = Learner()
+    compiled: Any = torch.compile(module)
+    trainer = quiet_trainer()
+    with pytest.raises(RuntimeError, match=r"incompatible with the current strategy: `HetPipeStrategy`.*avoid passing"):
+        trainer.fit(compiled, batches())
+    assert_clean(trainer, module)
+
+
+# What training_step returns.
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_no_loss(when: int, in_flight: int) -> None:
+    """Of the first minibatch, which is watched, and of later ones."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        loss = plain_step(module, x, y, batch_idx)
+        return None if batch_idx == when else loss
+
+    assert_refused(Learner(step), "training_step returned None", "return a loss", strategy=pipeline(in_flight))
+
+
+# Which modules are called.
+
+
+def test_nothing_to_pipeline() -> None:
+    module = Learner(net=nn.Linear(6, 3))
+    assert_refused(module, "training_step called no nn.Sequential with trainable parameters", "write your network as")
+
+
+def test_a_sequential_with_a_forward_of_its_own() -> None:
+    class Skip(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for child in self:
+                input = input + child(input)
+            return input
+
+    module = Learner(net=Skip(nn.Linear(6, 6)))
+    assert_refused(module, "module='net' is a Skip", strategy=HetPipeStrategy(module="net"))
+    assert_refused(module, "training_step called no nn.Sequential")
+
+
+def calls_twice(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x), y) + module.net(x).square().mean()
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_a_module_called_twice(in_flight: int, first: int) -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        return (calls_twice if batch_idx >= first else plain_step)(module, x, y, batch_idx)
+
+    message = "the pipelined module 'net' was called twice in one training_step; call"
+    assert_refused(Learner(step), message, strategy=pipeline(in_flight))
+
+
+def in_order(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.decoder(module.net(x)), y)
+
+
+def out_of_order(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.decoder(x[:, :3]), y) + module.net(x).square().mean()
+
+
+def one_missing(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x), y)
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        (out_of_order, "the pipelined module 'decoder' was called out of order; call each"),
+        (one_missing, "training_step did not call the pipelined module 'decoder' this time; call the same modules"),
+    ],
+)
+def test_pieces_that_change_from_minibatch_to_minibatch(
+    later: Callable[..., Any], message: str, in_flight: int
+) -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        return (later if batch_idx == 2 else in_order)(module, x, y, batch_idx)
+
+    decoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    assert_refused(Learner(step, decoder=decoder), message, strategy=pipeline(in_flight))
+
+
+# Parameters that the loss reaches outside of all pieces.
+
+
+def temperature(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x) / module.temperature, y)
+
+
+def a_head(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.head(module.net(x)), y)
+
+
+def an_l2_term(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    penalty = sum(parameter.square().sum() for parameter in module.parameters())
+    return F.cross_entropy(module.net(x), y) + 0.01 * penalty
+
+
+def tied(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x), y) + F.linear(module.net[0].weight, module.net[0].weight).mean()
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize(
+    ("step", "children", "name"),
+    [
+        (temperature, {"temperature": nn.Parameter(torch.ones(()))}, "temperature"),
+        (a_head, {"head": nn.Linear(3, 3)}, "head."),
+        (an_l2_term, {}, "net."),
+        (tied, {}, "net.0.weight"),
+    ],
+)
+def test_parameters_outside_the_pieces(
+    step: Callable[..., Any], children: dict[str, Any], name: str, in_flight: int
+) -> None:
+    module = Learner(step, **children)
+    message = f"the loss depends on the parameter '{name}"
+    assert_refused(module, message, "outside every pipelined nn.Sequential", strategy=pipeline(in_flight))
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_a_parameter_outside_that_only_a_later_minibatch_uses(in_flight: int) -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        return (temperature if batch_idx == 3 else plain_step)(module, x, y, batch_idx)
+
+    module = Learner(step, temperature=nn.Parameter(torch.ones(())))
+    assert_refused(module, "the parameter 'temperature' outside", "or freeze it", strategy=pipeline(in_flight))
+
+
+# Gradients of the user's own.
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_a_gradient_with_respect_to_the_inputs(in_flight: int) -> None:
+    """A penalty on gradients: it would need the pipeline's backward twice."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        x = x.clone().requires_grad_()
+        logits = module.net(x)
+        if batch_idx == 2:
+            torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return F.cross_entropy(logits, y)
+
+    trainer, module = quiet_trainer(pipeline(in_flight)), Learner(step)
+    with pytest.raises(RuntimeError, match=r"a gradient through a pipelined module was asked for inside training_step"):
+        trainer.fit(module, batches())
+    assert_clean(trainer, module)
+
+
+# Data.
+
+
+def test_batches_that_are_none() -> None:
+    class Gaps(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for index, batch in enumerate(batches()):
+                yield None if index == 2 else batch
+
+    loader: DataLoader[Any] = DataLoader(Gaps(), batch_size=None)
+    assert_refused(Learner(), "train_dataloader yielded None", "leave such batches out", loader=loader)
