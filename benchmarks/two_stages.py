@@ -204,7 +204,7 @@ def _note(variant: str, measurement: Measurement) -> str:
         return f"{measurement.threads} threads"
     notes = measurement.notes
     if notes:
-        return f"in flight {notes['in_flight']}, layers {notes['layers']}"
+        return f"in flight {notes['in_flight']}, Linears {notes['layers']}"
     return ""
 
 

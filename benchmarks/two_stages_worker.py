@@ -157,7 +157,7 @@ def train_with_strategy(task: Task) -> None:
     notes: dict[str, object] = {}
     if report is not None:
         notes["in_flight"] = report.in_flight
-        notes["layers"] = [len(stage.layers) for stage in report.stages]
+        notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
         notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
     announce(window.measurement(task.variant, notes))
 

@@ -181,8 +181,8 @@ def refuse_outside(root: nn.Module, inside: Collection[int], loss: Tensor) -> No
         if id(leaf) in names:
             raise SettingError(
                 f"the loss depends on the parameter '{names[id(leaf)]}' outside every pipelined nn.Sequential, and this"
-                " release keeps versions of those only; move the module that uses it into the nn.Sequential, or freeze"
-                " it"
+                " release keeps versions of those only; move the module that uses it into the nn.Sequential, freeze it,"
+                " or for an L2 term use the optimizer's weight_decay"
             )
 
 

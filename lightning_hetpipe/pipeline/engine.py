@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.errors import PipelineStalled, SettingError
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
@@ -77,7 +77,7 @@ class Engine:
         self._torch_threads = settings.torch_threads
         self._runners: list[Worker[Minibatch]] = []
         self._empty_at = 0
-        self._broken = False  # a thread is stuck, so that the lock over user code is lost
+        self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
 
     # Lightning's thread.
 
@@ -166,7 +166,7 @@ class Engine:
         if not workers:
             return
         try:
-            if not self._broken:
+            if not self._lost_lock and self.patience.given_up is None:
                 self.discard()
         finally:
             for worker in workers:
@@ -229,15 +229,15 @@ class Engine:
         try:
             minibatch.when_ended(lambda: self.lock.request(ticket))
             self.patience.wait(ticket.wait, f"Lightning's step for minibatch {minibatch.number}")
-        except PipelineStalled:
-            self._cancel()
-            self._broken = True
-            raise
         except BaseException:
-            # Interrupted: what is in flight unwinds, and with this minibatch's end the lock comes back.
+            # Interrupted: what is in flight unwinds, and with this minibatch's end the lock comes back. Stalled: it
+            # does not, and whoever goes on later must not find it taken.
             self._cancel()
-            self._broken = True
-            self._broken = not ticket.wait(JOIN_SECONDS)
+            self._lost_lock = True
+            if self.patience.given_up is None and ticket.wait(JOIN_SECONDS):
+                self._lost_lock = False
+            else:
+                self.lock.abandon(ticket)
             raise
 
     def _cancel(self) -> None:

@@ -26,17 +26,20 @@ class Ticket:
 
     rank: Rank
     number: int
-    _granted: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    granted: bool = field(default=False, compare=False)
+    abandoned: bool = field(default=False, compare=False)
+    _gate: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._granted.acquire()
+        self._gate.acquire()
 
     def grant(self) -> None:
-        self._granted.release()
+        self.granted = True
+        self._gate.release()
 
     def wait(self, seconds: float) -> bool:
         """Whether the lock was granted within ``seconds``. True only once."""
-        return self._granted.acquire(timeout=seconds)
+        return self._gate.acquire(timeout=seconds)
 
 
 class UserLock:
@@ -55,20 +58,29 @@ class UserLock:
     def request(self, ticket: Ticket) -> None:
         """Enters ``ticket``; it is granted at once where the lock is free."""
         with self._mutex:
-            if self._held:
-                heapq.heappush(self._waiting, ticket)
-                return
-            self._held = True
-        ticket.grant()
+            heapq.heappush(self._waiting, ticket)
+            if not self._held:
+                self._hand_over()
 
     def release(self) -> None:
         """Hands the lock to the next ticket, or leaves it free."""
         with self._mutex:
-            if not self._waiting:
-                self._held = False
-                return
+            self._hand_over()
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Gives up ``ticket``, whether it was not entered yet, waits, or holds the lock."""
+        with self._mutex:
+            ticket.abandoned = True
+            if ticket.granted:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._held = False
+        while self._waiting and not self._held:
             ticket = heapq.heappop(self._waiting)
-        ticket.grant()
+            if not ticket.abandoned:
+                self._held = True
+                ticket.grant()
 
     def wanted(self) -> bool:
         """Whether anyone waits for the lock."""

@@ -119,6 +119,7 @@ class Minibatch:
         try:
             self._engine.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
         except BaseException as error:
+            self._engine.lock.abandon(self.start)
             self.end(error)
             return
         self._enter()

@@ -68,6 +68,8 @@ class Patience:
         self._busy = busy
         self._explain = explain
         self._moves = 0
+        self.given_up: str | None = None
+        """Why a wait has ended without what it waited for; from then on, every other wait ends so at its next beat."""
 
     def moved(self) -> None:
         """Something moved: every wait starts to count anew."""
@@ -84,8 +86,10 @@ class Patience:
         while not ready(beat):
             if self._moves != moves or self._busy():
                 since, moves = time.monotonic(), self._moves
-            elif time.monotonic() - since > self.seconds:
-                raise PipelineStalled(
+            elif time.monotonic() - since > self.seconds and self.given_up is None:
+                self.given_up = (
                     f"{who} has waited for {self.seconds:g} s while nothing moved: {self._explain()}; if that is how"
                     " long your layers take, raise HetPipeStrategy(timeout=...)"
                 )
+            if self.given_up is not None:
+                raise PipelineStalled(self.given_up)

@@ -36,6 +36,7 @@ from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, st
 from lightning_hetpipe.strategy.lookahead import LookAhead, ReadyBatch
 from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.private import (
+    BEFORE_TRANSFER,
     DataFetcher,
     DataLoaderIterFetcher,
     closure_loss,
@@ -86,6 +87,7 @@ class Fit:
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
         self._last = -1
+        self._logged = 0
         self._staleness = 0
 
     def open(self) -> None:
@@ -94,7 +96,7 @@ class Fit:
         self._redirects = [
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", self._run_validation),
-            Redirect(self._module, "_on_before_batch_transfer", _before_transfer),
+            Redirect(self._module, BEFORE_TRANSFER, _before_transfer),
         ]
 
     def close(self) -> None:
@@ -155,9 +157,7 @@ class Fit:
         if self.engine is None or self.engine.in_flight == 1:
             yield
             return
-        released = ExitStack()
-
-        engine = self.engine
+        engine, released = self.engine, ExitStack()
 
         def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             closure = kwargs.get("closure")
@@ -250,9 +250,9 @@ class Fit:
                 redirect.original(ahead)
             finally:
                 ahead.close()
-        if self._meter is not None:
+        if self._meter is not None and self.engine is not None:
             self._meter.stop()
-        if self.engine is not None:
+            self._log(finished_minibatches(self._trainer)[0])
             self.engine.discard()
         while self._records:
             self._replay.discard(self._records.popitem()[1])
@@ -377,12 +377,15 @@ class Fit:
         assert self._meter is not None
         assert self.engine is not None
         every = log_interval(self._trainer)
-        if not self._trainer.loggers or not every or self._meter.minibatches == 0 or number % every:
+        if not self._trainer.loggers or not every or number % every or number == self._logged:
             return
+        if not self._meter.minibatches:
+            return  # the watched one
+        self._logged = number
         metrics = self._meter.interval([stage.busy_seconds for stage in self.engine.stages])
         metrics["hetpipe/staleness"] = float(self._staleness)
         for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=self._trainer.global_step)
+            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
 
 
 def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.strategy.private import DataFetcher
+from lightning_hetpipe.strategy.private import LOADER_STATES, DataFetcher, share_profiling
 
 
 class ReadyBatch:
@@ -68,7 +68,7 @@ class LookAhead(DataFetcher):
         self._strategy = strategy
         self._waiting: deque[_Fetched] = deque()
         self._states: list[dict[str, Any]] | None = None
-        self._redirect = Redirect(self.combined_loader, "_state_dicts", self._shown_states)
+        self._redirect = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
         self._first = True
 
     def __iter__(self) -> LookAhead:
@@ -81,7 +81,7 @@ class LookAhead(DataFetcher):
         if self._first:
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
-            self._inner._start_profiler, self._inner._stop_profiler = self._start_profiler, self._stop_profiler
+            share_profiling(self, self._inner)
             self._strategy.on_iterators(self._inner)
             self._first = False
         self._strategy.publish_last()

@@ -9,26 +9,40 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
+from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
+    "BEFORE_TRANSFER",
+    "LOADER_STATES",
     "DataFetcher",
     "DataLoaderIterFetcher",
+    "StrategyRegistry",
     "closure_loss",
     "finished_minibatches",
     "has_gradient_hooks",
-    "is_compiled",
     "log_interval",
     "move_before_transfer",
     "on_wait_for_workers",
+    "share_profiling",
     "step_arguments",
+    "synchronises_batchnorm",
+    "wants_several_optimizers",
 ]
 
 DataFetcher = _DataFetcher
 DataLoaderIterFetcher = _DataLoaderIterDataFetcher
+StrategyRegistry = _StrategyRegistry
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+"""The LightningModule's method through which the user's ``on_before_batch_transfer`` runs."""
+
+LOADER_STATES = "_state_dicts"
+"""The CombinedLoader's method that gives the states of resumable DataLoaders to a checkpoint."""
 
 
 def closure_loss(output: Any, divisor: int) -> Tensor | None:
@@ -53,9 +67,19 @@ def move_before_transfer(module: L.LightningModule, batch: Any) -> Any:
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-def is_compiled(module: L.LightningModule) -> bool:
-    """Whether the module was given to the Trainer through ``torch.compile``."""
-    return getattr(module, "_compiler_ctx", None) is not None
+def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
+    """Lets ``inner`` call around its fetches what Lightning has given to ``fetcher``."""
+    inner._start_profiler, inner._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
+
+
+def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    return strategy._layer_sync is not None
+
+
+def wants_several_optimizers(error: RuntimeError) -> bool:
+    """Whether ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
+    return "multiple optimizers" in str(error)
 
 
 def log_interval(trainer: L.Trainer) -> int:

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.private import is_compiled
 
 LATER: dict[str, tuple[Any, str]] = {
     "virtual_workers": (1, "one virtual worker, which uses all devices of this machine"),
@@ -90,10 +89,6 @@ def check_module(module: L.LightningModule) -> None:
         raise SettingError(
             f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx)"
         )
-    if is_compiled(module):
-        raise SettingError(
-            f"{name} was given as torch.compile(...), which hides its layers; give the LightningModule itself to fit"
-        )
 
 
 def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool) -> None:
@@ -114,14 +109,17 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
         )
 
 
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuses optimizers that evaluate a step more than once, and more than one of them."""
-    if len(optimizers) != 1:
-        raise SettingError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and a pipeline steps one; use one optimizer"
-            " with several parameter groups"
-        )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
+def several_optimizers() -> SettingError:
+    """Lightning itself refuses them, but advises manual optimization."""
+    return SettingError(
+        "configure_optimizers returned several optimizers, and a pipeline steps one; use one optimizer with several"
+        " parameter groups"
+    )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses one that evaluates a step more than once."""
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise SettingError(
             "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
             " optimizer"

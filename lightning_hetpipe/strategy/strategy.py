@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -24,6 +23,7 @@ from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.fit import Fit, FitSettings
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
+from lightning_hetpipe.strategy.private import StrategyRegistry, synchronises_batchnorm, wants_several_optimizers
 
 T = TypeVar("T")
 
@@ -190,12 +190,20 @@ class HetPipeStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             settings.check_module(trainer.lightning_module)
-            settings.check_trainer(trainer, self.precision_plugin, self._layer_sync is not None)
+            settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
         super().setup(trainer)
         if fitting:
-            settings.check_optimizers(self.optimizers)
             self._fit = Fit(trainer, self.precision_plugin, self._fit_settings(), _run_seed())
             self._fit.open()
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if not wants_several_optimizers(error):
+                raise
+            raise settings.several_optimizers() from None
+        settings.check_optimizer(self.optimizers[0])
 
     def teardown(self) -> None:
         """Ends every thread and takes every trace out of the module."""
@@ -260,7 +268,7 @@ class HetPipeStrategy(ParallelStrategy):
             optimizer.load_state_dict(state)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:

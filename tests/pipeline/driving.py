@@ -40,6 +40,7 @@ class Line:
         before_task: Callable[[int, str, int], None] | None = None,
     ) -> None:
         self.pieces = list(pieces)
+        self._others = set(threading.enumerate())
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(Chance(0), in_flight, 1, nullcontext, before_task)
         self.engine = Engine(named, cuts, [CPU] * len(cuts), settings, timeout)
@@ -81,6 +82,19 @@ class Line:
         finally:
             self.engine.close()
 
+    def threads(self) -> list[str]:
+        """The names of its threads that are alive."""
+        return [thread.name for thread in self._threads()]
+
+    def join(self) -> None:
+        """Waits for its threads, which have nothing left to do."""
+        for thread in self._threads():
+            thread.join(5)
+
+    def _threads(self) -> list[threading.Thread]:
+        alive = threading.enumerate()
+        return [thread for thread in alive if thread not in self._others and thread.name.startswith("hetpipe")]
+
     def parameters(self) -> list[nn.Parameter]:
         return list(nn.ModuleList(self.pieces).parameters())
 
@@ -105,10 +119,6 @@ def layers_of(piece: nn.Sequential, name: str) -> list[Layer]:
         for own, child in piece.named_modules(remove_duplicate=False)
         if own and "." not in own
     ]
-
-
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetpipe")]
 
 
 def stuck_layer(entered: threading.Event, release: threading.Event) -> nn.Module:

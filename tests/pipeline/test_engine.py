@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.minibatch import current
-from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, our_threads
+from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 2), (0, 1, 3), (0, 1, 2, 3)])
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_the_version_that_the_minibatch_uses(in_flight: i
             assert_gradients(line, minibatch.gradients, expected[p])
             line.update(minibatch.gradients)
             engine.publish(p)
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_pieces_with_user_code_between_them() -> None:
@@ -55,11 +55,11 @@ def test_the_output_of_a_step_comes_back() -> None:
 
 def test_threads_have_names_and_end() -> None:
     line = Line(mlp(), cuts=(0, 2), in_flight=3)
-    assert our_threads() == []
+    assert line.threads() == []
     with line.running():
         names = {"hetpipe-stage-0", "hetpipe-stage-1", "hetpipe-runner-0", "hetpipe-runner-1", "hetpipe-runner-2"}
-        assert set(our_threads()) == names
-    assert our_threads() == []
+        assert set(line.threads()) == names
+    assert line.threads() == []
 
 
 def test_closing_twice_or_without_a_start_does_nothing() -> None:
@@ -68,7 +68,7 @@ def test_closing_twice_or_without_a_start_does_nothing() -> None:
     with line.running():
         pass
     line.engine.close()
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_discarding_in_the_middle(where: tuple[int, str, int]) -> None:
         for p in (8, 9, 10):
             assert_gradients(line, engine.finish(p).gradients, line.expected())
     assert all(how == "discarded" for how in unwound)
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_closing_discards_what_is_in_flight() -> None:
@@ -159,7 +159,7 @@ def test_closing_discards_what_is_in_flight() -> None:
     with line.running() as engine:
         for p in (1, 2, 3):
             engine.submit(p, line.plain())
-    assert our_threads() == []
+    assert line.threads() == []
     assert line.engine.minibatches == {}
 
 
@@ -177,7 +177,7 @@ def test_code_that_catches_every_exception_cannot_keep_a_discarded_minibatch() -
         engine.submit(1, line.step(run))
         engine.submit(2, line.step(run))
         engine.discard()
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_a_module_with_buffers_on_both_sides_of_a_cut_is_refused() -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.pipeline import engine as engine_module
-from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, our_threads, stuck_layer
+from lightning_hetpipe.pipeline.threads import Patience
+from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
 
 def failing_layer(where: str) -> nn.Module:
@@ -60,7 +62,7 @@ def test_a_layers_failure_surfaces_where_the_user_called_it(cuts: tuple[int, ...
     names = frames(caught.value)
     assert "the_users_step" in names
     assert names[-2:] == ["forward", "divide"]
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 1, 2), (0, 2)])
@@ -71,7 +73,7 @@ def test_a_failing_backward_surfaces(cuts: tuple[int, ...]) -> None:
         with pytest.raises(ArithmeticError, match="in the layer's backward") as caught:
             engine.finish(1)
     assert frames(caught.value)[-1] == "backward"
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_a_failing_backward_between_pieces_surfaces() -> None:
@@ -81,7 +83,7 @@ def test_a_failing_backward_between_pieces_surfaces() -> None:
         engine.submit(1, line.plain())
         with pytest.raises(ArithmeticError, match="in the layer's backward"):
             engine.finish(1)
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def fail_before(line: Line) -> Tensor:
@@ -117,7 +119,7 @@ def test_failures_of_user_code_surface(fail: Callable[[Line], Tensor]) -> None:
             engine.finish(2)
         # The others are not harmed.
         assert_gradients(line, engine.finish(3).gradients, line.expected())
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_a_check_of_the_loss_may_refuse_it() -> None:
@@ -185,7 +187,7 @@ def test_calls_must_be_those_of_the_first_minibatch(calls: Callable[[Line], None
             engine.finish(1)
         engine.submit(2, line.plain())
         assert_gradients(line, engine.finish(2).gradients, line.expected())
-    assert our_threads() == []
+    assert line.threads() == []
 
 
 def test_a_layer_that_only_later_changes_its_input_is_refused() -> None:
@@ -214,37 +216,61 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.1)
 
 
-def wait_for_our_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("hetpipe"):
-            thread.join(5)
-
-
 @pytest.mark.usefixtures("short_waits")
 def test_a_stuck_layer_is_named() -> None:
     entered, release = threading.Event(), threading.Event()
     net = nn.Sequential(nn.Linear(4, 4), stuck_layer(entered, release), nn.Tanh(), nn.Linear(4, 4))
-    line = Line(net, cuts=(0, 1, 3), in_flight=2, timeout=0.2)
+    line = Line(net, cuts=(0, 1, 3), in_flight=1, timeout=0.2)
     line.engine.start()
     line.engine.begin(0)
     try:
         line.engine.submit(1, line.plain())
-        line.engine.submit(2, line.plain())
         with pytest.raises(PipelineStalled) as caught:
             line.engine.finish(1)
         message = str(caught.value)
         assert "stage 0 is idle" in message
         assert "stage 1 has run the forward of minibatch 1 (layers piece0.1 to piece0.2) for" in message
-        assert "minibatches in flight: 1, 2" in message
+        assert "minibatches in flight: 1" in message
         assert message.endswith("if that is how long your layers take, raise HetPipeStrategy(timeout=...)")
-        assert entered.is_set()
         with pytest.warns(UserWarning, match=r"could not end all its threads: .*stage 1 has run the forward"):
             line.engine.close()
-        assert "hetpipe-stage-1" in our_threads()
+        assert "hetpipe-stage-1" in line.threads()
     finally:
         release.set()
-        wait_for_our_threads()
-    assert our_threads() == []
+        line.join()
+    assert line.threads() == []
+
+
+def give_up_first_in_lightnings_thread(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its waits run out at once, and those of all others late: otherwise it is chance whose do first."""
+    patience = line.engine.patience
+    original, hasty = patience.wait, Patience(0.2, lambda: False, line.engine.describe)
+
+    def wait(ready: Callable[[float], bool], who: str) -> None:
+        (hasty.wait if who.startswith("Lightning's step") else original)(ready, who)
+
+    monkeypatch.setattr(patience, "wait", wait)
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_threads_end_when_a_layer_goes_on_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout that was too short: whatever was in flight unwinds, although nobody waits for it any more."""
+    entered, release = threading.Event(), threading.Event()
+    line = Line(nn.Sequential(nn.Linear(4, 4), stuck_layer(entered, release)), cuts=(0, 1), in_flight=2)
+    give_up_first_in_lightnings_thread(line, monkeypatch)
+    line.engine.start()
+    line.engine.begin(0)
+    try:
+        line.engine.submit(1, line.plain())
+        line.engine.submit(2, line.plain())
+        with pytest.raises(PipelineStalled, match=r"Lightning's step for minibatch 1 .*; minibatches in flight: 1, 2;"):
+            line.engine.finish(1)
+        with pytest.warns(UserWarning, match="could not end all its threads"), suppress(PipelineStalled):
+            line.engine.close()
+    finally:
+        release.set()
+        line.join()
+    assert line.threads() == []
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -258,12 +284,13 @@ def test_closing_over_a_stuck_layer_warns() -> None:
         line.engine.submit(1, line.plain())
         with line.engine.unlocked():
             assert entered.wait(30)
-        with pytest.warns(UserWarning, match="could not end all its threads"), pytest.raises(PipelineStalled):
+        # It is chance which of two waits runs out first: that for the minibatch, or the minibatch's own.
+        with pytest.warns(UserWarning, match="could not end all its threads"), suppress(PipelineStalled):
             line.engine.close()
     finally:
         release.set()
-        wait_for_our_threads()
-    assert our_threads() == []
+        line.join()
+    assert line.threads() == []
 
 
 def test_user_code_may_take_as_long_as_it_likes() -> None:
@@ -304,4 +331,4 @@ def test_control_c_ends_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             engine.finish(1)
     presser.join()
-    assert our_threads() == []
+    assert line.threads() == []

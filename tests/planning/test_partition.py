@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.partition import partition, stage_times
@@ -37,19 +37,22 @@ def workloads(draw: st.DrawFn) -> tuple[list[float], int]:
     return [float(t) for t in times], draw(st.integers(1, len(times)))
 
 
+@settings(deadline=None)
 @given(workloads())
-def test_it_is_the_best_of_all(given: tuple[list[float], int]) -> None:
-    times, stages = given
+def test_it_is_the_best_of_all(case: tuple[list[float], int]) -> None:
+    times, stages = case
     cuts = partition(times, stages)
     assert cuts in all_partitions(len(times), stages)
     assert bottleneck(times, cuts) == min(bottleneck(times, other) for other in all_partitions(len(times), stages))
 
 
+@settings(deadline=None)
 @given(workloads())
-def test_ties_are_settled_by_the_earliest_last_cut(given: tuple[list[float], int]) -> None:
-    assert partition(*given) == preferred(*given)
+def test_ties_are_settled_by_the_earliest_last_cut(case: tuple[list[float], int]) -> None:
+    assert partition(*case) == preferred(*case)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=8), st.integers(1, 8))
 def test_measured_times_up_to_rounding(times: list[float], stages: int) -> None:
     stages = min(stages, len(times))
@@ -78,9 +81,10 @@ def test_what_cannot_be_divided_is_refused(layers: int, stages: int) -> None:
         partition([1.0] * layers, stages)
 
 
+@settings(deadline=None)
 @given(workloads())
-def test_stage_times_are_the_sums_of_their_layers(given: tuple[list[float], int]) -> None:
-    times, stages = given
+def test_stage_times_are_the_sums_of_their_layers(case: tuple[list[float], int]) -> None:
+    times, stages = case
     cuts = partition(times, stages)
     found = stage_times(times, cuts)
     assert len(found) == stages

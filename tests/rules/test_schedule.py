@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work, route, segments
@@ -48,17 +48,19 @@ def test_one_segment_is_a_turn() -> None:
     assert route((only,)) == (Instruction(Work.TURN, only),)
 
 
+@settings(deadline=None)
 @given(cut_pieces())
-def test_segments_cover_every_layer_once_and_in_order(given: tuple[list[int], list[int]]) -> None:
-    lengths, cuts = given
+def test_segments_cover_every_layer_once_and_in_order(case: tuple[list[int], list[int]]) -> None:
+    lengths, cuts = case
     found = segments(lengths, cuts)
     assert [layer for segment in found for layer in segment.layers] == list(range(sum(lengths)))
     assert [segment.index for segment in found] == list(range(len(found)))
 
 
+@settings(deadline=None)
 @given(cut_pieces())
-def test_a_segment_is_what_one_stage_runs_of_one_piece(given: tuple[list[int], list[int]]) -> None:
-    lengths, cuts = given
+def test_a_segment_is_what_one_stage_runs_of_one_piece(case: tuple[list[int], list[int]]) -> None:
+    lengths, cuts = case
     piece_of = [piece for piece, length in enumerate(lengths) for _ in range(length)]
     stage_of = [max(stage for stage, cut in enumerate(cuts) if cut <= layer) for layer in range(sum(lengths))]
     found = segments(lengths, cuts)
@@ -69,9 +71,10 @@ def test_a_segment_is_what_one_stage_runs_of_one_piece(given: tuple[list[int], l
     assert {segment.stage for segment in found} == set(range(len(cuts)))
 
 
+@settings(deadline=None)
 @given(cut_pieces())
-def test_a_route_goes_forward_turns_and_comes_back(given: tuple[list[int], list[int]]) -> None:
-    found = segments(*given)
+def test_a_route_goes_forward_turns_and_comes_back(case: tuple[list[int], list[int]]) -> None:
+    found = segments(*case)
     steps = route(found)
     forwards = [step.segment for step in steps if step.work is Work.FORWARD]
     turns = [step.segment for step in steps if step.work is Work.TURN]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.rules.versions import last_reader, version_of
@@ -24,6 +24,7 @@ def test_the_versions_of_the_first_minibatches(in_flight: int, empty_at: int, ve
     assert [version_of(empty_at + p, in_flight, empty_at) for p in range(1, 6)] == versions
 
 
+@settings(deadline=None)
 @given(IN_FLIGHT, EMPTY_AT, st.integers(1, 60))
 def test_weights_are_at_most_a_pipeline_old_and_never_of_the_future(in_flight: int, empty_at: int, steps: int) -> None:
     minibatch = empty_at + steps
@@ -32,6 +33,7 @@ def test_weights_are_at_most_a_pipeline_old_and_never_of_the_future(in_flight: i
     assert minibatch - 1 - version == min(steps, in_flight) - 1
 
 
+@settings(deadline=None)
 @given(IN_FLIGHT, EMPTY_AT, st.integers(0, 30))
 def test_the_last_reader_is_the_last_one(in_flight: int, empty_at: int, age: int) -> None:
     version = empty_at + age
@@ -39,6 +41,7 @@ def test_the_last_reader_is_the_last_one(in_flight: int, empty_at: int, age: int
     assert readers[-1] == last_reader(version, in_flight)
 
 
+@settings(deadline=None)
 @given(IN_FLIGHT, st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_as_many_places_as_minibatches_in_flight_are_enough(in_flight: int, epochs: list[int]) -> None:
     """Lightning publishes as late as it can; every reader finds its version."""

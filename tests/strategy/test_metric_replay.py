@@ -17,8 +17,8 @@ from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.strategy.replay import Replay
 from tests.strategy.ahead import CLASSES, Model, accuracy, auroc, log_accuracy, scores
 

@@ -1,0 +1,89 @@
+"""Samples, minibatches and training time, counted by a clock that the test moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetpipe.reporting import meter as module
+from lightning_hetpipe.reporting.meter import Meter, batch_size
+
+
+class Clock:
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def batch(samples: int) -> Any:
+    return {"x": torch.zeros(samples, 3), "note": "text"}
+
+
+def test_samples_per_second_and_busy(clock: Clock) -> None:
+    meter = Meter(stages=2)
+    meter.start()
+    for samples in (4, 4, 2):
+        meter.count(batch(samples))
+    clock.now += 5.0
+    assert meter.interval([1.0, 4.0]) == {
+        "hetpipe/samples_per_second": 2.0,
+        "hetpipe/stage_0/busy": 0.2,
+        "hetpipe/stage_1/busy": 0.8,
+    }
+    assert (meter.samples, meter.minibatches) == (10, 3)
+
+
+def test_an_interval_begins_where_the_last_one_ended(clock: Clock) -> None:
+    meter = Meter(stages=1)
+    meter.start()
+    meter.count(batch(10))
+    clock.now += 2.0
+    meter.interval([2.0])
+    meter.count(batch(30))
+    clock.now += 10.0
+    assert meter.interval([7.0]) == {"hetpipe/samples_per_second": 3.0, "hetpipe/stage_0/busy": 0.5}
+
+
+def test_time_between_stop_and_start_does_not_count(clock: Clock) -> None:
+    """Validation, and what is between epochs."""
+    meter = Meter(stages=1)
+    meter.start()
+    clock.now += 1.0
+    meter.stop()
+    clock.now += 100.0
+    assert meter.seconds == 1.0
+    meter.start()
+    clock.now += 3.0
+    meter.count(batch(8))
+    assert meter.interval([1.0]) == {"hetpipe/samples_per_second": 2.0, "hetpipe/stage_0/busy": 0.25}
+
+
+def test_nothing_is_more_than_busy_all_the_time(clock: Clock) -> None:
+    """A task counts when it ends, so that an interval may get more than its share."""
+    meter = Meter(stages=1)
+    meter.start()
+    clock.now += 1.0
+    assert meter.interval([3.0])["hetpipe/stage_0/busy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (torch.zeros(7, 2), 7),
+        ([torch.zeros(3), torch.zeros(5)], 3),
+        ({"text": "words", "x": (torch.tensor(1.0), torch.zeros(6))}, 6),
+        (torch.tensor(1.0), 1),
+        ("words", 1),
+        (None, 1),
+    ],
+)
+def test_batch_size(value: Any, size: int) -> None:
+    assert batch_size(value) == size

@@ -1,0 +1,334 @@
+"""Guards every private name of torch and Lightning: each test says what breaks when its name moves."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_hetpipe
+from lightning_hetpipe import HetPipeStrategy, private
+from lightning_hetpipe.strategy import private as of_lightning
+from tests.strategy.refusing import Learner, batches, quiet_trainer
+
+FILES = ["private.py", "strategy/private.py"]
+GUARDED: set[str] = set()
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def guards(*names: str) -> Callable[[Test], Test]:
+    """Marks the test of private ``names``."""
+    GUARDED.update(names)
+    return lambda test: test
+
+
+# torch.
+
+
+@guards("_foreach_copy_")
+def test_foreach_copy() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    private.foreach_copy_(targets, sources)
+    same = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
+    assert same == [True, True], "weights would not reach their version's slot: copy them one by one in private.py"
+    private.foreach_copy_([], [])
+
+
+@guards("_version")
+def test_version_counter() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_counter(tensor)
+    tensor.add_(1)
+    after = private.version_counter(tensor)
+    assert after == before + 1, "in-place changes of inputs, and of what lies outside the pieces, would go unnoticed"
+    tensor.detach().add_(1)
+    assert private.version_counter(tensor) == after + 1, "in-place changes through a detached view would go unnoticed"
+
+
+@guards("_pytree")
+def test_pytree() -> None:
+    tree = {"b": [torch.ones(1), None], "a": (1, "text")}
+    leaves, spec = private.pytree.tree_flatten(tree)
+    broken = "values could not be taken apart at a cut, and put together behind it"
+    assert private.pytree.tree_unflatten(leaves, spec) == tree, broken
+    assert len(private.pytree.tree_leaves(tree)) == len(leaves), broken
+    doubled = private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
+    assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
+
+
+class Counts(private.ThreadDispatchMode):
+    """Counts the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_python_dispatch", "_push_mode", "_pop_mode")
+def test_dispatch_modes() -> None:
+    mode = Counts()
+    broken = "random operators of layers could not be given a generator of their own (law L7)"
+    with mode:
+        torch.zeros(1).add_(1)
+    torch.ones(1)
+    assert mode.seen == ["zeros.default", "add_.Tensor"], broken
+
+
+@guards()
+def test_dispatch_modes_belong_to_their_thread() -> None:
+    mode = Counts()
+    with mode:
+        thread = threading.Thread(target=lambda: torch.ones(1))
+        thread.start()
+        thread.join()
+    assert mode.seen == [], "a stage's mode would catch the random operators of other stages"
+
+
+@guards()
+def test_dispatch_modes_can_be_suspended() -> None:
+    outer, inner = Counts(), Counts()
+    with outer, inner:
+        assert not outer.suspend(), "a mode that is not the innermost one must stay"
+        assert inner.suspend()
+        torch.ones(1)
+        inner.__enter__()
+    assert (outer.seen, inner.seen) == (["ones.default"], []), "modules that draw nothing would run under the mode"
+
+
+@guards("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_of_modules(register: str) -> None:
+    module = nn.Linear(2, 2)
+    assert not private.has_hooks(module)
+    handle = getattr(module, register)(lambda *_: None)
+    assert private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
+    handle.remove()
+    assert not private.has_hooks(module)
+
+
+@guards()
+def test_hooks_of_torch_itself() -> None:
+    normed: Any = nn.utils.weight_norm
+    module = normed(nn.Linear(2, 2))
+    assert module._forward_pre_hooks, "this no longer tests anything: weight_norm has no hook any more"
+    assert not private.has_hooks(module), "layers with weight norm would be refused"
+
+
+@guards("variable")
+def test_leaves_of_a_graph() -> None:
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    frozen = torch.ones(2)
+    broken = "parameters that the loss reaches outside the pieces would be dropped silently"
+    found = private.graph_leaves((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    assert [id(leaf) for leaf in found] == [id(used)], broken
+    assert private.graph_leaves(torch.ones(1)) == []
+
+
+# Lightning.
+
+
+def fetcher_of(loader: Any) -> Any:
+    fetcher = _PrefetchDataFetcher(prefetch_batches=0)
+    combined = CombinedLoader(loader, "max_size_cycle")
+    combined.limits = [float("inf")]
+    fetcher.setup(combined)
+    return fetcher
+
+
+@guards("_DataFetcher", "_start_profiler", "_stop_profiler", "_combined_loader")
+def test_data_fetchers() -> None:
+    fetcher = fetcher_of(batches(3))
+    broken = "the look-ahead could not stand in for Lightning's fetcher"
+    assert isinstance(fetcher, of_lightning.DataFetcher), broken
+    iter(fetcher)
+    for name in ("combined_loader", "_combined_loader", "iterator", "length", "fetched", "done"):
+        assert hasattr(fetcher, name), f"{broken}: {name} is gone"
+    for name in ("_start_profiler", "_stop_profiler"):
+        assert callable(getattr(fetcher, name)), f"{broken}: {name} is gone"
+    batch, batch_idx, dataloader_idx = next(fetcher)
+    assert (len(batch), batch_idx, dataloader_idx) == (2, 0, 0), broken
+    assert (fetcher.fetched, fetcher.done, fetcher.length) == (1, False, 3), broken
+    next(fetcher), next(fetcher)
+    assert fetcher.done, broken
+
+
+@guards("_DataLoaderIterDataFetcher")
+def test_the_fetcher_of_dataloader_iter() -> None:
+    assert issubclass(of_lightning.DataLoaderIterFetcher, of_lightning.DataFetcher), (
+        "training_step(dataloader_iter) would be looked ahead of"
+    )
+
+
+@guards("_state_dicts")
+def test_states_of_loaders() -> None:
+    class Resumable(DataLoader[Any]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 7}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    fetcher = fetcher_of(Resumable(batches(3).dataset))
+    iter(fetcher)
+    broken = "a checkpoint would save a resumable DataLoader's state ahead of its step (law L9)"
+    assert fetcher.combined_loader._state_dicts() == [{"at": 7}], broken
+
+
+@guards("_MultiProcessingDataLoaderIter", "_get_data", "_iterator")
+def test_waits_for_workers() -> None:
+    waits: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append("wait")
+        yield
+
+    fetcher = fetcher_of(DataLoader(batches(1).dataset, 2, num_workers=1))
+    iter(fetcher)
+    of_lightning.on_wait_for_workers(fetcher, waiting)
+    next(fetcher)
+    assert waits, "user code would stand still while Lightning's thread waits for DataLoader workers"
+    list(fetcher)
+
+
+@guards("from_training_step_output", "closure_loss")
+def test_closure_results() -> None:
+    loss = torch.tensor(6.0, requires_grad=True)
+    broken = "the pipeline would differentiate another loss than Lightning"
+    for output in (loss, {"loss": loss, "extra": 1}):
+        found = of_lightning.closure_loss(output, 2)
+        assert found is not None, broken
+        assert (found.item(), found.requires_grad) == (3.0, True), broken
+    assert of_lightning.closure_loss(None, 2) is None, broken
+
+
+class Looks(L.Callback):
+    """Looks at what is private, where a step begins."""
+
+    def __init__(self) -> None:
+        self.progress: list[tuple[int, int]] = []
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.progress.append(of_lightning.finished_minibatches(trainer))
+        self.arguments.append(of_lightning.step_arguments(trainer, "batch", 3))
+
+
+@guards("_build_kwargs", "batch_progress")
+def test_progress_and_arguments_of_a_step() -> None:
+    looks = Looks()
+    quiet_trainer("auto", callbacks=[looks], max_epochs=2).fit(Learner(), batches(2))
+    assert looks.progress == [(1, 1), (2, 2), (3, 1), (4, 2)], "minibatches would be numbered otherwise"
+    assert looks.arguments == [("batch", 3)] * 4, "training_step would be given other arguments"
+
+
+@guards()
+def test_arguments_of_a_step_without_batch_idx() -> None:
+    class Short(Learner):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.net(batch[0]).sum()
+
+    looks = Looks()
+    quiet_trainer("auto", callbacks=[looks]).fit(Short(), batches(1))
+    assert looks.arguments == [("batch",)], "training_step(batch) would be given a batch_idx too"
+
+
+@guards("_on_before_batch_transfer")
+def test_hooks_before_the_transfer() -> None:
+    class Hooked(Learner):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return (batch, dataloader_idx) if batch == "batch" else batch
+
+    class Moves(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+            found.append(of_lightning.move_before_transfer(pl_module, "batch"))
+
+    found: list[Any] = []
+    quiet_trainer("auto", callbacks=[Moves()]).fit(Hooked(), batches(1))
+    assert found == [("batch", 0)], "on_before_batch_transfer would not run for batches that are fetched ahead"
+
+
+@guards("_layer_sync")
+def test_synchronised_batchnorm() -> None:
+    strategies = [quiet_trainer(HetPipeStrategy(), sync_batchnorm=sync).strategy for sync in (False, True)]
+    asked = [of_lightning.synchronises_batchnorm(s) for s in strategies if isinstance(s, ParallelStrategy)]
+    assert asked == [False, True], "sync_batchnorm=True would be dropped silently"
+
+
+@guards()
+def test_several_optimizers() -> None:
+    class Two(Learner):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([parameter], lr=0.1) for parameter in list(self.parameters())[:2]]
+
+    with pytest.raises(RuntimeError) as raised:
+        quiet_trainer("auto").fit(Two(), batches(1))
+    assert of_lightning.wants_several_optimizers(raised.value), "users would be advised manual optimization"
+
+
+@guards("_StrategyRegistry")
+def test_the_registry() -> None:
+    assert isinstance(StrategyRegistry, of_lightning.StrategyRegistry), "strategy='hetpipe' would be unknown"
+
+
+@guards("_post_accumulate_grad_hooks")
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(register: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not of_lightning.has_gradient_hooks(parameter)
+    getattr(parameter, register)(lambda *_: None)
+    assert of_lightning.has_gradient_hooks(parameter), "gradient hooks of the user would not run"
+
+
+@guards("log_every_n_steps")
+def test_the_log_interval() -> None:
+    trainer = quiet_trainer("auto", log_every_n_steps=7)
+    assert of_lightning.log_interval(trainer) == 7, "metrics would not keep to the Trainer's interval"
+
+
+# All of them.
+
+
+def names_in(file: str) -> set[str]:
+    """Private names of others in ``file``: imported ones, attributes and those in strings."""
+    path = Path(lightning_hetpipe.__file__).parent / file
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.update((node.module or "").split("."), (alias.name for alias in node.names))
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return {name for name in found - own if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_private_name_is_guarded(file: str) -> None:
+    assert names_in(file) - GUARDED == set(), "give these a test of their own"

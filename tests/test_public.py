@@ -1,0 +1,140 @@
+"""What users may rely on: the root's names, the registered strategy, Hydra's way to it, and pytest's."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from omegaconf import ListConfig, OmegaConf
+
+import lightning_hetpipe
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.strategy import settings
+from tests.strategy.refusing import Learner, batches, quiet_trainer
+
+
+def test_the_root_exports_these_names_and_no_others() -> None:
+    assert lightning_hetpipe.__all__ == ["HetPipeStrategy"]
+    public = {name for name, value in vars(lightning_hetpipe).items() if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(lightning_hetpipe, name))}
+    assert public - modules == {"HetPipeStrategy", "StrategyRegistry"}  # Lightning's, which it registers with
+
+
+def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
+    """DESIGN, section 7; by name and position."""
+    parameters = inspect.signature(HetPipeStrategy).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "stages": "auto",
+        "in_flight": "auto",
+        "virtual_workers": 1,
+        "weights": "stash",
+        "module": None,
+        "plan": None,
+        "cluster": None,
+        "allocation": "auto",
+        "compile": False,
+        "recompute": False,
+        "timeline": False,
+        "lr_correction": None,
+        "wsp": None,
+        "start_method": "popen",
+        "timeout": timedelta(minutes=5),
+        "accelerator": None,
+        "parallel_devices": None,
+        "cluster_environment": None,
+        "checkpoint_io": None,
+        "precision_plugin": None,
+    }
+    assert list(parameters)[:5] == ["stages", "in_flight", "virtual_workers", "weights", "module"]
+
+
+def test_every_argument_is_documented() -> None:
+    text = inspect.getdoc(HetPipeStrategy) or ""
+    names = list(inspect.signature(HetPipeStrategy).parameters)
+    assert [name for name in names if name not in text] == []
+    assert set(settings.LATER) < set(names)
+
+
+def test_it_is_a_parallel_strategy() -> None:
+    assert issubclass(HetPipeStrategy, ParallelStrategy)
+
+
+def test_the_constructor_only_stores() -> None:
+    strategy = HetPipeStrategy(stages=3, in_flight=5, module="net", timeout=30)
+    assert (strategy.stages, strategy.in_flight, strategy.module) == (3, 5, ["net"])
+    assert strategy.timeout == 30.0
+    assert strategy.last_run is None
+
+
+def test_the_strategy_is_registered() -> None:
+    assert "hetpipe" in StrategyRegistry
+    assert isinstance(StrategyRegistry.get("hetpipe"), HetPipeStrategy)
+
+
+def test_the_trainer_knows_it_by_name() -> None:
+    trainer = quiet_trainer("hetpipe")
+    trainer.fit(Learner(), batches(3))
+    assert isinstance(trainer.strategy, HetPipeStrategy)
+    assert trainer.strategy.last_run is not None
+    assert trainer.global_step == 3
+
+
+def fit_with(strategy: Any) -> HetPipeStrategy:
+    assert isinstance(strategy, HetPipeStrategy)
+    quiet_trainer(strategy).fit(Learner(), batches(3))
+    assert strategy.last_run is not None
+    return strategy
+
+
+@pytest.mark.parametrize("module", ["net", ["net"]])
+def test_hydra_makes_it(module: Any) -> None:
+    """A list in a configuration is a ListConfig, unless ``_convert_`` says otherwise."""
+    config = OmegaConf.create(
+        {"_target_": "lightning_hetpipe.HetPipeStrategy", "stages": 2, "module": module, "timeout": 30.0}
+    )
+    strategy = fit_with(instantiate(config))
+    assert strategy.module == ["net"]
+    assert strategy.last_run is not None
+    assert len(strategy.last_run.stages) == 2
+
+
+def test_a_list_config_by_hand() -> None:
+    assert fit_with(HetPipeStrategy(module=ListConfig(["net"]), stages=2)).module == ["net"]
+
+
+def test_pytest_loads_it_for_other_peoples_tests(tmp_path: Path) -> None:
+    """``-p lightning_hetpipe`` makes ``strategy="hetpipe"`` known, in tests that do not import it."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_theirs.py").write_text(
+        "import lightning as L\n"
+        "def test_it() -> None:\n"
+        "    trainer = L.Trainer(strategy='hetpipe', accelerator='cpu', logger=False)\n"
+        "    assert type(trainer.strategy).__name__ == 'HetPipeStrategy'\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
+    paths = [str(Path(lightning_hetpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(lightning_hetpipe.__file__).parent / "py.typed").exists()
+
+
+def test_lightning_finds_no_fault_with_its_distributed_side() -> None:
+    """One process is one virtual worker: nothing is distributed, and no sampler is put in."""
+    strategy = HetPipeStrategy()
+    trainer: L.Trainer = quiet_trainer(strategy)
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+    assert (trainer.num_nodes, trainer.is_global_zero, strategy.is_distributed) == (1, True, False)
