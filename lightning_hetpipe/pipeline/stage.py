@@ -35,11 +35,23 @@ class Layer:
         name: Its path in the LightningModule, such as "net.3".
         module: The live module.
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
+        aliases_input: Whether its output shares memory with its input, as a view does.
     """
 
     name: str
     module: nn.Module
     mutates_input: bool = False
+    aliases_input: bool = False
+
+
+def mutates_input(layers: Sequence[Layer]) -> bool:
+    """Whether ``layers``, run in order, change the first one's input in place, maybe through a view of it."""
+    for layer in layers:
+        if layer.mutates_input:
+            return True
+        if not layer.aliases_input:
+            return False
+    return False
 
 
 @dataclass(frozen=True)
@@ -250,12 +262,13 @@ class _Part:
             [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
         ]
         self._places = [places(modules) for modules in copies]
+        self._mutates_input = mutates_input(layers)
 
     def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, list[Tensor]]:
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
-        own = [tensor.clone() for tensor in inputs] if self.layers[0].mutates_input else inputs
+        own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
         current = value.tree(own)
         with self._settings.chance.minibatch(minibatch.number), torch.enable_grad(), self._settings.context():
