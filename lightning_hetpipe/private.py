@@ -6,16 +6,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from typing_extensions import Self
 
-__all__ = ["ThreadDispatchMode", "foreach_copy_", "graph_leaves", "has_hooks", "pytree", "version_counter"]
+__all__ = [
+    "ThreadDispatchMode",
+    "foreach_copy_",
+    "graph_leaves",
+    "has_global_hooks",
+    "has_hooks",
+    "is_compiled",
+    "pytree",
+    "version_counter",
+]
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -64,17 +74,39 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks)
 
 
-def graph_leaves(output: Tensor) -> list[Tensor]:
-    """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``)."""
+def has_global_hooks() -> bool:
+    """Whether a user has put hooks on all modules of the process."""
+    has_any: Any = _has_any_global_hook  # torch has no types here
+    return bool(has_any())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` has wrapped around another one."""
+    return isinstance(vars(module)["_modules"].get("_orig_mod"), nn.Module)
+
+
+def graph_leaves(output: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:
+    """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``).
+
+    At a node of ``seams`` the search goes on at the tensors given for it instead.
+    """
     leaves: list[Tensor] = []
     seen: set[Any] = set()
-    pending: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        pending.extend(following for following, _ in node.next_functions if following is not None)
+    starts = [output]
+    while starts:
+        start = starts.pop()
+        if start.grad_fn is None and start.requires_grad and not any(start is leaf for leaf in leaves):
+            leaves.append(start)
+        pending: list[Any] = [start.grad_fn] if start.grad_fn is not None else []
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if seams and node in seams:
+                starts.extend(seams[node])
+                continue
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+            pending.extend(following for following, _ in node.next_functions if following is not None)
     return leaves

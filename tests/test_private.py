@@ -138,6 +138,28 @@ def test_hooks_of_torch_itself() -> None:
     assert not private.has_hooks(module), "layers with weight norm would be refused"
 
 
+@guards("_has_any_global_hook")
+@pytest.mark.parametrize(
+    "register",
+    ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
+)
+def test_hooks_of_all_modules(register: str) -> None:
+    assert not private.has_global_hooks()
+    handle = getattr(nn.modules.module, register)(lambda *_: None)
+    found = private.has_global_hooks()
+    handle.remove()
+    assert found, "hooks on all modules would run in stages, at the same time as other user code"
+
+
+@guards("_orig_mod", "_modules")
+def test_compiled_modules() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    compiled: Any = torch.compile(plain, backend="eager")
+    assert private.is_compiled(compiled), "users would be told that there is no nn.Sequential, and not why"
+    plain.compile(backend="eager")
+    assert not private.is_compiled(plain), "module.compile(), which works, would be refused"
+
+
 @guards("variable")
 def test_leaves_of_a_graph() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -146,6 +168,18 @@ def test_leaves_of_a_graph() -> None:
     found = private.graph_leaves((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
     assert [id(leaf) for leaf in found] == [id(used)], broken
     assert private.graph_leaves(torch.ones(1)) == []
+    assert private.graph_leaves(used)[0] is used, broken
+
+
+@guards()
+def test_leaves_of_a_graph_past_its_seams() -> None:
+    inside, outside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    given = outside * 3
+    hidden = given * inside
+    seam: Any = hidden.grad_fn
+    assert [id(t) for t in private.graph_leaves(hidden.sum(), {seam: [given]})] == [id(outside)]
+    assert [id(t) for t in private.graph_leaves(hidden.sum(), {seam: []})] == []
+    assert [id(t) for t in private.graph_leaves(hidden.sum() + inside.sum(), {seam: []})] == [id(inside)]
 
 
 # Lightning.
@@ -234,7 +268,7 @@ class Looks(L.Callback):
         self.arguments: list[tuple[Any, ...]] = []
 
     def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        self.progress.append(of_lightning.finished_minibatches(trainer))
+        self.progress.append(of_lightning.begun_minibatches(trainer))
         self.arguments.append(of_lightning.step_arguments(trainer, "batch", 3))
 
 
@@ -302,6 +336,20 @@ def test_hooks_of_parameters(register: str) -> None:
     assert not of_lightning.has_gradient_hooks(parameter)
     getattr(parameter, register)(lambda *_: None)
     assert of_lightning.has_gradient_hooks(parameter), "gradient hooks of the user would not run"
+
+
+@guards("_optimizer_step_post_hooks")
+def test_the_order_of_hooks_after_a_step() -> None:
+    optimizer, ran = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []
+    for name in ("first", "second"):
+        optimizer.register_step_post_hook(lambda *_, name=name: ran.append(name))
+    ours = optimizer.register_step_post_hook(lambda *_: ran.append("ours"))
+    of_lightning.run_first(optimizer, ours)
+    optimizer.step()
+    assert ran == ["ours", "first", "second"], "a user's hook would run while training_step runs (law L8)"
+    ours.remove()
+    optimizer.step()
+    assert ran[3:] == ["first", "second"], "our hook would stay in the user's optimizer"
 
 
 @guards("log_every_n_steps")

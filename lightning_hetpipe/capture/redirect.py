@@ -22,6 +22,11 @@ class Redirect:
         # Not by setattr: Module, Metric and LightningModule each watch theirs.
         vars(owner)[name] = self
 
+    @property
+    def replaced(self) -> Callable[..., Any] | None:
+        """What the user had put into the owner's ``__dict__`` instead of the class's method; None if nothing."""
+        return self.original if self._shadowed else None
+
     def remove(self) -> None:
         """Restores the owner's ``__dict__``, unless somebody else has replaced the entry meanwhile."""
         if vars(self.owner).get(self.name) is not self:

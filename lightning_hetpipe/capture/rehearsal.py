@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
@@ -18,14 +17,14 @@ from lightning_hetpipe.planning.profile import layer_times
 
 
 def measure(
-    pieces: Sequence[Piece], chance: Chance, context: Callable[[], AbstractContextManager[Any]], device: torch.device
+    pieces: Sequence[Piece], chance: Chance, default_dtype: torch.dtype | None, device: torch.device
 ) -> list[float]:
     """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs."""
     state = ProcessState.current()
     try:
         return layer_times(
             [
-                _rehearsal(layer, value, chance, context, device)
+                _rehearsal(layer, value, piece, chance, default_dtype, device)
                 for piece in pieces
                 for layer, value in zip(piece.layers, piece.inputs, strict=True)
             ]
@@ -37,8 +36,9 @@ def measure(
 def _rehearsal(
     layer: Layer,
     value: Value,
+    piece: Piece,
     chance: Chance,
-    context: Callable[[], AbstractContextManager[Any]],
+    default_dtype: torch.dtype | None,
     device: torch.device,
 ) -> Callable[[], None]:
     scratch = copy_of(layer.module, device)
@@ -49,7 +49,7 @@ def _rehearsal(
         inputs = value.leaves(device)
         own = [tensor.clone() for tensor in inputs]
         with torch.enable_grad():
-            with chance.minibatch(0), context():
+            with chance.minibatch(0), piece.autocast.opened(), creating(default_dtype):
                 outputs = tensors_of(call(value.tree(own)))
             ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
             gradients(outputs, ones, [*inputs, *parameters])

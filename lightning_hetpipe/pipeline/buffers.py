@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import foreach_copy_
+from lightning_hetpipe.private import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own buffers."""
@@ -53,8 +53,16 @@ class Buffers:
                     own[index] = torch.empty_like(tensor)
             with torch.no_grad():
                 foreach_copy_(own, previous)
-        for (module, name), tensor in zip(layers, own, strict=True):
+        self.bind(minibatch, layers)
+
+    def bind(self, minibatch: int, layers: list[Place]) -> None:
+        """Lets ``layers`` hold the buffers of forward ``minibatch``."""
+        for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
             setattr(module, name, tensor)
+
+    def changes(self, minibatch: int) -> list[int]:
+        """How often each buffer of forward ``minibatch`` was changed in place so far."""
+        return [version_counter(tensor) for tensor in self._of(minibatch)]
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what forward ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""

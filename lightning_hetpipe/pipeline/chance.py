@@ -38,7 +38,7 @@ from torch import nn
 
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach", "attach_sequential"]
+__all__ = ["Chance", "RandomnessError", "attach"]
 
 
 class Chance:
@@ -112,13 +112,6 @@ def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
         named alike whether or not a cut separates them. It is ``layer`` itself where nothing may draw.
     """
     return _attach(layer, path, [])
-
-
-def attach_sequential(sequential: nn.Sequential, path: str) -> None:
-    """``attach`` for each child of ``sequential``, which then runs them: for a model outside any pipeline."""
-    # named_children() would leave out a child that stands in a second position.
-    children = [(n, m) for n, m in sequential.named_modules(remove_duplicate=False) if n and "." not in n]
-    vars(sequential)["forward"] = _Chain([attach(child, f"{path}.{name}") for name, child in children])
 
 
 def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[..., Any]:
@@ -245,16 +238,6 @@ class _Positioned:
             return self.layer(*args, **kwargs)
         finally:
             _thread.position = outer
-
-
-class _Chain:
-    def __init__(self, layers: list[Callable[..., Any]]) -> None:
-        self.layers = layers
-
-    def __call__(self, value: Any) -> Any:
-        for layer in self.layers:
-            value = layer(value)
-        return value
 
 
 class _Draws(RandomOperators):

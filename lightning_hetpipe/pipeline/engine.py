@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value
+from lightning_hetpipe.pipeline.values import Gradients
 from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
@@ -70,7 +71,6 @@ class Engine:
                 settings,
                 self.patience,
                 self._done,
-                self._give_output,
             )
             for index, device in enumerate(devices)
         ]
@@ -102,6 +102,12 @@ class Engine:
         self._empty_at = version
         for stage in self.stages:
             stage.begin(version, version if forwards is None else forwards)
+
+    def copy_layers(self) -> None:
+        """Copies the live layers anew, as they have changed in other ways than their weights; before :meth:`begin`."""
+        self.discard()
+        for stage in self.stages:
+            stage.copy_layers()
 
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
@@ -148,6 +154,9 @@ class Engine:
     @contextmanager
     def unlocked(self) -> Iterator[None]:
         """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        if self._lost_lock:
+            yield
+            return
         self.lock.release()
         try:
             yield
@@ -156,31 +165,35 @@ class Engine:
 
     def offer(self) -> None:
         """Lets whoever waits for the lock over user code go first."""
-        if self.lock.wanted():
+        if self.lock.wanted() and not self._lost_lock:
             with self.unlocked():
                 pass
 
     def close(self) -> None:
-        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer."""
+        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer or in user code."""
         workers: list[Any] = [*self._runners, *self.stages]
         if not workers:
             return
+        deadline = time.monotonic() + JOIN_SECONDS
         try:
-            if not self._lost_lock and self.patience.given_up is None:
-                self.discard()
+            self._cancel()
+            if self.patience.given_up is None:
+                for minibatch in self.minibatches.values():
+                    self._wait_for(minibatch, deadline)
         finally:
             for worker in workers:
                 worker.close()
-            deadline = time.monotonic() + JOIN_SECONDS
-            stuck = [w for w in workers if not w.join(max(0.0, deadline - time.monotonic()))]
-            self._runners, self.minibatches = [], {}
+            stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
             if stuck:
                 warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
+            self._runners, self.minibatches = [], {}
 
     def describe(self) -> str:
-        """What every stage does and who is in flight, for people."""
-        flying = ", ".join(str(number) for number, m in self.minibatches.items() if not m.ended) or "none"
-        return "; ".join([*(stage.describe() for stage in self.stages), f"minibatches in flight: {flying}"])
+        """What every stage and every minibatch in flight does, for people."""
+        flying = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
+        running = [f"training_step of minibatch {m.number} is running" for m in flying if m.in_user_code]
+        numbers = ", ".join(str(minibatch.number) for minibatch in flying) or "none"
+        return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     # The runners' side.
 
@@ -203,9 +216,6 @@ class Engine:
     def _send(self, instruction: Instruction, minibatch: Minibatch, payload: Any) -> None:
         self.stages[instruction.segment.stage].put(Task(instruction, minibatch, payload))
 
-    def _give_output(self, task: Task, value: Value) -> None:
-        task.minibatch.deliver(value)
-
     def _done(self, task: Task, result: Any) -> None:
         """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
         here = self._after[task.instruction.work, task.instruction.segment.index]
@@ -220,34 +230,48 @@ class Engine:
 
     # Waiting.
 
-    def _wait_for(self, minibatch: Minibatch) -> None:
-        if minibatch.ended:
+    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
+        if minibatch.ended or self._lost_lock:
             self.offer()
             return
         ticket = Ticket(Rank.MAIN, minibatch.number)
-        self.lock.release()
+        ask = partial(minibatch.when_ended, lambda: self.lock.request(ticket))
+        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", release=True, deadline=deadline)
+
+    def _take_lock(self) -> None:
+        ticket = Ticket(Rank.MAIN, 0)
+        ask = partial(self.lock.request, ticket)
+        self._await(ticket, ask, "Lightning's thread for user code to pause", release=False)
+
+    def _await(
+        self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
+    ) -> None:
+        """Waits in Lightning's thread until ``ticket`` holds the lock over user code; until ``deadline`` if given.
+
+        Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
+        is user code too. Where the lock does not come back, Lightning's thread goes on without it.
+        """
+        self._lost_lock = True
         try:
-            minibatch.when_ended(lambda: self.lock.request(ticket))
-            self.patience.wait(ticket.wait, f"Lightning's step for minibatch {minibatch.number}")
-        except BaseException:
-            # Interrupted: what is in flight unwinds, and with this minibatch's end the lock comes back. Stalled: it
-            # does not, and whoever goes on later must not find it taken.
-            self._cancel()
-            self._lost_lock = True
-            if self.patience.given_up is None and ticket.wait(JOIN_SECONDS):
+            if release:
+                self.lock.release()
+            ask()
+            if deadline is None:
+                self.patience.wait(ticket.wait, who)
                 self._lost_lock = False
             else:
-                self.lock.abandon(ticket)
+                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._cancel()
+            self._lost_lock = self.patience.given_up is not None or not ticket.wait(JOIN_SECONDS)
             raise
+        finally:
+            if self._lost_lock:
+                self.lock.abandon(ticket)
 
     def _cancel(self) -> None:
         for minibatch in self.minibatches.values():
             minibatch.cancelled = True
-
-    def _take_lock(self) -> None:
-        ticket = Ticket(Rank.MAIN, 0)
-        self.lock.request(ticket)
-        self.patience.wait(ticket.wait, "Lightning's thread for user code to pause")
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.lock import Rank, Ticket
 from lightning_hetpipe.pipeline.piece_call import PieceCall
-from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
 
 if TYPE_CHECKING:
@@ -27,15 +28,16 @@ class Step:
 
     Attributes:
         run: Calls ``training_step``; gives its output and the loss to differentiate (divided for accumulation).
-        check: Sees that loss before it is differentiated, with its graph; may raise.
+        check: Sees that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
+            raise.
         context: Opened once around all of it, in the minibatch's thread.
-        state: The process-wide state that its stretches run with; None leaves the process's alone.
+        stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
-    check: Callable[[Tensor], None]
+    check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    state: ProcessState | None
+    stretch: Stretch | None
 
 
 class Minibatch:
@@ -52,12 +54,12 @@ class Minibatch:
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.failure: BaseException | None = None
         self.cancelled = False
+        self.in_user_code = False
         self.turn: queue.SimpleQueue[Gradients | Discarded] = queue.SimpleQueue()
         self.start = Ticket(Rank.START, number)
         self._engine = engine
         self._step = step
         self._calls: list[PieceCall] = []
-        self._outside: ProcessState | None = None
         self._arrived: Any = None
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
@@ -91,6 +93,10 @@ class Minibatch:
             call()
 
     # The stages' side.
+
+    def autocast(self, piece: int) -> Autocast:
+        """What ``training_step`` had autocast do where it called ``piece``."""
+        return self._calls[piece].autocast
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds a segment's gradient; segments come from the last to the first, as in a plain backward."""
@@ -131,7 +137,7 @@ class Minibatch:
                 if self.failure is not None:  # user code has swallowed a stage's failure
                     raise self.failure
                 self._check_calls()
-                self._step.check(total)
+                self._step.check(total, {id(call.anchor) for call in self._calls})
                 self._backward(total)
         except BaseException as error:
             failure = error
@@ -151,7 +157,7 @@ class Minibatch:
                 + ("twice in one training_step" if piece < expected else "out of order")
                 + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
             )
-        call = PieceCall(piece, Value.of(inputs))
+        call = PieceCall(piece, Value.of(inputs), Autocast.current())
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
         return call.connect(tensors_of(inputs), outputs)
@@ -178,8 +184,10 @@ class Minibatch:
         except BaseException:
             if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
                 self._engine.lock.request(ticket)
-            ticket.wait(self._engine.patience.seconds)
-            self._enter()
+            if ticket.wait(self._engine.patience.seconds):
+                self._enter()
+            else:  # user code unwinds without the lock: whoever holds it is stuck
+                self._engine.lock.abandon(ticket)
             raise
         self._enter()
         arrived, self._arrived = self._arrived, None
@@ -206,14 +214,16 @@ class Minibatch:
             )
 
     def _enter(self) -> None:
-        if self._step.state is not None:
-            self._outside = ProcessState.current()
-            self._step.state.restore()
+        self.in_user_code = True
+        if self._step.stretch is not None:
+            self._step.stretch.enter()
 
     def _leave(self) -> None:
-        if self._step.state is not None and self._outside is not None:
-            self._step.state = ProcessState.current()
-            self._outside.restore()
+        if not self.in_user_code:
+            return
+        if self._step.stretch is not None:
+            self._step.stretch.leave()
+        self.in_user_code = False
         self._engine.lock.release()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Gradients, Value
 
 
@@ -19,9 +20,10 @@ class PieceCall:
     visit exactly what lies between the loss and this piece.
     """
 
-    def __init__(self, piece: int, inputs: Value) -> None:
+    def __init__(self, piece: int, inputs: Value, autocast: Autocast) -> None:
         self.piece = piece
         self.inputs = inputs
+        self.autocast = autocast
         self.anchor = torch.zeros((), requires_grad=True)
         self.collecting = False
         self.outputs = 0
@@ -69,8 +71,3 @@ class _Seam(torch.autograd.Function):
                 " gradients with respect to inputs out, or train without HetPipeStrategy"
             )
         return (None, None, None, None, *into, *([None] * ctx.outputs))
-
-
-def seam_of(node: Any) -> PieceCall | None:
-    """The call whose seam the autograd ``node`` is, if it is one."""
-    return getattr(node, "call", None) if isinstance(getattr(node, "call", None), PieceCall) else None

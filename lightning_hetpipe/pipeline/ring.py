@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import foreach_copy_, version_counter
@@ -98,8 +98,11 @@ def copy_of(live: M, device: torch.device) -> M:
     Raises:
         SettingError: where a layer holds what cannot be copied.
     """
+    # What torch.nn.utils computes from parameters before each forward (as weight norm does) is no leaf, and only leaves
+    # can be deep-copied; the copy computes its own.
+    computed = [v for m in live.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
-        return copy.deepcopy(live).to(device)
+        return copy.deepcopy(live, {id(tensor): tensor.detach().clone() for tensor in computed}).to(device)
     except Exception as error:
         raise SettingError(
             f"the pipelined layers cannot be copied for weight stashing ({error}); give them only attributes that"

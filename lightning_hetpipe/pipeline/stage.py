@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
@@ -69,14 +70,14 @@ class StageSettings:
         chance: The run's random numbers.
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
-        context: Opened around each forward (autocast).
+        default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
         before_task: Called by the stage's thread before each task, with stage, work and p; for tests.
     """
 
     chance: Chance
     in_flight: int
     torch_threads: int
-    context: Callable[[], AbstractContextManager[Any]]
+    default_dtype: torch.dtype | None
     before_task: Callable[[int, str, int], None] | None = None
 
 
@@ -92,27 +93,29 @@ class Stage:
         settings: StageSettings,
         patience: Patience,
         done: Callable[[Task, Any], None],
-        give_output: Callable[[Task, Value], None],
     ) -> None:
         self.index = index
         self.device = device
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.busy_seconds = 0.0
-        self.ring = Ring(nn.ModuleList([layer.module for layer in self.layers]), settings.in_flight, device)
         self._settings = settings
         self._patience = patience
         self._done = done
-        self._give_output = give_output
         self._doing: tuple[Task, float] | None = None
-        self._parts: dict[int, _Part] = {}
-        start = 0
-        for segment in segments:
-            own = layers[segment.first : segment.last + 1]
-            self._parts[segment.index] = _Part(own, start, self.ring, settings, device)
-            start += len(own)
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._worker: Worker[Task] | None = None
+        self.copy_layers()
+
+    def copy_layers(self) -> None:
+        """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
+        self.ring = Ring(nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device)
+        self._parts: dict[int, _Part] = {}
+        start = 0
+        for segment in self.segments:
+            own = self.layers[start : start + len(segment.layers)]
+            self._parts[segment.index] = _Part(own, segment.piece, start, self.ring, self._settings, self.device)
+            start += len(own)
 
     def start(self) -> None:
         self._worker = Worker(f"hetpipe-stage-{self.index}", self._run, self._settings.torch_threads, self.device)
@@ -185,7 +188,7 @@ class Stage:
         output = self._forward(task.minibatch, segment, task.payload)
         if work is Work.FORWARD:
             return output
-        self._give_output(task, output)
+        task.minibatch.deliver(output)
         given = self._turn(task.minibatch)
         del output
         return self._backward(task.minibatch, segment, given)
@@ -222,7 +225,8 @@ class Stage:
         given = [None if g is None else move(g, self.device) for g in given]
         part = self._parts[segment.index]
         own = part.parameters[self.ring.place(minibatch.version)]
-        found = gradients(outputs, given, [*inputs, *own])
+        with part.buffers_as_left(minibatch):
+            found = gradients(outputs, given, [*inputs, *own])
         for live, gradient in zip(part.live_parameters, found[len(inputs) :], strict=True):
             if gradient is not None:
                 minibatch.add_gradient(live, gradient)
@@ -248,9 +252,10 @@ class _Part:
     """The layers of one segment: in every slot, and with their own buffers."""
 
     def __init__(
-        self, layers: Sequence[Layer], start: int, ring: Ring, settings: StageSettings, device: torch.device
+        self, layers: Sequence[Layer], piece: int, start: int, ring: Ring, settings: StageSettings, device: torch.device
     ) -> None:
         self.layers = list(layers)
+        self._piece = piece
         live = [layer.module for layer in layers]
         copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
         self.buffers = Buffers(live, settings.in_flight, device)
@@ -271,7 +276,12 @@ class _Part:
         own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
         current = value.tree(own)
-        with self._settings.chance.minibatch(minibatch.number), torch.enable_grad(), self._settings.context():
+        with (
+            self._settings.chance.minibatch(minibatch.number),
+            torch.enable_grad(),
+            minibatch.autocast(self._piece).opened(),
+            creating(self._settings.default_dtype),
+        ):
             for call in self._calls[index]:
                 current = call(current)
         if before != [version_counter(tensor) for tensor in inputs]:
@@ -281,6 +291,19 @@ class _Part:
             )
         self.buffers.after_forward(minibatch.number, self._places[index])
         return Value.of(current), tensors_of(current)
+
+    @contextmanager
+    def buffers_as_left(self, minibatch: Minibatch) -> Iterator[None]:
+        """Around a backward: the layers hold the buffers that their forward left, and must leave them alone."""
+        self.buffers.bind(minibatch.number, self._places[self._ring.place(minibatch.version)])
+        before = self.buffers.changes(minibatch.number)
+        yield
+        if before != self.buffers.changes(minibatch.number):
+            raise SettingError(
+                f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
+                " does), which the next minibatches' forwards have read already; leave such layers out of the"
+                " checkpoint"
+            )
 
     def describe(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name

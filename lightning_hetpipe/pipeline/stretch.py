@@ -16,6 +16,23 @@ import torch
 from torch import Tensor
 
 
+class Stretch:
+    """The process-wide state of one minibatch's user code: swapped in while it runs, and out while it waits."""
+
+    def __init__(self, state: ProcessState) -> None:
+        self._mine = state
+        self._others: ProcessState | None = None
+
+    def enter(self) -> None:
+        self._others = ProcessState.current()
+        self._mine.restore()
+
+    def leave(self) -> None:
+        assert self._others is not None
+        self._mine = ProcessState.current()
+        self._others.restore()
+
+
 @dataclass
 class ProcessState:
     """Torch's, Python's and (where it was imported) numpy's default random state, and torch's default dtype."""

@@ -8,20 +8,24 @@ layers are measured and cut into stages, and the version that it used is stashed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_hetpipe.capture.pieces import Piece, Watch, named_pieces, refuse_outside
+from lightning_hetpipe.capture.form import Form
+from lightning_hetpipe.capture.leaves import refuse_outside
+from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.rehearsal import measure
+from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
@@ -39,14 +43,16 @@ from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,
     DataLoaderIterFetcher,
+    begun_minibatches,
     closure_loss,
-    finished_minibatches,
     log_interval,
     move_before_transfer,
     on_wait_for_workers,
+    run_first,
     step_arguments,
 )
 from lightning_hetpipe.strategy.replay import Record, Replay
+from lightning_hetpipe.strategy.stretch import TrainerStretch
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ class Fit:
         self._meter: Meter | None = None
         self._replay = Replay(self._module)
         self._outside: Outside | None = None
+        self._form: Form | None = None
         self._records: dict[int, Record] = {}
+        self._stretches: dict[int, TrainerStretch] = {}
         self._finished: Minibatch | None = None
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
@@ -121,7 +129,7 @@ class Fit:
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
         """Lightning's step: the first is watched, any other waits for its minibatch."""
-        number = finished_minibatches(self._trainer)[0]
+        number = begun_minibatches(self._trainer)[0]
         if number == self._last:
             raise SettingError(
                 f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
@@ -135,6 +143,8 @@ class Fit:
             self._submit(number, args)
         self._finished = minibatch = self.engine.finish(number)
         self.engine.show_buffers(number)
+        if (stretch := self._stretches.pop(number, None)) is not None and stretch.should_stop:
+            self._trainer.should_stop = True
         if (record := self._records.pop(number, None)) is not None:
             with self._precision.train_step_context():
                 self._replay.replay(record)
@@ -152,7 +162,7 @@ class Fit:
         self.offer()
 
     @contextmanager
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Any:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Within it, other user code runs while the optimizer computes, after its closure has returned."""
         if self.engine is None or self.engine.in_flight == 1:
             yield
@@ -173,6 +183,7 @@ class Fit:
 
         before = optimizer.register_step_pre_hook(free_after_closure)
         after = optimizer.register_step_post_hook(lambda *_: released.close())
+        run_first(optimizer, after)  # other post hooks are user code
         try:
             yield
         finally:
@@ -187,7 +198,9 @@ class Fit:
 
     def _watched_step(self, native: Callable[..., Any], number: int, args: tuple[Any, ...]) -> Any:
         torch.set_num_threads(self._settings.torch_threads)
-        self._watch = Watch(self._module, self._names, self._chance, number)
+        callbacks = getattr(self._trainer, "callbacks", [])  # set by a connector, without declaring it
+        finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        self._watch = Watch(self._module, self._names, self._chance, number, frozen_too=finetuning)
         self._outside = Outside(self._module)
         with self._watch.watching():
             output = native(*args)
@@ -198,7 +211,7 @@ class Fit:
     def _set_up(self) -> None:
         assert self._watch is not None
         assert self._outside is not None
-        number = finished_minibatches(self._trainer)[0]
+        number = begun_minibatches(self._trainer)[0]
         pieces, devices = self._watch.pieces, self._settings.devices
         layers = [layer for piece in pieces for layer in piece.layers]
         stages = stage_count(self._settings.stages, len(devices), len(layers))
@@ -206,7 +219,7 @@ class Fit:
         in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
         times = [0.0] * len(layers)
         if stages > 1 or self._trainer.loggers:
-            times = measure(pieces, self._chance, self._stage_context, devices[-1])
+            times = measure(pieces, self._chance, self._default_dtype(), devices[-1])
         cuts = self._settings.choose_cuts(times, stages)
         self._layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
         move_to_devices(self._layout, self._trainer.optimizers[0])
@@ -215,7 +228,7 @@ class Fit:
             cuts,
             self._layout.devices,
             StageSettings(
-                self._chance, in_flight, self._settings.torch_threads, self._stage_context, self._settings.before_task
+                self._chance, in_flight, self._settings.torch_threads, self._default_dtype(), self._settings.before_task
             ),
             self._settings.timeout,
         )
@@ -225,6 +238,9 @@ class Fit:
             self._replay.install()
         for index, piece in enumerate(pieces):
             self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
+        self._form = Form(pieces)
+        self._piece_names = [piece.name for piece in pieces]
+        self._first_parameters = [next(piece.module.parameters()) for piece in pieces]
         self._watch = None
         self._meter = Meter(stages)
         self._meter.start()
@@ -252,8 +268,9 @@ class Fit:
                 ahead.close()
         if self._meter is not None and self.engine is not None:
             self._meter.stop()
-            self._log(finished_minibatches(self._trainer)[0])
+            self._log(begun_minibatches(self._trainer)[0])
             self.engine.discard()
+        self._stretches.clear()
         while self._records:
             self._replay.discard(self._records.popitem()[1])
 
@@ -273,7 +290,7 @@ class Fit:
 
     def publish_last(self) -> None:
         if self.engine is not None and self.engine.in_flight > 1:
-            self._publish(finished_minibatches(self._trainer)[0])
+            self._publish(begun_minibatches(self._trainer)[0])
 
     def ahead_limit(self) -> int:
         if self.engine is None or self._trainer.should_stop:
@@ -282,7 +299,7 @@ class Fit:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if (max_steps := epoch_loop.max_steps) != -1:
             accumulate = self._trainer.accumulate_grad_batches
-            begun = finished_minibatches(self._trainer)[1] % accumulate
+            begun = begun_minibatches(self._trainer)[1] % accumulate
             limit = min(limit, (max_steps - self._trainer.global_step) * accumulate - begun)
         return max(1, limit)
 
@@ -299,7 +316,7 @@ class Fit:
                 "train_dataloader yielded None, for which no minibatch can be in flight; leave such batches out, or set"
                 " in_flight=1"
             )
-        total, in_epoch = finished_minibatches(self._trainer)
+        total, in_epoch = begun_minibatches(self._trainer)
         self._submit(total + 1 + ahead, step_arguments(self._trainer, batch, in_epoch + ahead))
 
     def on_iterators(self, fetcher: DataFetcher) -> None:
@@ -310,6 +327,10 @@ class Fit:
     def _publish(self, version: int) -> None:
         assert self.engine is not None
         assert self._outside is not None
+        assert self._form is not None
+        changed = self._form.changed()
+        if changed is not None:
+            self._adopt(changed, version)
         if self._epoch_begins:
             self._epoch_begins = False
             self.engine.begin(version)
@@ -320,14 +341,31 @@ class Fit:
         self.engine.publish(version)
         self._log(version)
 
+    def _adopt(self, changed: str, version: int) -> None:
+        """Lets the stages follow a change of the live layers other than of weights and buffers."""
+        assert self.engine is not None
+        assert self._form is not None
+        if not self._epoch_begins and self.engine.in_flight > 1:
+            raise SettingError(
+                f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
+                " were in flight; change it at the start or end of an epoch, or set in_flight=1"
+            )
+        self._form.check()
+        self._epoch_begins = True  # a pipeline of new copies starts empty
+        self.engine.copy_layers()
+        self._form.take()
+
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
         ahead = self.engine.in_flight > 1
+        stretch = TrainerStretch(ProcessState.seeded(self._run_seed, 0, number), self._trainer) if ahead else None
+        if stretch is not None:
+            self._stretches[number] = stretch
         step = Step(
             run=partial(self._user_step, args),
-            check=lambda total: refuse_outside(self._module, (), total),
+            check=lambda total, ours: refuse_outside(self._module, ours, total, self._piece_names),
             context=partial(self._recording, number) if ahead else nullcontext,
-            state=ProcessState.seeded(self._run_seed, 0, number) if ahead else None,
+            stretch=stretch,
         )
         self.engine.submit(number, step)
 
@@ -346,25 +384,31 @@ class Fit:
         return loss
 
     @contextmanager
-    def _recording(self, number: int) -> Any:
+    def _recording(self, number: int) -> Iterator[None]:
         with self._replay.recording() as record:
             self._records[number] = record
             yield
 
-    def _stage_context(self) -> AbstractContextManager[Any]:
-        if isinstance(self._precision, MixedPrecision):
-            return self._precision.autocast_context_manager()
-        return nullcontext()
+    def _default_dtype(self) -> torch.dtype | None:
+        """The default dtype within ``training_step``, where the precision plugin makes it another one."""
+        with self._precision.train_step_context():
+            inside = torch.get_default_dtype()
+        return None if inside is torch.get_default_dtype() else inside
 
-    def _forward(self, index: int, piece: Piece, redirect: Redirect, value: Any) -> Any:
+    def _forward(self, index: int, piece: Piece, redirect: Redirect, input: Any) -> Any:
         """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
         assert self._layout is not None
         minibatch = current()
         if minibatch is not None:
-            return minibatch.call(index, piece.name, value)
+            if next(piece.module.parameters()) is not self._first_parameters[index]:
+                raise SettingError(
+                    f"training_step calls '{piece.name}' with other parameters than its own (as with"
+                    " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
+                )
+            return minibatch.call(index, piece.name, input)
         if len(set(self._layout.devices)) == 1:
-            return redirect.original(value)
-        return self._layout.run_across_devices(piece.layers, value)
+            return redirect.original(input)
+        return self._layout.run_across_devices(piece.layers, input)
 
     # Metrics.
 

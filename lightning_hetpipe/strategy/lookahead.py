@@ -70,6 +70,7 @@ class LookAhead(DataFetcher):
         self._states: list[dict[str, Any]] | None = None
         self._redirect = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
         self._first = True
+        self._failure: Exception | None = None
 
     def __iter__(self) -> LookAhead:
         iter(self._inner)
@@ -86,7 +87,9 @@ class LookAhead(DataFetcher):
             self._first = False
         self._strategy.publish_last()
         limit = self._strategy.ahead_limit()
-        while len(self._waiting) < limit and not (self._waiting and self._waiting[-1].done):
+        if self._failure is not None and not self._waiting:
+            raise self._failure
+        while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
             try:
                 fetched = self._fetch()
             except StopIteration:
@@ -94,6 +97,11 @@ class LookAhead(DataFetcher):
                     self.done = True
                     raise
                 self._waiting[-1].done = True
+                break
+            except Exception as error:
+                if not self._waiting:
+                    raise
+                self._failure = error  # it surfaces at its own batch
                 break
             self._strategy.submit(fetched.ready.batch, len(self._waiting))
             self._waiting.append(fetched)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -30,7 +31,7 @@ class Outside:
     def begin(self) -> None:
         """Everything is as it should be now."""
         # The tensor itself is kept, so that no other one can have its id.
-        self._seen = {name: (tensor, version_counter(tensor)) for name, tensor in self._tensors()}
+        self._seen = {name: (tensor, *_state(tensor)) for name, tensor in self._tensors()}
 
     def leave_out(self, roots: Collection[nn.Module]) -> None:
         """Forgets what is inside ``roots``, such as the pieces."""
@@ -53,9 +54,16 @@ class Outside:
     def _check(self, what: str) -> None:
         for name, tensor in self._tensors():
             seen = self._seen.get(name)
-            if seen is None or seen[0] is not tensor or seen[1] != version_counter(tensor):
+            if seen is None or seen[0] is not tensor or seen[1:] != _state(tensor):
                 raise SettingError(
                     f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
                     " so that they would see it at a moment that depends on timing; set in_flight=1, or move it into"
                     " the pipelined nn.Sequential"
                 )
+
+
+def _state(tensor: Tensor) -> tuple[int, int, bytes]:
+    """What tells whether ``tensor`` was changed: as changes through ``.data`` are not counted, also a few values."""
+    flat = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
+    some = flat[:: max(1, flat.numel() // 8)].cpu().contiguous()
+    return version_counter(tensor), tensor.data_ptr(), bytes(some.view(torch.uint8).tolist())

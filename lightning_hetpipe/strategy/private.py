@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -22,12 +23,13 @@ __all__ = [
     "DataFetcher",
     "DataLoaderIterFetcher",
     "StrategyRegistry",
+    "begun_minibatches",
     "closure_loss",
-    "finished_minibatches",
     "has_gradient_hooks",
     "log_interval",
     "move_before_transfer",
     "on_wait_for_workers",
+    "run_first",
     "share_profiling",
     "step_arguments",
     "synchronises_batchnorm",
@@ -50,7 +52,7 @@ def closure_loss(output: Any, divisor: int) -> Tensor | None:
     return ClosureResult.from_training_step_output(output, divisor).closure_loss
 
 
-def finished_minibatches(trainer: L.Trainer) -> tuple[int, int]:
+def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
     """Minibatches that Lightning's loop has started, over the whole run and in this epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.total.ready, progress.current.ready
@@ -65,6 +67,12 @@ def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any,
 def move_before_transfer(module: L.LightningModule, batch: Any) -> Any:
     """Runs the user's ``on_before_batch_transfer``."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:
+    """Lets the registered ``post_hook`` run before all others after ``optimizer.step``."""
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, declared as a dict
+    hooks.move_to_end(post_hook.id, last=False)
 
 
 def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:

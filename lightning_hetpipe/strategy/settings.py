@@ -40,12 +40,12 @@ def check_later(name: str, value: Any) -> None:
         )
 
 
-def count(name: str, value: int | str, least: int = 1) -> int | Literal["auto"]:
-    """``value``, if it is "auto" or a whole number of at least ``least``."""
+def count(name: str, value: int | str) -> int | Literal["auto"]:
+    """``value``, if it is "auto" or a whole number of at least 1."""
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"{name}={value!r} must be a whole number of at least {least}, or 'auto'")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(f"{name}={value!r} must be a whole number of at least 1, or 'auto'")
     return value
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture import rehearsal
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.rehearsal import measure
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
@@ -74,7 +73,7 @@ def piece_of(*modules: nn.Module, inputs: list[Tensor] | None = None) -> Piece:
 
 def test_one_time_for_each_layer_of_all_pieces() -> None:
     pieces = [piece_of(nn.Linear(4, 4), nn.ReLU(inplace=True)), piece_of(nn.Linear(4, 4))]
-    times = measure(pieces, Chance(0), nullcontext, CPU)
+    times = measure(pieces, Chance(0), None, CPU)
     assert len(times) == 3
     assert all(seconds > 0 for seconds in times)
 
@@ -86,7 +85,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
     gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
     before = shape_of(net)
     torch.set_default_dtype(torch.float32)
-    measure([piece_of(*net)], Chance(0), nullcontext, CPU)
+    measure([piece_of(*net)], Chance(0), None, CPU)
     assert {name: torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items()} == dict.fromkeys(
         state, True
     )
@@ -99,7 +98,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
 def test_random_states_and_the_default_dtype_are_not_touched() -> None:
     piece = piece_of(nn.Dropout(0.5), Greedy(), nn.Linear(4, 4))
     before = chance()
-    measure([piece], Chance(0), nullcontext, CPU)
+    measure([piece], Chance(0), None, CPU)
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
@@ -112,21 +111,21 @@ def test_random_states_are_not_touched_where_a_layer_fails() -> None:
 
     before = chance()
     with pytest.raises(ArithmeticError, match="in a layer"):
-        measure([piece_of(Fails())], Chance(0), nullcontext, CPU)
+        measure([piece_of(Fails())], Chance(0), None, CPU)
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
 
 def test_inputs_are_not_touched() -> None:
     inputs = [torch.full((3, 4), -1.0), torch.full((3, 4), -1.0, requires_grad=True)]
-    measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], Chance(0), nullcontext, CPU)
+    measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], Chance(0), None, CPU)
     assert all(torch.equal(tensor.detach(), torch.full((3, 4), -1.0)) for tensor in inputs)
     assert all(tensor.grad is None for tensor in inputs)
 
 
 def test_each_layer_runs_forward_and_backward_once_a_round() -> None:
     Counting.forwards = Counting.backwards = 0
-    measure([piece_of(Counting())], Chance(0), nullcontext, CPU)
+    measure([piece_of(Counting())], Chance(0), None, CPU)
     assert (Counting.forwards, Counting.backwards) == (ROUNDS + 1, ROUNDS + 1)
 
 
@@ -134,29 +133,25 @@ def test_layers_that_nothing_can_be_differentiated_through() -> None:
     tokens = torch.tensor([[0, 1], [2, 3]])
     frozen = nn.Linear(4, 4).requires_grad_(False)
     pieces = [piece_of(nn.Embedding(5, 4), inputs=[tokens]), piece_of(frozen)]
-    assert len(measure(pieces, Chance(0), nullcontext, CPU)) == 2
+    assert len(measure(pieces, Chance(0), None, CPU)) == 2
 
 
-def test_forwards_run_in_the_context_of_the_stages() -> None:
-    seen: list[bool] = []
+def test_forwards_run_as_in_the_stages() -> None:
+    """With what autocast did where the piece was called, and the default dtype of ``training_step``."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
 
     class Looks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(opened[0])
+            seen.append(((x @ x.T).dtype, torch.ones(1).dtype))
             return x
 
-    opened = [False]
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        opened[0] = True
-        yield
-        opened[0] = False
-
-    measure([piece_of(Looks())], Chance(0), context, CPU)
-    assert seen == [True] * (ROUNDS + 1)
+    piece = piece_of(Looks())
+    with torch.autocast("cpu", torch.bfloat16):
+        piece.autocast = Autocast.current()
+    measure([piece], Chance(0), torch.float64, CPU)
+    assert seen == [(torch.bfloat16, torch.float64)] * (ROUNDS + 1)
 
 
 def test_times_come_from_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "layer_times", lambda layers: [float(index) for index, _ in enumerate(layers)])
-    assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], Chance(0), nullcontext, CPU) == [0, 1, 2]
+    assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], Chance(0), None, CPU) == [0, 1, 2]

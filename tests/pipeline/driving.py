@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,9 +15,11 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.minibatch import Step, current
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stretch import Stretch
 
 CPU = torch.device("cpu")
 X = torch.arange(12.0).reshape(3, 4) / 10
+Check = Callable[[Tensor, Collection[int]], None]
 
 
 class Line:
@@ -29,6 +31,7 @@ class Line:
         in_flight: Nm.
         timeout: Seconds until a wait in which nothing moves ends.
         before_task: As ``StageSettings.before_task``.
+        default_dtype: As ``StageSettings.default_dtype``.
     """
 
     def __init__(
@@ -38,11 +41,12 @@ class Line:
         in_flight: int = 2,
         timeout: float = 60.0,
         before_task: Callable[[int, str, int], None] | None = None,
+        default_dtype: torch.dtype | None = None,
     ) -> None:
         self.pieces = list(pieces)
         self._others = set(threading.enumerate())
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
-        settings = StageSettings(Chance(0), in_flight, 1, nullcontext, before_task)
+        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_task)
         self.engine = Engine(named, cuts, [CPU] * len(cuts), settings, timeout)
 
     def call(self, value: Any, piece: int = 0) -> Any:
@@ -51,14 +55,16 @@ class Line:
         assert minibatch is not None
         return minibatch.call(piece, f"piece{piece}", value)
 
-    def step(self, run: Callable[[], Tensor], check: Callable[[Tensor], None] = lambda _: None) -> Step:
+    def step(
+        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, stretch: Stretch | None = None
+    ) -> Step:
         """A step whose loss ``run`` computes."""
 
         def both() -> tuple[Any, Tensor]:
             loss = run()
             return {"loss": loss.detach()}, loss
 
-        return Step(both, check, nullcontext, None)
+        return Step(both, check, nullcontext, stretch)
 
     def plain(self, x: Tensor = X) -> Step:
         """A step that sends ``x`` through all pieces."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetpipe.pipeline.chance import Chance, RandomnessError, attach, attach_sequential
+from lightning_hetpipe.pipeline.chance import Chance, RandomnessError, attach
 from tests.pipeline.drawing import Block, Run, draw
 
 CPU = torch.device("cpu")
@@ -139,10 +139,6 @@ def test_a_cut_does_not_change_what_a_shared_module_draws() -> None:
     whole = run(slice(0, 4))
     assert torch.equal(whole, run(slice(0, 2), slice(2, 4)))
     assert torch.equal(whole, run(slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)))
-    plain = copy.deepcopy(net)
-    attach_sequential(plain, "net")
-    with chance.minibatch(3):
-        assert torch.equal(whole, plain(x))
     with chance.watch({f"net.{i}": layer for i, layer in enumerate(net)}, 3) as layers:
         value = x
         for i in range(4):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_failures_of_user_code_surface(fail: Callable[[Line], Tensor]) -> None:
 def test_a_check_of_the_loss_may_refuse_it() -> None:
     line = Line(mlp())
 
-    def check(loss: Tensor) -> None:
+    def check(loss: Tensor, ours: Collection[int]) -> None:
         raise SettingError(f"refused a loss of {loss.item():.0f}")
 
     with line.running() as engine:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 
 
 def run(piece: int, inputs: Any, outputs: Any) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(piece, Value.of(inputs))
+    call = PieceCall(piece, Value.of(inputs), Autocast.current())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 

@@ -122,6 +122,19 @@ def test_no_loss(when: int, in_flight: int) -> None:
 # Which modules are called.
 
 
+def test_a_named_module_that_is_never_called() -> None:
+    module = Learner(head=nn.Sequential(nn.Linear(3, 3)))
+    strategy = pipeline(3, module=["net", "head"])
+    assert_refused(module, "names 'head', which training_step did not call", "leave it out", strategy=strategy)
+
+
+@pytest.mark.parametrize("module", [None, "net"])
+def test_a_compiled_sequential(module: str | None) -> None:
+    net: Any = torch.compile(layers(), backend="eager")
+    strategy = pipeline(3, module=module)
+    assert_refused(Learner(net=net), "'net' is compiled by torch.compile", "give the plain module", strategy=strategy)
+
+
 def test_nothing_to_pipeline() -> None:
     module = Learner(net=nn.Linear(6, 3))
     assert_refused(module, "training_step called no nn.Sequential with trainable parameters", "write your network as")
@@ -203,14 +216,16 @@ def tied(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.cross_entropy(module.net(x), y) + F.linear(module.net[0].weight, module.net[0].weight).mean()
 
 
+def calls_a_layer(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x), y) + module.net[0](x).square().mean()
+
+
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize(
     ("step", "children", "name"),
     [
         (temperature, {"temperature": nn.Parameter(torch.ones(()))}, "temperature"),
         (a_head, {"head": nn.Linear(3, 3)}, "head."),
-        (an_l2_term, {}, "net."),
-        (tied, {}, "net.0.weight"),
     ],
 )
 def test_parameters_outside_the_pieces(
@@ -219,6 +234,48 @@ def test_parameters_outside_the_pieces(
     module = Learner(step, **children)
     message = f"the loss depends on the parameter '{name}"
     assert_refused(module, message, "outside every pipelined nn.Sequential", strategy=pipeline(in_flight))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize(("step", "name"), [(an_l2_term, "net."), (tied, "net.0.weight"), (calls_a_layer, "net.0.")])
+def test_parameters_of_a_piece_used_directly(step: Callable[..., Any], name: str, in_flight: int, first: int) -> None:
+    def run(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        return (step if batch_idx >= first else plain_step)(module, x, y, batch_idx)
+
+    message = f"training_step uses the parameter '{name}"
+    way_out = "directly, beside the pipelined call of 'net'"
+    assert_refused(Learner(run), message, way_out, "weight_decay", strategy=pipeline(in_flight))
+
+
+class Unregistered(Learner):
+    """Keeps a parameter in a plain list, which only its optimizer knows."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__(step)
+        self.scales = [nn.Parameter(torch.ones(3))]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
+
+
+def scaled(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x) * module.scales[0], y)
+
+
+def input_gradients(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return F.cross_entropy(module.net(x.requires_grad_()), y)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize(("step", "shape"), [(scaled, "(3,)"), (input_gradients, "(4, 6)")])
+def test_leaves_that_are_no_parameters(step: Callable[..., Any], shape: str, in_flight: int, first: int) -> None:
+    def run(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        return (step if batch_idx >= first else plain_step)(module, x, y, batch_idx)
+
+    message = f"the loss depends on a tensor of shape {shape} that requires a gradient"
+    assert_refused(Unregistered(run), message, "register a parameter in a layer", strategy=pipeline(in_flight))
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
@@ -234,17 +291,18 @@ def test_a_parameter_outside_that_only_a_later_minibatch_uses(in_flight: int) ->
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_a_gradient_with_respect_to_the_inputs(in_flight: int) -> None:
+def test_a_gradient_through_a_piece(in_flight: int) -> None:
     """A penalty on gradients: it would need the pipeline's backward twice."""
 
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-        x = x.clone().requires_grad_()
-        logits = module.net(x)
+        hidden = module.net(x)
+        logits = module.decoder(hidden)
         if batch_idx == 2:
-            torch.autograd.grad(logits.sum(), x, create_graph=True)
+            torch.autograd.grad(logits.sum(), hidden, create_graph=True)
         return F.cross_entropy(logits, y)
 
-    trainer, module = quiet_trainer(pipeline(in_flight)), Learner(step)
+    decoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    trainer, module = quiet_trainer(pipeline(in_flight)), Learner(step, decoder=decoder)
     with pytest.raises(RuntimeError, match=r"a gradient through a pipelined module was asked for inside training_step"):
         trainer.fit(module, batches())
     assert_clean(trainer, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -100,8 +101,59 @@ def test_a_pipelined_buffer_that_a_callback_changes() -> None:
 
 def test_a_first_layer_that_changes_its_input() -> None:
     module = Learner(net=nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)))
-    message = "the first layer of the pipelined module 'net' changes its input in place"
+    message = "layer 'net.0' changes the input of the pipelined module 'net' in place"
     assert_refused(module, message, "inplace=False")
+
+
+class Profiled(L.Callback):
+    """Has a profiler name modules by hooks, as PyTorchProfiler(record_module_names=True) does when profiling starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.net[1].register_forward_pre_hook(lambda *_: None)
+
+
+def test_a_hook_may_be_a_profilers() -> None:
+    assert_refused(Learner(), "PyTorchProfiler(record_module_names=False)", callbacks=[Profiled()])
+
+
+def test_hooks_on_all_modules() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert_refused(Learner(), "a hook on all modules is set", "remove it before fit")
+    finally:
+        handle.remove()
+
+
+@dataclasses.dataclass
+class Hidden:
+    x: Tensor
+
+
+class Wraps(nn.Module):
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(x)
+
+
+class Unwraps(nn.Module):
+    def forward(self, hidden: Hidden) -> Tensor:
+        return hidden.x.tanh()
+
+
+def test_a_layer_that_gives_a_dataclass() -> None:
+    module = Learner(net=nn.Sequential(nn.Linear(6, 8), Wraps(), Unwraps(), nn.Linear(8, 3)))
+    assert_refused(module, "layer 'net.1' gives a Hidden that holds tensors", "tuples, lists or dicts")
+
+
+def test_a_layer_that_sets_an_attribute() -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    module = Learner(net=nn.Sequential(nn.Linear(6, 8), Counts(), nn.Linear(8, 3)))
+    assert_refused(module, "layer 'net.1' sets its attribute 'calls' (of Counts)", "register_buffer")
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])

@@ -1,0 +1,217 @@
+"""Finds the pieces of a LightningModule and their layers, by watching one ordinary ``training_step``.
+
+The watched step runs as it would without us, so nothing is guessed: which modules are called, in which order, with what
+inputs, whether a layer changes its input in place, and what no stage could do as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.leaves import refuse_outside
+from lightning_hetpipe.capture.pieces import Piece, compiled, is_plain_sequential, layers_of, refuse_hooks
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.capture.strangers import stranger_in
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.values import Value, tensors_of
+from lightning_hetpipe.private import has_global_hooks, is_compiled, pytree, version_counter
+
+
+class Watch:
+    """Watches one ``training_step`` of ``root``.
+
+    Args:
+        root: The LightningModule.
+        names: The pieces to pipeline; None for all.
+        chance: The run's random numbers; layers draw from them in the watched step too.
+        minibatch: The number of the watched minibatch.
+        frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
+            named one always is.)
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Collection[str] | None,
+        chance: Chance,
+        minibatch: int,
+        frozen_too: bool = False,
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self._root = root
+        self._names = names
+        self._chance = chance
+        self._minibatch = minibatch
+        self._frozen_too = frozen_too
+        self._inside = False
+        self._ordinary: set[nn.Module] = set()
+        self._seams: dict[Any, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, calls of Sequentials are seen. Nothing of it remains in the modules afterwards."""
+        behind_compile: set[nn.Module] = set()
+        for name, module in self._root.named_modules():
+            if is_compiled(module):
+                if any(p.requires_grad for p in module.parameters()):
+                    raise compiled(name)
+                behind_compile.update(module.modules())
+        redirects: list[Redirect] = []
+        for name, module in self._root.named_modules():
+            if module is not self._root and is_plain_sequential(module) and module not in behind_compile:
+                redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
+        try:
+            yield
+        finally:
+            for redirect in redirects:
+                redirect.remove()
+
+    def check(self, loss: Tensor) -> None:
+        """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
+        if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
+            asked = f" ({', '.join(self._names)})" if self._names else ""
+            raise SettingError(
+                f"training_step called no nn.Sequential with trainable parameters{asked}, and this release pipelines"
+                " nn.Sequential only; write your network as one, or use another strategy"
+            )
+        called = [piece.name for piece in self.pieces]
+        if missing := [name for name in self._names or () if name not in called]:
+            raise SettingError(
+                f"module={list(self._names or ())!r} names '{missing[0]}', which training_step did not call, or only"
+                " inside another pipelined module; leave it out of module, or call it in every training_step"
+            )
+        refuse_outside(self._root, (), loss, called, self._seams)
+        self._seams.clear()
+
+    def _run(self, name: str, module: nn.Sequential, redirect: Redirect, input: Any) -> Any:
+        """The redirected ``forward`` of the Sequential ``name``; ``input`` is named as nn.Sequential names it."""
+        if self._inside or module in self._ordinary or not self._is_wanted(name, module):
+            return redirect.original(input)
+        if (earlier := next((piece for piece in self.pieces if piece.module is module), None)) is not None:
+            if self._names is None and not any(p.requires_grad for p in module.parameters()):
+                # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
+                self.pieces.remove(earlier)
+                self._ordinary.add(module)
+                return redirect.original(input)
+            raise SettingError(
+                f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
+                " with torch.cat, or use another strategy"
+            )
+        piece = Piece(name, module)
+        self.pieces.append(piece)
+        self._inside = True
+        try:
+            return self._run_layers(piece, input)
+        finally:
+            self._inside = False
+
+    def _is_wanted(self, name: str, module: nn.Module) -> bool:
+        if self._names is not None:
+            return name in self._names
+        return any(p.requires_grad or self._frozen_too for p in module.parameters())
+
+    def _run_layers(self, piece: Piece, value: Any) -> Any:
+        if has_global_hooks():
+            raise SettingError(
+                "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
+                " the same time as other user code; remove it before fit"
+            )
+        _refuse_strangers(f"the pipelined module '{piece.name}' is given", value)
+        given = tensors_of(value)
+        before = [version_counter(tensor) for tensor in given]
+        found = list(layers_of(piece.name, piece.module))
+        with self._chance.watch(dict(found), self._minibatch) as calls:
+            for name, module in found:
+                piece.inputs.append(Value.of(value))
+                value = _run_layer(piece, name, module, calls[name], value)
+                if before != [version_counter(tensor) for tensor in given]:
+                    raise SettingError(
+                        f"layer '{name}' changes the input of the pipelined module '{piece.name}' in place, which"
+                        " training_step could not see; make it work out of place (inplace=False)"
+                    )
+        return self._joined(given, value)
+
+    def _joined(self, given: list[Tensor], output: Any) -> Any:
+        """``output``, behind a seam in the graph where a search for leaves goes on at ``given``."""
+        leaves, spec = pytree.tree_flatten(output)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places or not torch.is_grad_enabled():
+            return output
+        join: Any = _Seam.apply  # torch has no types here
+        for index, tensor in zip(places, join(*(leaves[index] for index in places)), strict=True):
+            leaves[index] = tensor
+        self._seams[leaves[places[0]].grad_fn] = given
+        return pytree.tree_unflatten(leaves, spec)
+
+
+class _Seam(torch.autograd.Function):
+    """The identity: the user's graph ends here in the watched step as it will in the pipeline."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _run_layer(piece: Piece, name: str, module: nn.Module, call: Callable[..., Any], value: Any) -> Any:
+    """Runs one layer, adds it to ``piece``, and refuses what its copies in stages could not do as it does."""
+    refuse_hooks(name, module)
+    if owner := next((part for part in module.modules() if _holds_generator(part)), None):
+        raise SettingError(
+            f"layer '{name}' keeps a torch.Generator of its own (in {type(owner).__name__}), which the copies of the"
+            " layer would not share; draw without it, then every minibatch has its own random numbers"
+        )
+    given, parameters, parts = tensors_of(value), list(module.parameters()), list(module.modules())
+    before = [version_counter(tensor) for tensor in given]
+    weights = [version_counter(parameter) for parameter in parameters]
+    attributes = [attributes_with_contents(part) for part in parts]
+    output = call(value)
+    if weights != [version_counter(parameter) for parameter in parameters]:
+        raise SettingError(
+            f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only its"
+            " copies would see; change them in a callback, after the optimizer's step"
+        )
+    for part, earlier in zip(parts, attributes, strict=True):
+        if changed := changed_attribute(earlier, attributes_with_contents(part)):
+            raise SettingError(
+                f"layer '{name}' sets its attribute '{changed}' (of {type(part).__name__}) in forward, which only its"
+                " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
+            )
+    _refuse_strangers(f"layer '{name}' gives", output)
+    mutates = before != [version_counter(tensor) for tensor in given]
+    piece.layers.append(Layer(name, module, mutates, _shares_memory(given, tensors_of(output))))
+    return output
+
+
+def _refuse_strangers(what: str, value: Any) -> None:
+    if (stranger := stranger_in(value)) is not None:
+        raise SettingError(
+            f"{what} a {type(stranger).__name__} that holds tensors, whose gradients would be lost on the way through"
+            " the pipeline; put tensors into tuples, lists or dicts"
+        )
+
+
+def _holds_generator(module: nn.Module) -> bool:
+    return any(isinstance(value, torch.Generator) for value in vars(module).values())
+
+
+def _shares_memory(some: list[Tensor], others: list[Tensor]) -> bool:
+    return not _memory(some).isdisjoint(_memory(others))
+
+
+def _memory(tensors: list[Tensor]) -> set[tuple[torch.device, int]]:
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    return {(tensor.device, tensor.untyped_storage().data_ptr()) for tensor in strided}

@@ -1,0 +1,38 @@
+"""What autocast does where user code calls a piece: it belongs to a thread, and stages run in others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast in one place.
+
+    Attributes:
+        dtypes: For each type of device, the dtype where autocast is on; None where it is off.
+        cache: Whether cast weights are kept within it.
+    """
+
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]
+    cache: bool
+
+    @staticmethod
+    def current() -> Autocast:
+        """What holds in this thread."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
+        return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Lets it hold in this thread."""
+        with ExitStack() as stack:
+            for kind, dtype in self.dtypes:
+                if dtype is not None:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
+            yield

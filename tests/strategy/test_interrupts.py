@@ -1,0 +1,203 @@
+"""Ctrl-C and failing callbacks end ``fit`` although some ``training_step`` that runs ahead does not come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline import engine as engine_module
+from tests.exact.pipelines import even
+from tests.strategy.refusing import Learner, assert_clean, batches, layers, plain_step, quiet_trainer
+
+HANGING = r"could not end all its threads: .*training_step of minibatch {} is running"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And Ctrl-C works afterwards: Lightning ignores it while it shuts down."""
+    monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.3)
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+class Gate:
+    """User code that hangs at it, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.left = threading.Event()
+        self._open = threading.Event()
+
+    def hang(self) -> None:
+        self.reached.set()
+        self._open.wait(100)
+        self.left.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.set()
+        join_pipeline()
+
+
+def join_pipeline() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("hetpipe"):
+            thread.join(10)
+
+
+def press_control_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Presser:
+    """Presses Ctrl-C once ``gate`` was reached."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._thread = threading.Thread(target=lambda: gate.reached.wait(60) and press_control_c())
+
+    def __enter__(self) -> Presser:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join()
+
+
+def hanging_step(gate: Gate, at: int, after_the_call: bool) -> Any:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        if batch_idx == at and not after_the_call:
+            gate.hang()
+        loss = plain_step(module, x, y, batch_idx)
+        if batch_idx == at and after_the_call:
+            gate.hang()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("after_the_call", [False, True])
+def test_control_c_while_a_step_hangs(after_the_call: bool, in_flight: int) -> None:
+    """Lightning's thread waits for a step that hangs, or for the lock over user code that a later one holds."""
+    with Gate() as gate:
+        module = Learner(hanging_step(gate, 3, after_the_call))
+        trainer = quiet_trainer(even(4, 2, in_flight))
+        with Presser(gate), pytest.warns(UserWarning, match=HANGING.format(4)), pytest.raises(SystemExit):
+            trainer.fit(module, batches(8))
+        assert not gate.left.is_set()
+        assert trainer.interrupted
+        assert trainer.global_step <= 3
+        assert_clean(trainer, module)
+
+
+class Counter:
+    """Counts the calls of a layer and of its copies."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __deepcopy__(self, memo: Any) -> Counter:
+        return self
+
+
+class Pressing(nn.Module):
+    """A layer in whose fifth forward somebody presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += 1
+        if self.counter.calls == 5:
+            press_control_c()
+        return x * 1.0
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_control_c_while_a_layer_runs(in_flight: int) -> None:
+    """Nothing hangs: nothing is warned of."""
+    module = Learner(net=nn.Sequential(Pressing(), *layers()))
+    trainer = quiet_trainer(even(5, 2, in_flight))
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        warnings.filterwarnings("error", message=".*could not end all its threads")
+        trainer.fit(module, batches(200))
+    assert trainer.interrupted
+    assert trainer.global_step < 200
+    assert_clean(trainer, module)
+
+
+class PressesInHook(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            press_control_c()
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_control_c_in_a_callback(in_flight: int) -> None:
+    """In Lightning's own thread, which holds the lock over user code."""
+    module = Learner()
+    trainer = quiet_trainer(even(4, 2, in_flight), callbacks=[PressesInHook()])
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        warnings.filterwarnings("error", message=".*could not end all its threads")
+        trainer.fit(module, batches(200))
+    assert trainer.global_step == 5
+    assert_clean(trainer, module)
+
+
+class Fails(L.Callback):
+    """Fails after the second minibatch, when a stage has the third one in hand."""
+
+    def __init__(self) -> None:
+        self.in_hand = threading.Event()
+        self.failed = threading.Event()
+
+    def before_task(self, stage: int, work: str, minibatch: int) -> None:
+        if (work, minibatch) == ("turn", 3):
+            self.in_hand.set()
+            assert self.failed.wait(60)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            assert self.in_hand.wait(60)
+            self.failed.set()
+            raise ArithmeticError("in the callback")
+
+
+def test_a_callback_fails_while_a_later_step_hangs() -> None:
+    callback = Fails()
+    strategy = even(4, 2, 3)
+    strategy._before_task = callback.before_task
+    with Gate() as gate:
+        module = Learner(hanging_step(gate, 2, after_the_call=True))
+        trainer = quiet_trainer(strategy, callbacks=[callback])
+        with (
+            pytest.warns(UserWarning, match=HANGING.format(3)),
+            pytest.raises(ArithmeticError, match="in the callback"),
+        ):
+            trainer.fit(module, batches(8))
+        assert gate.reached.is_set()
+        assert not gate.left.is_set()
+        assert_clean(trainer, module)
+
+
+def test_a_run_after_an_interrupted_one() -> None:
+    with Gate() as gate:
+        module = Learner(hanging_step(gate, 3, after_the_call=False))
+        with Presser(gate), pytest.warns(UserWarning, match=HANGING.format(4)), pytest.raises(SystemExit):
+            quiet_trainer(even(4, 2, 3)).fit(module, batches(8))
+    module.step = plain_step
+    trainer = quiet_trainer(even(4, 2, 3))
+    trainer.fit(module, batches(8))
+    assert trainer.global_step == 8
