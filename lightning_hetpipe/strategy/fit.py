@@ -9,7 +9,7 @@ layers are measured and cut into stages, and the version that it used is stashed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +33,6 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, current
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.planning.partition import stage_times
-from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
@@ -45,14 +44,14 @@ from lightning_hetpipe.strategy.private import (
     DataLoaderIterFetcher,
     begun_minibatches,
     closure_loss,
-    log_interval,
     move_before_transfer,
     on_wait_for_workers,
-    run_first,
     step_arguments,
 )
+from lightning_hetpipe.strategy.release import released_step
 from lightning_hetpipe.strategy.replay import Record, Replay
 from lightning_hetpipe.strategy.stretch import TrainerStretch
+from lightning_hetpipe.strategy.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Fit:
         self._names = named_pieces(self._module, settings.module)
         self._watch: Watch | None = None
         self._layout: Layout | None = None
-        self._meter: Meter | None = None
+        self._telemetry: Telemetry | None = None
         self._replay = Replay(self._module)
         self._outside: Outside | None = None
         self._form: Form | None = None
@@ -95,8 +94,6 @@ class Fit:
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
         self._last = -1
-        self._logged = 0
-        self._staleness = 0
 
     def open(self) -> None:
         """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
@@ -122,8 +119,8 @@ class Fit:
 
     def finish_report(self) -> None:
         """Takes the numbers of the run so far."""
-        if self.engine is not None and self._layout is not None and self._meter is not None:
-            self.report = self._layout.report(self.engine, self._meter)
+        if self._telemetry is not None:
+            self.report = self._telemetry.report()
 
     # Lightning's step.
 
@@ -136,7 +133,7 @@ class Fit:
                 " pipeline runs each minibatch once; use another optimizer"
             )
         self._last = number
-        if self.engine is None:
+        if self.engine is None or self._telemetry is None:
             return self._watched_step(native, number, args)
         if number not in self.engine.minibatches:
             self._publish(number - 1)
@@ -148,7 +145,7 @@ class Fit:
         if (record := self._records.pop(number, None)) is not None:
             with self._precision.train_step_context():
                 self._replay.replay(record)
-        self._count(minibatch, args)
+        self._telemetry.count(minibatch, args[0] if args else None)
         return _without_graph(minibatch.output)
 
     def backward(self, native: Callable[[], None]) -> None:
@@ -161,35 +158,11 @@ class Fit:
         self._finished = None
         self.offer()
 
-    @contextmanager
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Within it, other user code runs while the optimizer computes, after its closure has returned."""
         if self.engine is None or self.engine.in_flight == 1:
-            yield
-            return
-        engine, released = self.engine, ExitStack()
-
-        def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            closure = kwargs.get("closure")
-            if closure is None:
-                return None
-
-            def run() -> Any:
-                result = closure()
-                released.enter_context(engine.unlocked())
-                return result
-
-            return args, {**kwargs, "closure": run}
-
-        before = optimizer.register_step_pre_hook(free_after_closure)
-        after = optimizer.register_step_post_hook(lambda *_: released.close())
-        run_first(optimizer, after)  # other post hooks are user code
-        try:
-            yield
-        finally:
-            released.close()
-            before.remove()
-            after.remove()
+            return nullcontext()
+        return released_step(self.engine, optimizer)
 
     def offer(self) -> None:
         """Between Lightning's hooks: lets user code that stages wait for go first."""
@@ -242,8 +215,8 @@ class Fit:
         self._piece_names = [piece.name for piece in pieces]
         self._first_parameters = [next(piece.module.parameters()) for piece in pieces]
         self._watch = None
-        self._meter = Meter(stages)
-        self._meter.start()
+        self._telemetry = Telemetry(self._trainer, engine, self._layout)
+        self._telemetry.start()
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
         self.engine = engine
@@ -256,8 +229,8 @@ class Fit:
         self._epoch_begins = self.engine is not None
         self._last = -1
         torch.set_num_threads(self._settings.torch_threads)
-        if self._meter is not None:
-            self._meter.start()
+        if self._telemetry is not None:
+            self._telemetry.start()
         if isinstance(fetcher, DataLoaderIterFetcher) or self._settings.in_flight == 1:
             redirect.original(fetcher)
         else:
@@ -266,24 +239,24 @@ class Fit:
                 redirect.original(ahead)
             finally:
                 ahead.close()
-        if self._meter is not None and self.engine is not None:
-            self._meter.stop()
-            self._log(begun_minibatches(self._trainer)[0])
+        if self._telemetry is not None and self.engine is not None:
+            self._telemetry.stop()
+            self._telemetry.log(begun_minibatches(self._trainer)[0])
             self.engine.discard()
         self._stretches.clear()
         while self._records:
             self._replay.discard(self._records.popitem()[1])
 
     def _run_validation(self, redirect: Redirect) -> Any:
-        if self.engine is None or self._meter is None:
+        if self.engine is None or self._telemetry is None:
             return redirect.original()
         self.engine.drain()
         torch.set_num_threads(self._threads_before)
-        self._meter.stop()
+        self._telemetry.stop()
         try:
             return redirect.original()
         finally:
-            self._meter.start()
+            self._telemetry.start()
             torch.set_num_threads(self._settings.torch_threads)
 
     # What the look-ahead asks.
@@ -328,6 +301,7 @@ class Fit:
         assert self.engine is not None
         assert self._outside is not None
         assert self._form is not None
+        assert self._telemetry is not None
         changed = self._form.changed()
         if changed is not None:
             self._adopt(changed, version)
@@ -339,7 +313,7 @@ class Fit:
         if self.engine.in_flight > 1:
             self._outside.check(version)
         self.engine.publish(version)
-        self._log(version)
+        self._telemetry.log(version)
 
     def _adopt(self, changed: str, version: int) -> None:
         """Lets the stages follow a change of the live layers other than of weights and buffers."""
@@ -409,27 +383,6 @@ class Fit:
         if len(set(self._layout.devices)) == 1:
             return redirect.original(input)
         return self._layout.run_across_devices(piece.layers, input)
-
-    # Metrics.
-
-    def _count(self, minibatch: Minibatch, args: tuple[Any, ...]) -> None:
-        assert self._meter is not None
-        self._meter.count(args[0] if args else None)
-        self._staleness = minibatch.number - 1 - minibatch.version
-
-    def _log(self, number: int) -> None:
-        assert self._meter is not None
-        assert self.engine is not None
-        every = log_interval(self._trainer)
-        if not self._trainer.loggers or not every or number % every or number == self._logged:
-            return
-        if not self._meter.minibatches:
-            return  # the watched one
-        self._logged = number
-        metrics = self._meter.interval([stage.busy_seconds for stage in self.engine.stages])
-        metrics["hetpipe/staleness"] = float(self._staleness)
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
 
 
 def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

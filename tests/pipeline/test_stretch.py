@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,27 @@ def test_stretches_in_turns_draw_as_if_each_was_alone() -> None:
             states[index] = ProcessState.current()
             outside.restore()
     assert found == expected
+
+
+def test_a_stretch_that_goes_on_draws_as_if_it_was_alone() -> None:
+    ProcessState.seeded(7, 0, 1).restore()
+    torch.set_default_dtype(torch.float64)
+    expected = [draw() for _ in range(3)]
+    torch.set_default_dtype(torch.float32)
+
+    stretch, outside, found = Stretch(ProcessState.seeded(7, 0, 1)), [], []
+    ProcessState.seeded(1, 0, 0).restore()
+    for turn in range(3):
+        stretch.enter()
+        if turn == 0:
+            torch.set_default_dtype(torch.float64)
+        found.append(draw())
+        stretch.leave()
+        outside.append(draw())
+    assert found == expected
+    ProcessState.seeded(1, 0, 0).restore()
+    assert outside == [draw() for _ in range(3)]
+    assert outside[0][-1] is torch.float32
 
 
 @pytest.mark.parametrize("other", [(8, 0, 1), (7, 1, 1), (7, 0, 2)])

@@ -7,6 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -64,7 +65,12 @@ class Presser:
     """Presses Ctrl-C once ``gate`` was reached."""
 
     def __init__(self, gate: Gate) -> None:
-        self._thread = threading.Thread(target=lambda: gate.reached.wait(60) and press_control_c())
+        self._gate = gate
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        if self._gate.reached.wait(60):
+            press_control_c()
 
     def __enter__(self) -> Presser:
         self._thread.start()
@@ -101,6 +107,14 @@ def test_control_c_while_a_step_hangs(after_the_call: bool, in_flight: int) -> N
         assert_clean(trainer, module)
 
 
+@contextmanager
+def every_thread_ends() -> Iterator[None]:
+    """Nothing is warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*could not end all its threads")
+        yield
+
+
 class Counter:
     """Counts the calls of a layer and of its copies."""
 
@@ -127,11 +141,9 @@ class Pressing(nn.Module):
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_control_c_while_a_layer_runs(in_flight: int) -> None:
-    """Nothing hangs: nothing is warned of."""
     module = Learner(net=nn.Sequential(Pressing(), *layers()))
     trainer = quiet_trainer(even(5, 2, in_flight))
-    with warnings.catch_warnings(), pytest.raises(SystemExit):
-        warnings.filterwarnings("error", message=".*could not end all its threads")
+    with every_thread_ends(), pytest.raises(SystemExit):
         trainer.fit(module, batches(200))
     assert trainer.interrupted
     assert trainer.global_step < 200
@@ -149,8 +161,7 @@ def test_control_c_in_a_callback(in_flight: int) -> None:
     """In Lightning's own thread, which holds the lock over user code."""
     module = Learner()
     trainer = quiet_trainer(even(4, 2, in_flight), callbacks=[PressesInHook()])
-    with warnings.catch_warnings(), pytest.raises(SystemExit):
-        warnings.filterwarnings("error", message=".*could not end all its threads")
+    with every_thread_ends(), pytest.raises(SystemExit):
         trainer.fit(module, batches(200))
     assert trainer.global_step == 5
     assert_clean(trainer, module)

@@ -1,4 +1,4 @@
-"""What a stretch of ``training_step`` has for itself: the lock, ``trainer.should_stop``, autocast, the default dtype."""
+"""What a stretch of ``training_step`` has for itself: the lock, requests to stop, autocast, the default dtype."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, fit
@@ -57,8 +58,9 @@ class Registers(L.Callback):
         strategy: Any = self._trainer.strategy
         self.calls += 1
         if strategy._engine is not None:
-            for _ in range(20):  # a hook that takes its time
-                self.running += [m.number for m in strategy._engine.minibatches.values() if m.in_user_code]
+            for minibatch in 20 * list(strategy._engine.minibatches.values()):  # a hook that takes its time
+                if minibatch.in_user_code:
+                    self.running.append(minibatch.number)
 
 
 class Busy(Learner):
@@ -235,6 +237,35 @@ def test_layers_that_create_tensors_are_the_plain_trainers(precision: str, stage
     settings: dict[str, Any] = {"precision": precision}
     assert_same(run(Exact, "auto", **settings), run(Exact, even(5, stages, 1), **settings))
     assert torch.get_default_dtype() is torch.float32
+
+
+class Promotes(nn.Module):
+    """Makes floating-point tensors from whole numbers, and from none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[-1])
+        x = x + places / 3 + torch.where(places > 2, 0.1, 0.7) + torch.tensor(2).sqrt() + places.sigmoid()
+        return x - places.float().to(x.dtype) / 7
+
+
+class Promoted(Exact):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), Promotes(), nn.Tanh(), Promotes(), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight: int) -> None:
+    settings: dict[str, Any] = {"precision": "64-true"}
+    first = run(Promoted, "auto" if in_flight == 1 else even(5, 1, in_flight), **settings)
+    try:
+        again = [run(Promoted, delayed(even(5, 3, in_flight), seed), **settings) for seed in (1, 2, 3)]
+    except SettingError as error:
+        message = str(error)
+        assert "dtype" in message, message
+        return
+    for other in again:
+        assert_same(first, other)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])

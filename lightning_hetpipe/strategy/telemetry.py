@@ -1,0 +1,46 @@
+"""What a fit tells about itself: metrics on the Trainer's loggers while it runs, and the report at its end."""
+
+from __future__ import annotations
+
+import lightning as L
+
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.reporting.meter import Meter
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.layout import Layout
+from lightning_hetpipe.strategy.private import log_interval
+
+
+class Telemetry:
+    """Counts the minibatches of ``engine``. Time counts between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self, trainer: L.Trainer, engine: Engine, layout: Layout) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._layout = layout
+        self._meter = Meter(len(engine.stages))
+        self._staleness = 0
+        self._logged = 0
+        self.start = self._meter.start
+        self.stop = self._meter.stop
+
+    def count(self, minibatch: Minibatch, batch: object) -> None:
+        """``minibatch``, which computed ``batch``, has reached Lightning's step."""
+        self._meter.count(batch)
+        self._staleness = minibatch.number - 1 - minibatch.version
+
+    def log(self, number: int) -> None:
+        """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
+        every = log_interval(self._trainer)
+        if not every or number % every or number == self._logged or not self._meter.minibatches:
+            return
+        self._logged = number
+        metrics = self._meter.interval([stage.busy_seconds for stage in self._engine.stages])
+        metrics["hetpipe/staleness"] = float(self._staleness)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
+
+    def report(self) -> RunReport:
+        """The numbers so far."""
+        return self._layout.report(self._engine, self._meter)
