@@ -15,7 +15,7 @@ class Form:
     """The form of ``pieces`` when last taken: their modules, parameters, buffers, hooks and plain attributes."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self.take()
 
     def take(self) -> None:
@@ -30,7 +30,7 @@ class Form:
                 return str(path)
             if name := changed_attribute(attributes_before, attributes):
                 return f"{path}.{name}"
-        return None if len(now) == len(self._seen) else self._pieces[-1].name
+        return None if len(now) == len(self._seen) else self.pieces[-1].name
 
     def check(self) -> None:
         """Refuses changes that copying the layers anew does not answer.
@@ -38,19 +38,19 @@ class Form:
         Raises:
             SettingError: for layers that were replaced, and for hooks.
         """
-        for piece in self._pieces:
+        for piece in self.pieces:
             now = list(layers_of(piece.name, piece.module))
+            for name, module in now:
+                refuse_hooks(name, module)
             if [module for _, module in now] != [layer.module for layer in piece.layers]:
                 raise SettingError(
                     f"layers of '{piece.name}' were added, removed or replaced after the first minibatch, which has"
                     " shown the pipeline what there is; do it before fit, or in setup or configure_model"
                 )
-            for name, module in now:
-                refuse_hooks(name, module)
 
     def _now(self) -> Iterator[tuple[Any, ...]]:
-        for piece in self._pieces:
-            for name, module in piece.module.named_modules():
+        for piece in self.pieces:
+            for name, module in piece.module.named_modules(remove_duplicate=False):
                 parameters = [(key, id(value)) for key, value in module.named_parameters(recurse=False)]
                 buffers = [key for key, _ in module.named_buffers(recurse=False)]  # exchanged ones are read anew
                 hooks = module is not piece.module and has_hooks(module)

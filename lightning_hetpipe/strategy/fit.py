@@ -213,7 +213,7 @@ class Fit:
             self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
         self._form = Form(pieces)
         self._piece_names = [piece.name for piece in pieces]
-        self._first_parameters = [next(piece.module.parameters()) for piece in pieces]
+        self._parameter_ids = [[id(p) for p in piece.module.parameters()] for piece in pieces]
         self._watch = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout)
         self._telemetry.start()
@@ -328,6 +328,7 @@ class Fit:
         self._epoch_begins = True  # a pipeline of new copies starts empty
         self.engine.copy_layers()
         self._form.take()
+        self._parameter_ids = [[id(p) for p in piece.module.parameters()] for piece in self._form.pieces]
 
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
@@ -374,7 +375,7 @@ class Fit:
         assert self._layout is not None
         minibatch = current()
         if minibatch is not None:
-            if next(piece.module.parameters()) is not self._first_parameters[index]:
+            if [id(parameter) for parameter in piece.module.parameters()] != self._parameter_ids[index]:
                 raise SettingError(
                     f"training_step calls '{piece.name}' with other parameters than its own (as with"
                     " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"

@@ -40,15 +40,8 @@ class Scaled(nn.Module):
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), Scaled(), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), head())
-
-
-def head() -> nn.Module:
-    return nn.Sequential(nn.ReLU(), nn.Linear(8, CLASSES))
-
-
-def nothing() -> list[L.Callback]:
-    return []
+    layers = [nn.Linear(6, 8), Scaled(), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)]
+    return nn.Sequential(*layers, nn.Sequential(nn.ReLU(), nn.Linear(8, CLASSES)))
 
 
 def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 3) -> Record:
@@ -56,7 +49,7 @@ def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 3) -> Recor
     return fit(Task(net(), ADAMW), vectors(26, 4), callbacks(), strategy=strategy, max_epochs=epochs)
 
 
-def assert_exact(net: Net, callbacks: Callbacks = nothing, epochs: int = 3) -> Record:
+def assert_exact(net: Net, callbacks: Callbacks = list, epochs: int = 3) -> Record:
     """With one minibatch in flight a run is the plain Trainer's; with several it does not depend on the cut."""
     plain = run(net, callbacks, "auto", epochs)
     for cuts in ((0,), (0, 2, 4)):
@@ -65,7 +58,7 @@ def assert_exact(net: Net, callbacks: Callbacks = nothing, epochs: int = 3) -> R
     return plain
 
 
-def assert_any_cut(net: Net, callbacks: Callbacks = nothing, epochs: int = 3) -> Record:
+def assert_any_cut(net: Net, callbacks: Callbacks = list, epochs: int = 3) -> Record:
     one = run(net, callbacks, Pinned((0,), 3), epochs)
     for seed, cuts in enumerate(((0, 3), (0, 1, 2, 4))):
         strategy = Pinned(cuts, 3)
@@ -160,7 +153,7 @@ def test_a_frozen_batchnorm_that_thaws() -> None:
 @pytest.mark.parametrize("at_start", [True, False])
 def test_an_attribute_of_a_layer(at_start: bool) -> None:
     plain = assert_exact(net, lambda: [Edit(set_alpha, 1, at_start)])
-    assert_differs(plain, run(net, nothing, "auto"))
+    assert_differs(plain, run(net, list, "auto"))
 
 
 def test_the_rate_of_a_dropout() -> None:
@@ -171,7 +164,7 @@ def test_the_rate_of_a_dropout() -> None:
         net.get_submodule("4").p = 0.6  # type: ignore[assignment]  # a plain attribute
 
     one = assert_any_cut(dropping, lambda: [Edit(raise_rate, 1)])
-    assert_differs(one, run(dropping, nothing, Pinned((0,), 3)))
+    assert_differs(one, run(dropping, list, Pinned((0,), 3)))
 
 
 prune: Any = torch.nn.utils.prune  # torch has no types here
@@ -230,7 +223,7 @@ def test_an_attribute_in_the_middle_of_an_epoch(p: int) -> None:
         return [EditBetween(set_alpha, p)]
 
     plain = run(net, callbacks, "auto", epochs=2)
-    assert_differs(plain, run(net, nothing, "auto", epochs=2))
+    assert_differs(plain, run(net, list, "auto", epochs=2))
     for cuts in ((0,), (0, 2, 4)):
         assert_same(plain, run(net, callbacks, Pinned(cuts, 1), epochs=2))
     if p == LENGTH:  # the end of an epoch, when nothing is in flight
@@ -296,13 +289,13 @@ def test_a_checkpoint_around_layers() -> None:
     def make() -> nn.Sequential:
         return recomputing(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 
-    plain = run(make, nothing, "auto")
+    plain = run(make, list, "auto")
     for cuts in ((0,), (0, 2)):
-        assert_same(plain, run(make, nothing, Pinned(cuts, 1)))
-    assert_same(run(make, nothing, Pinned((0,), 3)), run(make, nothing, Pinned((0, 2), 3)))
+        assert_same(plain, run(make, list, Pinned(cuts, 1)))
+    assert_same(run(make, list, Pinned((0,), 3)), run(make, list, Pinned((0, 2), 3)))
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_checkpoint_around_a_batchnorm_is_refused(in_flight: int) -> None:
     with pytest.raises(SettingError, match=r"a backward pass of layer net\.2 changed buffers .* leave such layers out"):
-        run(lambda: recomputing(nn.Linear(8, 8), nn.BatchNorm1d(8)), nothing, Pinned((0, 2, 3), in_flight))
+        run(lambda: recomputing(nn.Linear(8, 8), nn.BatchNorm1d(8)), list, Pinned((0, 2, 3), in_flight))

@@ -1,19 +1,17 @@
-"""What a stretch of ``training_step`` has for itself: the lock, requests to stop, autocast, the default dtype."""
+"""What a stretch of ``training_step`` has for itself: the lock over user code, and requests to stop."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import threading
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, fit
@@ -86,6 +84,57 @@ def test_hooks_of_the_optimizer_never_run_beside_a_step() -> None:
     assert callback.running == []
 
 
+class Meeting:
+    """Lets the output of minibatch 3 arrive while the user's hook after the optimizer's second step runs."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.stepping = threading.Event()
+        self.looked = threading.Event()
+        self.running: list[int] = []
+        self.strategy: Any = even(7, 2, 3)
+        self.strategy._before_task = self.before_task
+
+    def before_task(self, stage: int, work: str, minibatch: int) -> None:
+        if (work, minibatch) == ("turn", 3):
+            assert self.stepping.wait(60)
+
+    def after_step(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps != 2:
+            return
+        self.stepping.set()
+        engine = self.strategy._engine
+        while not self.running and not engine.lock.wanted():
+            self.running += [m.number for m in list(engine.minibatches.values()) if m.in_user_code]
+        self.looked.set()
+
+
+class Meets(Learner):
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(SGD)
+        self.net = mlp().net
+        self.meeting = meeting
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        logits = self.net(batch[0])
+        if batch_idx == 2:
+            assert self.meeting.looked.wait(60)
+        return {"loss": F.cross_entropy(logits, batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.meeting.after_step)
+        return optimizer
+
+
+def test_an_output_that_arrives_during_a_hook_waits() -> None:
+    meeting = Meeting()
+    fit(Meets(meeting), vectors(26, 4), strategy=meeting.strategy, max_epochs=1)
+    assert meeting.looked.is_set()
+    assert meeting.running == []
+
+
 # Requests to stop.
 
 
@@ -139,139 +188,3 @@ def test_a_step_sees_its_own_request_to_stop_only() -> None:
     own = seen.pop(4)
     assert own == (False, True)
     assert set(seen.values()) == {(False, False)}
-
-
-# Autocast.
-
-bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-
-
-def whole(net: nn.Module, x: Tensor) -> Tensor:
-    with bf16():
-        y: Tensor = net(x)
-    return y.float()
-
-
-def inner(net: nn.Module, x: Tensor) -> Tensor:
-    """Off for the model, on for what is around it."""
-    with bf16():
-        x = x @ torch.eye(6)
-        with bf16(enabled=False):
-            y: Tensor = net(x.float())
-        return (y @ torch.ones(CLASSES, CLASSES)).float()
-
-
-def off(net: nn.Module, x: Tensor) -> Tensor:
-    with bf16(enabled=False):
-        y: Tensor = net(x)
-    return y
-
-
-class Casting(Learner):
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__(SGD)
-        self.net = mlp().net
-        self.call = call
-
-    def compute(self, batch: Batch) -> Outputs:
-        logits = self.call(self.net, batch[0])
-        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits.detach()}
-
-
-def run(make: Callable[[], Learner], strategy: Any, **settings: Any) -> Record:
-    torch.manual_seed(4)
-    return fit(make(), vectors(26, 4), strategy=strategy, **settings)
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(
-    ("call", "precision"),
-    [(whole, "32-true"), (inner, "32-true"), (off, "bf16-mixed"), (inner, "bf16-mixed"), (whole, "bf16-mixed")],
-)
-def test_autocast_around_the_call_is_the_plain_trainers(
-    call: Callable[[nn.Module, Tensor], Tensor], precision: str, stages: int
-) -> None:
-    settings: dict[str, Any] = {"precision": precision}
-    make = functools.partial(Casting, call)
-    plain = run(make, "auto", **settings)
-    assert_same(plain, run(make, even(7, stages, 1), **settings))
-    # It makes a difference.
-    other = run(functools.partial(Casting, off if call is whole else whole), "auto", **settings)
-    assert precision == "bf16-mixed" or oracle.difference(plain.states[-1], other.states[-1], "end") is not None
-
-
-@pytest.mark.parametrize("call", [whole, inner])
-def test_autocast_around_the_call_on_any_cut(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    make = functools.partial(Casting, call)
-    one = run(make, even(7, 1, 4))
-    for seed, stages in enumerate((2, 3)):
-        assert_same(one, run(make, delayed(even(7, stages, 4), seed)))
-
-
-# The default dtype.
-
-
-class Creates(nn.Module):
-    """Creates tensors in all the ways that name no dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[-1]
-        x = x * torch.ones(n) + torch.linspace(0, 1, n) / 7 + torch.arange(0.0, n) / 3
-        x = x + torch.tensor([0.1]) + torch.full((n,), 0.3) + torch.zeros(n) + torch.eye(n)[0] / 3
-        return x.clamp(torch.scalar_tensor(-3.3), torch.as_tensor(3.3))
-
-
-class Exact(Learner):
-    def __init__(self) -> None:
-        super().__init__(SGD)
-        self.net = nn.Sequential(nn.Linear(6, 8), Creates(), nn.Tanh(), Creates(), nn.Linear(8, CLASSES))
-
-    def compute(self, batch: Batch) -> Outputs:
-        logits = self.net(batch[0]) * torch.linspace(0, 1, CLASSES)
-        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits.detach()}
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
-def test_layers_that_create_tensors_are_the_plain_trainers(precision: str, stages: int) -> None:
-    settings: dict[str, Any] = {"precision": precision}
-    assert_same(run(Exact, "auto", **settings), run(Exact, even(5, stages, 1), **settings))
-    assert torch.get_default_dtype() is torch.float32
-
-
-class Promotes(nn.Module):
-    """Makes floating-point tensors from whole numbers, and from none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[-1])
-        x = x + places / 3 + torch.where(places > 2, 0.1, 0.7) + torch.tensor(2).sqrt() + places.sigmoid()
-        return x - places.float().to(x.dtype) / 7
-
-
-class Promoted(Exact):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), Promotes(), nn.Tanh(), Promotes(), nn.Linear(8, CLASSES))
-
-
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight: int) -> None:
-    settings: dict[str, Any] = {"precision": "64-true"}
-    first = run(Promoted, "auto" if in_flight == 1 else even(5, 1, in_flight), **settings)
-    try:
-        again = [run(Promoted, delayed(even(5, 3, in_flight), seed), **settings) for seed in (1, 2, 3)]
-    except SettingError as error:
-        message = str(error)
-        assert "dtype" in message, message
-        return
-    for other in again:
-        assert_same(first, other)
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_layers_that_create_tensors_repeat(precision: str) -> None:
-    settings: dict[str, Any] = {"precision": precision}
-    first = run(Exact, delayed(even(5, 3, 4), 1), **settings)
-    assert first.outputs[-1]["logits"].dtype is (torch.float64 if precision == "64-true" else torch.bfloat16)
-    for seed in (2, 3):
-        assert_same(first, run(Exact, delayed(even(5, 2, 4), seed), **settings))
