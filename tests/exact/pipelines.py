@@ -45,3 +45,8 @@ class Delays:
         delay = random.Random(f"{self.seed} {stage} {work} {minibatch}").uniform(-0.003, 0.003)
         if delay > 0:
             threading.Event().wait(delay)
+
+
+def delayed(strategy: Pinned, seed: int) -> Pinned:
+    strategy._before_task = Delays(seed)
+    return strategy

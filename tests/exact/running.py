@@ -125,3 +125,9 @@ def assert_equal(expected: Run, record: Record) -> None:
         assert found is None, found
         assert (found := oracle.difference(state, record.states[p], f"version {p}")) is None, found
     assert (found := oracle.difference(expected.states[-1], record.end, "end")) is None, found
+
+
+def assert_same(one: Record, other: Record) -> None:
+    for part in ("outputs", "gradients", "states", "end"):
+        found = oracle.difference(getattr(one, part), getattr(other, part), part)
+        assert found is None, found

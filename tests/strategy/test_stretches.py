@@ -12,23 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests import oracle
-from tests.exact.pipelines import Delays, Pinned, even
-from tests.exact.running import Record, fit
+from tests.exact.pipelines import delayed, even
+from tests.exact.running import assert_same, fit
 from tests.models import CLASSES, SGD, Learner, mlp, vectors
 from tests.oracle import Batch, Outputs
-
-
-def assert_same(one: Record, other: Record) -> None:
-    for part in ("outputs", "gradients", "states", "end"):
-        found = oracle.difference(getattr(one, part), getattr(other, part), part)
-        assert found is None, found
-
-
-def delayed(strategy: Pinned, seed: int) -> Pinned:
-    strategy._before_task = Delays(seed)
-    return strategy
-
 
 # The lock.
 
