@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.pipeline import chance
+from lightning_hetpipe.pipeline.computed import computed_names
 
 _ABSENT = object()
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -28,11 +29,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     tensors that ``torch.nn.utils`` computes from parameters (``weight`` from ``weight_g`` and ``weight_v``). Where an
     object of ours stands in for a method, what it has replaced is given.
     """
-    derived = {name.rsplit("_", 1)[0] for name, _ in module.named_parameters(recurse=False) if _is_source(name)}
+    computed = computed_names(module)
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         value = _behind_stand_ins(name, value)
-        if value is _ABSENT or name in _TORCHS_OWN or (name in derived and isinstance(value, Tensor)):
+        if value is _ABSENT or name in _TORCHS_OWN or name in computed:
             continue
         found[name] = value
     return found
@@ -53,10 +54,6 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
         if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
             return name
     return None
-
-
-def _is_source(name: str) -> bool:
-    return name.endswith(("_orig", "_g", "_v"))
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:

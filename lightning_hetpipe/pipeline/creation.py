@@ -1,18 +1,22 @@
-"""The dtype of tensors that layers create.
+"""The dtype of tensors that layers create, or make of whole numbers.
 
 Torch's default dtype belongs to the whole process, and with ``precision="64-true"`` and the like it is another one
-during ``training_step`` than around it. A stage runs meanwhile, so it cannot ask the process: what its layers create
-without naming a dtype gets the one that holds in ``training_step``.
+during ``training_step`` than around it. A stage runs meanwhile, so it cannot ask the process: floating-point numbers
+that its layers create, or make of whole ones (``torch.arange(n) / 3``), without naming a dtype get the one that holds
+in ``training_step``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from lightning_hetpipe.errors import SettingError
 
 _ALWAYS = {
     torch.empty,
@@ -30,6 +34,8 @@ _ALWAYS = {
     torch.kaiser_window,
 }
 _BY_VALUE = {torch.arange, torch.as_tensor, torch.full, torch.scalar_tensor, torch.tensor}
+_CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
+_CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool
 
 
 def creating(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -48,11 +54,60 @@ class _Creating(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") is None and (func in _ALWAYS or (func in _BY_VALUE and _has_float(args, kwargs))):
             kwargs["dtype"] = self._dtype
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(_is_floating(value) for value in _flat(result)) and _promotes(func, args, kwargs):
+            return self._promoted(func, args, kwargs)
+        return result
+
+    def _promoted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` makes of whole numbers where the default dtype is ours: numbers of that dtype to begin with."""
+        try:
+            if (condition := _CONDITION.get(func)) is not None:
+                result = func(*(a if i == condition else self._tensor(a) for i, a in enumerate(args)), **kwargs)
+            else:
+                result = func(*map(self._converted, args), **kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self._refusal(func) from error
+        if isinstance(result, Tensor) and result.dtype == self._dtype:
+            return result
+        raise self._refusal(func)
+
+    def _converted(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) else value
+
+    def _tensor(self, value: Any) -> Tensor:
+        return torch.as_tensor(value, dtype=self._dtype)
+
+    def _refusal(self, func: Callable[..., Any]) -> SettingError:
+        return SettingError(
+            f"a pipelined layer makes floating-point numbers of whole ones with {getattr(func, '__name__', func)}, for"
+            " which torch takes the process's default dtype, and a stage has none of its own; convert its input first,"
+            f" as with .to({self._dtype}), or train with precision='32-true'"
+        )
+
+
+def _promotes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a floating-point result comes of whole numbers only, and no dtype was named for it."""
+    values = list(_flat((args, kwargs)))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    named = func in _CONVERSIONS or any(isinstance(value, torch.dtype) for value in values)
+    return bool(tensors) and not named and not any(_is_floating(tensor) for tensor in tensors)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def _has_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    def look(value: Any) -> bool:
-        return isinstance(value, float) or (isinstance(value, list | tuple) and any(look(part) for part in value))
+    return any(isinstance(value, float) for value in _flat((args, kwargs)))
 
-    return any(look(value) for value in (*args, *kwargs.values()))
+
+def _flat(value: Any) -> Iterator[Any]:
+    """``value``, or what is in it."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+    else:
+        yield value

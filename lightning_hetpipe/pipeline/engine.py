@@ -4,7 +4,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
     submit(p)        its runner starts training_step, ahead of Lightning's loop
     finish(p)        Lightning's step p: waits until its gradients are there
-    show_buffers(p)  the live buffers become what forward p left
+    show(p)          the live buffers and computed weights become what forward p left
     publish(p)       after Lightning's step p: the live weights become version p
 """
 
@@ -135,10 +135,10 @@ class Engine:
             for stage in self.stages:
                 stage.publish(version)
 
-    def show_buffers(self, minibatch: int) -> None:
-        """Makes the live buffers what forward ``minibatch`` left."""
+    def show(self, minibatch: int) -> None:
+        """Makes the live buffers and computed weights what forward ``minibatch`` left."""
         for stage in self.stages:
-            stage.show_buffers(minibatch)
+            stage.show(minibatch)
 
     def drain(self) -> None:
         """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.computed import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.ring import Ring
@@ -143,9 +144,10 @@ class Stage:
         for part in self._parts.values():
             part.buffers.publish(version)
 
-    def show_buffers(self, minibatch: int) -> None:
+    def show(self, minibatch: int) -> None:
         for part in self._parts.values():
             part.buffers.show(minibatch)
+            part.computed.show(minibatch)
 
     def describe(self) -> str:
         """What the stage does right now, for people."""
@@ -259,6 +261,7 @@ class _Part:
         live = [layer.module for layer in layers]
         copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
         self.buffers = Buffers(live, settings.in_flight, device)
+        self.computed = Computed(live, settings.in_flight)
         self.live_parameters = list(nn.ModuleList(live).parameters())
         self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
         self._ring = ring
@@ -267,6 +270,7 @@ class _Part:
             [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
         ]
         self._places = [places(modules) for modules in copies]
+        self._computed_places = [computed_places(modules) for modules in copies]
         self._mutates_input = mutates_input(layers)
 
     def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, list[Tensor]]:
@@ -290,6 +294,7 @@ class _Part:
                 " let it do so always, or never"
             )
         self.buffers.after_forward(minibatch.number, self._places[index])
+        self.computed.after_forward(minibatch.number, self._computed_places[index])
         return Value.of(current), tensors_of(current)
 
     @contextmanager

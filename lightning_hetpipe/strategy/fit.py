@@ -139,7 +139,7 @@ class Fit:
             self._publish(number - 1)
             self._submit(number, args)
         self._finished = minibatch = self.engine.finish(number)
-        self.engine.show_buffers(number)
+        self.engine.show(number)
         if (stretch := self._stretches.pop(number, None)) is not None and stretch.should_stop:
             self._trainer.should_stop = True
         if (record := self._records.pop(number, None)) is not None:

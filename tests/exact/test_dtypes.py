@@ -131,12 +131,7 @@ class Promoted(Exact):
         self.net = nn.Sequential(nn.Linear(6, 8), Promotes(), nn.Tanh(), Promotes(), nn.Linear(8, CLASSES))
 
 
-PROMOTION = pytest.mark.xfail(
-    reason="int-to-float promotion in a stage takes the process's default dtype: it depends on timing", strict=False
-)
-
-
-@pytest.mark.parametrize("in_flight", [1, pytest.param(4, marks=PROMOTION)])
+@pytest.mark.parametrize("in_flight", [1, 4])
 def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight: int) -> None:
     settings: dict[str, Any] = {"precision": "64-true"}
     first = run(Promoted, "auto" if in_flight == 1 else even(5, 1, in_flight), **settings)

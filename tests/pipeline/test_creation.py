@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.creation import creating
 from tests.pipeline.driving import Line, X, assert_gradients
 
 Make = Callable[[], Tensor]
+PLACES = torch.arange(5)
 
 AFFECTED: list[Make] = [
     lambda: torch.ones(3),
@@ -35,6 +37,14 @@ AFFECTED: list[Make] = [
     lambda: torch.tensor(data=(1 / 3,)),
     lambda: torch.as_tensor([1 / 3, 2]),
     lambda: torch.scalar_tensor(1 / 3),
+    lambda: PLACES / 3,
+    lambda: 0.3**PLACES,
+    lambda: PLACES.sqrt(),
+    lambda: PLACES.sigmoid(),
+    lambda: (PLACES > 2) * 0.1,
+    lambda: torch.where(PLACES > 2, 0.1, 0.7),
+    lambda: torch.where(PLACES > 2, PLACES, 0.7),
+    lambda: PLACES.where(PLACES > 2, 0.7),
 ]
 UNAFFECTED: list[Make] = [
     lambda: torch.ones(3, dtype=torch.float16),
@@ -57,6 +67,12 @@ UNAFFECTED: list[Make] = [
     lambda: torch.randperm(5, generator=torch.Generator().manual_seed(0)),
     lambda: X * 2 + 1 / 3,
     lambda: nn.functional.one_hot(torch.tensor([0, 1])).float(),
+    lambda: PLACES.to(torch.float16) / 3,
+    lambda: PLACES.to(X) / 3,
+    lambda: PLACES.type(torch.float32),
+    lambda: PLACES // 3,
+    lambda: PLACES * X[0, 0] + 1 / 3,
+    lambda: torch.where(PLACES > 2, X[0, 0], 0.7),
 ]
 
 
@@ -94,6 +110,12 @@ def test_other_tensors_stay_as_they_are(index: int) -> None:
     with creating(torch.float64):
         found = make()
     assert identical(found, expected)
+
+
+def test_what_cannot_be_made_of_converted_numbers_is_refused() -> None:
+    refused = pytest.raises(SettingError, match=r"with mul, .* convert its input first, as with .to\(torch.float64\)")
+    with refused, creating(torch.float64):
+        PLACES * 1j
 
 
 def test_random_tensors() -> None:
