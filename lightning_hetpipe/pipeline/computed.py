@@ -18,7 +18,8 @@ _SOURCES = ("_orig", "_g", "_v")
 
 def computed_names(module: nn.Module) -> list[str]:
     """The attributes of ``module`` itself that hold a tensor computed from its parameters."""
-    sources = {name.rsplit("_", 1)[0] for name in module._parameters if name.endswith(_SOURCES)}
+    parameters = module.named_parameters(recurse=False)
+    sources = {name.rsplit("_", 1)[0] for name, _ in parameters if name.endswith(_SOURCES)}
     return [name for name, value in vars(module).items() if name in sources and isinstance(value, Tensor)]
 
 
