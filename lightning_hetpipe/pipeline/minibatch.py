@@ -163,8 +163,9 @@ class Minibatch:
         return call.connect(tensors_of(inputs), outputs)
 
     def _backward(self, total: Tensor) -> None:
+        above: PieceCall | None = None
         for call in reversed(self._calls):
-            gradients = call.collect(total, keep_graph=call.piece > 0)
+            gradients = call.collect(total, above, keep_graph=call.piece > 0)
 
             def start(call: PieceCall = call, gradients: Gradients = gradients) -> None:
                 self._engine.backward(self, call, gradients)
@@ -173,6 +174,7 @@ class Minibatch:
                 start()
             else:
                 call.input_gradients = self._through_pipeline(start, f"the backward of piece {call.piece}")
+            above = call
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
         """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Gradients, Value
@@ -27,22 +28,55 @@ class PieceCall:
         self.anchor = torch.zeros((), requires_grad=True)
         self.collecting = False
         self.outputs = 0
+        self._given: list[GradientEdge | None] = []
+        self._node: Node | None = None
         self.output_gradients: Gradients | None = None
         self.input_gradients: Gradients | None = None
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
+        # Edges and not tensors: one that user code changes in place later has another place in the graph.
+        self._given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
         join: Any = _Seam.apply  # torch has no types here
         joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
+        self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
         return outputs.tree(joined)
 
-    def collect(self, total: Tensor, keep_graph: bool) -> Gradients:
-        """Gradients of ``total`` with respect to this call's outputs."""
+    def collect(self, total: Tensor, above: PieceCall | None, keep_graph: bool) -> Gradients:
+        """Gradients of ``total`` with respect to this call's outputs.
+
+        What lies above the call ``above``, whose input gradients are there, is gone through again only where ``total``
+        depends on these outputs also past it; otherwise the user's tensor hooks there run once, as in a plain backward.
+        """
         self.collecting = True
-        torch.autograd.grad(total, self.anchor, retain_graph=keep_graph, allow_unused=True)
+        if above is None or above.input_gradients is None or _reaches(total.grad_fn, self._node, above._node):
+            torch.autograd.grad(total, self.anchor, retain_graph=keep_graph, allow_unused=True)
+        else:
+            pairs = zip(above._given, above.input_gradients, strict=True)
+            reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+            if reached:
+                edges, gradients = zip(*reached, strict=True)
+                torch.autograd.grad(
+                    edges, self.anchor, grad_outputs=gradients, retain_graph=keep_graph, allow_unused=True
+                )
         self.collecting = False
         return self.output_gradients or [None] * self.outputs
+
+
+def _reaches(start: Node | None, target: Node | None, barred: Node | None) -> bool:
+    """Whether the graph of ``start`` leads to ``target`` on a way that does not go through ``barred``."""
+    seen: set[Node | None] = {None, barred}
+    pending = [start]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if node is target:
+            return True
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+    return False
 
 
 class _Seam(torch.autograd.Function):
