@@ -232,21 +232,28 @@ def test_states_of_loaders() -> None:
     assert fetcher.combined_loader._state_dicts() == [{"at": 7}], broken
 
 
-@guards("_MultiProcessingDataLoaderIter", "_get_data", "_iterator")
-def test_waits_for_workers() -> None:
-    waits: list[str] = []
+@guards("_MultiProcessingDataLoaderIter", "_get_data", "_get_iterator", "_iterator")
+def test_dataloaders_with_workers() -> None:
+    events: list[str] = []
 
     @contextmanager
     def waiting() -> Iterator[None]:
-        waits.append("wait")
+        events.append("wait")
         yield
 
-    fetcher = fetcher_of(DataLoader(batches(1).dataset, 2, num_workers=1))
+    loader = DataLoader(batches(1).dataset, 2, num_workers=1)
+    fetcher = fetcher_of(loader)
     iter(fetcher)
-    of_lightning.on_wait_for_workers(fetcher, waiting)
+    redirects = of_lightning.with_workers(fetcher, waiting, lambda: events.append("start"))
     next(fetcher)
-    assert waits, "user code would stand still while Lightning's thread waits for DataLoader workers"
+    assert events == ["wait"], "user code would stand still while Lightning's thread waits for DataLoader workers"
+    next(iter(loader))
+    assert events == ["wait", "start", "wait"], "DataLoader workers would be forked while stages work"
+    for redirect in redirects:
+        redirect.remove()
+    list(loader)
     list(fetcher)
+    assert events.count("start") == 1
 
 
 @guards("from_training_step_output", "closure_loss")

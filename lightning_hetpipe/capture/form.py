@@ -21,6 +21,11 @@ class Form:
     def take(self) -> None:
         """The layers are as they should be now."""
         self._seen = list(self._now())
+        self._parameters = [_parameters(piece) for piece in self.pieces]
+
+    def with_own_parameters(self, piece: int) -> bool:
+        """Whether piece number ``piece`` holds its own parameters now, and not some that stand in for them."""
+        return _parameters(self.pieces[piece]) == self._parameters[piece]
 
     def changed(self) -> str | None:
         """The name of what has changed since :meth:`take`; None if nothing has."""
@@ -56,3 +61,7 @@ class Form:
                 hooks = module is not piece.module and has_hooks(module)
                 path = f"{piece.name}.{name}" if name else piece.name
                 yield path, id(module), parameters, buffers, hooks, plain_attributes(module)
+
+
+def _parameters(piece: Piece) -> list[int]:
+    return [id(parameter) for parameter in piece.module.parameters()]

@@ -22,7 +22,7 @@ from lightning_hetpipe.capture.strangers import stranger_in
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, tensors_of
+from lightning_hetpipe.pipeline.values import Value, memory, tensors_of
 from lightning_hetpipe.private import has_global_hooks, is_compiled, pytree, version_counter
 
 
@@ -192,7 +192,7 @@ def _run_layer(piece: Piece, name: str, module: nn.Module, call: Callable[..., A
             )
     _refuse_strangers(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
-    piece.layers.append(Layer(name, module, mutates, _shares_memory(given, tensors_of(output))))
+    piece.layers.append(Layer(name, module, mutates, not memory(given).isdisjoint(memory(tensors_of(output)))))
     return output
 
 
@@ -206,12 +206,3 @@ def _refuse_strangers(what: str, value: Any) -> None:
 
 def _holds_generator(module: nn.Module) -> bool:
     return any(isinstance(value, torch.Generator) for value in vars(module).values())
-
-
-def _shares_memory(some: list[Tensor], others: list[Tensor]) -> bool:
-    return not _memory(some).isdisjoint(_memory(others))
-
-
-def _memory(tensors: list[Tensor]) -> set[tuple[torch.device, int]]:
-    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    return {(tensor.device, tensor.untyped_storage().data_ptr()) for tensor in strided}

@@ -24,7 +24,7 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, move, tensors_of
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, memory, move, tensors_of
 from lightning_hetpipe.private import version_counter
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
 
@@ -277,6 +277,11 @@ class _Part:
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
+        if self._mutates_input and len(memory(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
+            raise SettingError(
+                f"a layer of {self.describe()} changes its input in place, and is given several tensors in the same"
+                " memory, which part where a stage begins; make it work out of place (inplace=False)"
+            )
         own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
         current = value.tree(own)

@@ -64,6 +64,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def memory(tensors: Sequence[Tensor]) -> set[tuple[torch.device, int]]:
+    """The blocks of memory that ``tensors`` lie in."""
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    return {(tensor.device, tensor.untyped_storage().data_ptr()) for tensor in strided}
+
+
 def gradients(
     outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Gradients:

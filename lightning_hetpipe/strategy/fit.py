@@ -8,11 +8,10 @@ layers are measured and cut into stages, and the version that it used is stashed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -45,27 +44,14 @@ from lightning_hetpipe.strategy.private import (
     begun_minibatches,
     closure_loss,
     move_before_transfer,
-    on_wait_for_workers,
     step_arguments,
+    with_workers,
 )
 from lightning_hetpipe.strategy.release import released_step
 from lightning_hetpipe.strategy.replay import Record, Replay
+from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.stretch import TrainerStretch
 from lightning_hetpipe.strategy.telemetry import Telemetry
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """What the strategy was asked for, and what tests put in its place."""
-
-    stages: int | Literal["auto"]
-    in_flight: int | Literal["auto"]
-    module: Sequence[str] | None
-    timeout: float
-    devices: Sequence[torch.device]
-    torch_threads: int
-    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
-    before_task: Callable[[int, str, int], None] | None
 
 
 class Fit:
@@ -94,6 +80,7 @@ class Fit:
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
         self._last = -1
+        self._stages = 1
 
     def open(self) -> None:
         """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
@@ -179,6 +166,8 @@ class Fit:
             output = native(*args)
         loss = self._loss_of(output)
         self._watch.check(loss)
+        layers = sum(len(piece.layers) for piece in self._watch.pieces)
+        self._stages = stage_count(self._settings.stages, len(self._settings.devices), layers)
         return output
 
     def _set_up(self) -> None:
@@ -187,8 +176,7 @@ class Fit:
         number = begun_minibatches(self._trainer)[0]
         pieces, devices = self._watch.pieces, self._settings.devices
         layers = [layer for piece in pieces for layer in piece.layers]
-        stages = stage_count(self._settings.stages, len(devices), len(layers))
-        asked = self._settings.in_flight
+        stages, asked = self._stages, self._settings.in_flight
         in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
         times = [0.0] * len(layers)
         if stages > 1 or self._trainer.loggers:
@@ -213,7 +201,6 @@ class Fit:
             self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
         self._form = Form(pieces)
         self._piece_names = [piece.name for piece in pieces]
-        self._parameter_ids = [[id(p) for p in piece.module.parameters()] for piece in pieces]
         self._watch = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout)
         self._telemetry.start()
@@ -292,10 +279,17 @@ class Fit:
         total, in_epoch = begun_minibatches(self._trainer)
         self._submit(total + 1 + ahead, step_arguments(self._trainer, batch, in_epoch + ahead))
 
-    def on_iterators(self, fetcher: DataFetcher) -> None:
-        on_wait_for_workers(fetcher, lambda: self.engine.unlocked() if self.engine is not None else nullcontext())
+    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
+        return with_workers(fetcher, self._unlocked, self._drain)
 
     # The pipeline.
+
+    def _unlocked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.unlocked()
+
+    def _drain(self) -> None:
+        if self.engine is not None:
+            self.engine.drain()
 
     def _publish(self, version: int) -> None:
         assert self.engine is not None
@@ -328,7 +322,6 @@ class Fit:
         self._epoch_begins = True  # a pipeline of new copies starts empty
         self.engine.copy_layers()
         self._form.take()
-        self._parameter_ids = [[id(p) for p in piece.module.parameters()] for piece in self._form.pieces]
 
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
@@ -375,7 +368,8 @@ class Fit:
         assert self._layout is not None
         minibatch = current()
         if minibatch is not None:
-            if [id(parameter) for parameter in piece.module.parameters()] != self._parameter_ids[index]:
+            assert self._form is not None
+            if not self._form.with_own_parameters(index):
                 raise SettingError(
                     f"training_step calls '{piece.name}' with other parameters than its own (as with"
                     " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"

@@ -50,8 +50,8 @@ class Ahead(Protocol):
     def submit(self, batch: Any, ahead: int) -> None:
         """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
 
-    def on_iterators(self, fetcher: DataFetcher) -> None:
-        """The fetcher has new iterators."""
+    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
+        """The fetcher has iterators now; gives what to remove at the end of the epoch."""
 
 
 class LookAhead(DataFetcher):
@@ -68,7 +68,8 @@ class LookAhead(DataFetcher):
         self._strategy = strategy
         self._waiting: deque[_Fetched] = deque()
         self._states: list[dict[str, Any]] | None = None
-        self._redirect = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
+        self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
+        self._redirects = [self._states_of]
         self._first = True
         self._failure: Exception | None = None
 
@@ -83,7 +84,7 @@ class LookAhead(DataFetcher):
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
             share_profiling(self, self._inner)
-            self._strategy.on_iterators(self._inner)
+            self._redirects += self._strategy.on_iterators(self._inner)
             self._first = False
         self._strategy.publish_last()
         limit = self._strategy.ahead_limit()
@@ -112,7 +113,8 @@ class LookAhead(DataFetcher):
     def close(self) -> None:
         """Gives up what was fetched ahead."""
         self._waiting.clear()
-        self._redirect.remove()
+        for redirect in self._redirects:
+            redirect.remove()
 
     def _fetch(self) -> _Fetched:
         batch, batch_idx, dataloader_idx = next(self._inner)
@@ -122,7 +124,7 @@ class LookAhead(DataFetcher):
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,
             done=self._inner.done,
-            states=self._redirect.original(),
+            states=self._states_of.original(),
         )
 
     def _shown_states(self, redirect: Redirect) -> Any:

@@ -15,7 +15,10 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from lightning_hetpipe.capture.redirect import Redirect
 
 __all__ = [
     "BEFORE_TRANSFER",
@@ -28,12 +31,12 @@ __all__ = [
     "has_gradient_hooks",
     "log_interval",
     "move_before_transfer",
-    "on_wait_for_workers",
     "run_first",
     "share_profiling",
     "step_arguments",
     "synchronises_batchnorm",
     "wants_several_optimizers",
+    "with_workers",
 ]
 
 DataFetcher = _DataFetcher
@@ -100,16 +103,39 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def on_wait_for_workers(fetcher: _DataFetcher, waiting: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Opens ``waiting()`` around every wait of the fetcher's iterators for their DataLoader workers."""
+def with_workers(
+    fetcher: _DataFetcher, waiting: Callable[[], AbstractContextManager[Any]], starting: Callable[[], None]
+) -> list[Redirect]:
+    """Attends to the fetcher's DataLoaders with workers, until the redirects that it gives are removed.
+
+    Args:
+        fetcher: Its iterators exist.
+        waiting: Opened around every wait of an iterator for its workers.
+        starting: Called before an iterator is made, which forks: a CombinedLoader makes some in mid-epoch.
+    """
+
+    def make(redirect: Redirect) -> Any:
+        starting()
+        iterator = redirect.original()
+        _open_around_waits(iterator, waiting)
+        return iterator
+
     for iterator in getattr(fetcher.combined_loader._iterator, "iterators", []):
-        if isinstance(iterator, _MultiProcessingDataLoaderIter) and "_get_data" not in vars(iterator):
-            # Weakly: an iterator ends its workers when it is dropped, which a cycle through itself would put off.
-            itself = weakref.ref(iterator)
-            get: Callable[[Any], Any] = type(iterator)._get_data
+        _open_around_waits(iterator, waiting)
+    loaders = [loader for loader in fetcher.combined_loader.flattened if isinstance(loader, DataLoader)]
+    unique = {id(loader): loader for loader in loaders if loader.num_workers}
+    return [Redirect(loader, "_get_iterator", make) for loader in unique.values()]
 
-            def get_data(itself: Callable[[], Any] = itself, get: Callable[[Any], Any] = get) -> Any:
-                with waiting():
-                    return get(itself())
 
-            vars(iterator)["_get_data"] = get_data
+def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManager[Any]]) -> None:
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter) or "_get_data" in vars(iterator):
+        return
+    # Weakly: an iterator ends its workers when it is dropped, which a cycle through itself would put off.
+    itself = weakref.ref(iterator)
+    get: Callable[[Any], Any] = type(iterator)._get_data
+
+    def get_data(itself: Callable[[], Any] = itself, get: Callable[[Any], Any] = get) -> Any:
+        with waiting():
+            return get(itself())
+
+    vars(iterator)["_get_data"] = get_data

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +14,21 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What the strategy was asked for, and what tests put in its place."""
+
+    stages: int | Literal["auto"]
+    in_flight: int | Literal["auto"]
+    module: Sequence[str] | None
+    timeout: float
+    devices: Sequence[torch.device]
+    torch_threads: int
+    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
+    before_task: Callable[[int, str, int], None] | None
+
 
 LATER: dict[str, tuple[Any, str]] = {
     "virtual_workers": (1, "one virtual worker, which uses all devices of this machine"),

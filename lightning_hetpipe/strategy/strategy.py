@@ -21,7 +21,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
-from lightning_hetpipe.strategy.fit import Fit, FitSettings
+from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.private import StrategyRegistry, synchronises_batchnorm, wants_several_optimizers
 
@@ -274,8 +274,8 @@ class HetPipeStrategy(ParallelStrategy):
     def _devices(self) -> list[torch.device]:
         return self.parallel_devices or [torch.device("cpu")]
 
-    def _fit_settings(self) -> FitSettings:
-        return FitSettings(
+    def _fit_settings(self) -> settings.FitSettings:
+        return settings.FitSettings(
             stages=self.stages,
             in_flight=self.in_flight,
             module=self.module,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import lightning as L
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
@@ -100,6 +101,47 @@ def test_several_loaders(in_flight: int) -> None:
     expected = expect(task, [epoch] * 2, in_flight)
     loader = CombinedLoader(loaders, "max_size_cycle")
     assert_equal(expected, fit(task, cast(Any, loader), strategy=even(7, 3, in_flight)))
+
+
+class Order(Sampler[int]):
+    """Every sample in order; calls ``starts`` when an iterator, and with it its workers, are about to be made."""
+
+    def __init__(self, samples: int, starts: Callable[[], None]) -> None:
+        self.samples, self.starts = samples, starts
+
+    def __iter__(self) -> Iterator[int]:
+        self.starts()
+        return iter(range(self.samples))
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def test_workers_that_start_in_the_middle_of_an_epoch() -> None:
+    """Forking while a stage has work would copy it half done."""
+    strategy = even(7, 3, 4)
+    working: list[int] = []
+
+    def starts() -> None:
+        engine = strategy._engine
+        working.append(sum(1 for m in engine.minibatches.values() if not m.ended) if engine is not None else 0)
+
+    def lag(*_: Any) -> None:
+        threading.Event().wait(0.01)  # so that the loader gets ahead of the stages
+
+    strategy._before_task = lag
+    task, data = Both(mlp().net), {"a": vectors(26, 4), "b": vectors(9, 2, seed=8)}
+    epoch = [batch for batch, _, _ in CombinedLoader(data, "max_size_cycle")]
+    loaders = {
+        name: DataLoader(one.dataset, one.batch_size, sampler=Order(len(cast(Any, one.dataset)), starts), num_workers=1)
+        for name, one in data.items()
+    }
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    expected = expect(task, [epoch] * 2, 4)
+    assert_equal(expected, fit(task, cast(Any, combined), strategy=strategy))
+    assert len(working) > 2
+    assert set(working) == {0}
+    assert "_get_iterator" not in vars(loaders["b"])
 
 
 def small() -> nn.Sequential:

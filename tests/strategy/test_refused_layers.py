@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
+from tests.exact.pipelines import Pinned
 from tests.strategy.refusing import Learner, assert_refused, batches, layers, pipeline, plain_step, quiet_trainer
 
 # State outside of the pieces that changes while minibatches are in flight.
@@ -165,6 +166,20 @@ def test_a_layer_with_a_hook(kind: str, deep: bool) -> None:
     getattr(inner, kind)(lambda *_: None)
     name = "net.1.0" if deep else "net.1"
     assert_refused(module, f"layer '{name}' has a hook (on Linear)", "remove it")
+
+
+def test_a_layer_that_changes_one_of_two_inputs_in_the_same_memory() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.view(-1)
+
+    class Doubles(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2.0) + pair[1].view_as(pair[0])
+
+    module = Learner(net=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), Twice(), Doubles(), nn.Linear(8, 3)))
+    strategy = Pinned((0, 3), 2)
+    assert_refused(module, "layers net.3 to net.4 changes its input in place", "several tensors", strategy=strategy)
 
 
 def test_a_layer_with_a_generator_of_its_own() -> None:
