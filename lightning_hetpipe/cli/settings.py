@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_hetpipe.cli.kinds import expected, hints
 from lightning_hetpipe.cli.targets import closest, locate, parameters
 from lightning_hetpipe.errors import SettingError
 
@@ -25,6 +28,9 @@ def check(config: DictConfig) -> None:
     """
     for key in config:
         _check_top(str(key), config)
+    _check_kind("seed", config.get("seed"), int | None, None)
+    _check_kind("test", config.get("test", True), bool, True)
+    _check_checkpoint(config.get("ckpt_path"))
     for missing in sorted(OmegaConf.missing_keys(config)):
         raise SettingError(f"{missing} has no value; give {missing}=...")
     for key in ("model", "data", "trainer"):
@@ -43,6 +49,14 @@ def _check_top(key: str, config: DictConfig) -> None:
     if key in READ or _interpolated(key, OmegaConf.to_container(config, resolve=False)):
         return
     raise unknown(key, "", list(READ), rest=_first_key(config[key]))
+
+
+def _check_checkpoint(path: Any) -> None:
+    _check_kind("ckpt_path", path, str | None, None)
+    if path in (None, "best", "last", "hpc") or "://" in path or path.startswith("registry"):
+        return
+    if not Path(path).exists():
+        raise SettingError(f"ckpt_path={path} does not exist; give the path of a checkpoint, or 'last'.")
 
 
 def _interpolated(key: str, value: Any) -> bool:
@@ -73,16 +87,50 @@ def _walk(parent: DictConfig | ListConfig, key: Any, path: str) -> None:
 def _check_arguments(node: DictConfig, path: str) -> None:
     """Every key must be an argument of the node's `_target_`, and every argument it cannot do without a key."""
     target = str(node["_target_"])
-    known, takes_any = parameters(locate(target, path))
-    if not takes_any:
-        for key in node:
-            if key not in known and key not in _HYDRA:
-                raise unknown(str(key), path, list(known), owner=target)
+    found = locate(target, path)
+    known, takes_any = parameters(found)
+    annotations = hints(found)
+    for key in map(str, node):
+        if key in _HYDRA:
+            continue
+        if key in known:
+            _check_kind(f"{path}.{key}", node[key], annotations.get(key), known[key].default)
+        elif not takes_any:
+            raise unknown(key, path, list(known), owner=target)
     if node.get("_partial_") or node.get("_args_"):
         return
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in node:
             raise SettingError(f"{path}.{name} is missing, {target} needs it; give {path}.{name}=...")
+
+
+def _check_kind(path: str, value: Any, hint: Any, default: Any) -> None:
+    if value is not default and (kind := expected(value, hint)) is not None:
+        raise SettingError(f"{path}={'null' if value is None else value} must be {kind}.")
+
+
+def refused_argument(config: DictConfig, error: TypeError) -> SettingError | None:
+    """The error for a key that a `_target_` took, as it takes any, and something behind it has refused; else None."""
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if match is None:
+        return None
+    for path, node in _sections(config, ""):
+        target = str(node["_target_"])
+        known, takes_any = parameters(locate(target, path))
+        if takes_any and match[1] in node and match[1] not in known:
+            return unknown(match[1], path, list(known), owner=target)
+    return None
+
+
+def _sections(node: DictConfig, path: str) -> Iterator[tuple[str, DictConfig]]:
+    """Every section below `node` that has a `_target_`, with its path."""
+    for name in node:
+        value = node[name]
+        if isinstance(value, DictConfig):
+            below = f"{path}.{name!s}" if path else str(name)
+            if value.get("_target_") is not None:
+                yield below, value
+            yield from _sections(value, below)
 
 
 def _check_callbacks(node: DictConfig, path: str) -> None:

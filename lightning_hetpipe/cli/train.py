@@ -6,13 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import hydra
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, open_dict
@@ -24,6 +25,14 @@ from lightning_hetpipe.cli.overrides import settled
 from lightning_hetpipe.cli.summary import summary
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+# What to leave out of the callbacks that the configuration lists, where the Trainer's own switch says so.
+_SWITCHES: dict[str, type] = {
+    "enable_progress_bar": ProgressBar,
+    "enable_checkpointing": Checkpoint,
+    "logger": LearningRateMonitor,
+}
 
 
 class _WrongSetting(BaseException):
@@ -59,6 +68,10 @@ def _application(config: DictConfig) -> float | None:
         raise
     except (MisconfigurationException, OmegaConfBaseException) as error:
         raise _WrongSetting from error
+    except TypeError as error:
+        if (refusal := settings.refused_argument(config, error)) is None:
+            raise
+        raise _WrongSetting from refusal
 
 
 def run(config: DictConfig) -> float | None:
@@ -78,7 +91,11 @@ def run(config: DictConfig) -> float | None:
     model: L.LightningModule = _built(config, "model")
     data: L.LightningDataModule = _built(config, "data")
     trainer: L.Trainer = _built(config, "trainer", **_callbacks(config))
-    trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
+    except BaseException:
+        _end_progress_bars(trainer)
+        raise
     last_run = getattr(trainer.strategy, "last_run", None)
     checkpoint: Any = trainer.checkpoint_callback
     best: str = getattr(checkpoint, "best_model_path", "")
@@ -105,9 +122,21 @@ def _callbacks(config: DictConfig) -> dict[str, Any]:
     if not isinstance(callbacks, DictConfig):
         return {}
     chosen = [_built(callbacks, str(name)) for name, node in callbacks.items() if node is not None]
+    for switch, kind in _SWITCHES.items():
+        if config.trainer.get(switch) is False:
+            chosen = [callback for callback in chosen if not isinstance(callback, kind)]
     with open_dict(config):
         del config.trainer["callbacks"]  # instantiate merges, and a mapping does not merge with a list
     return {"callbacks": chosen}
+
+
+def _end_progress_bars(trainer: L.Trainer) -> None:
+    """So that what is said next begins on a line of its own, and is not drawn over."""
+    shown = trainer.progress_bar_callback
+    if isinstance(shown, TQDMProgressBar):
+        for name in ("val_progress_bar", "train_progress_bar"):
+            with suppress(TypeError):  # there is none yet
+                getattr(shown, name).close()
 
 
 @contextmanager

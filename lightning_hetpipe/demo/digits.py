@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hetpipe.demo.sizes import at_least_one
 from lightning_hetpipe.errors import SettingError
 
 CLASSES = 10
@@ -26,13 +27,14 @@ class Digits(L.LightningDataModule):
         split_seed: seed of the split.
 
     Raises:
-        SettingError: in `setup`, if scikit-learn is not installed.
+        SettingError: for a batch size below 1; in `setup`, if scikit-learn is not installed.
     """
 
     def __init__(
         self, batch_size: int = 32, val_share: float = 0.15, test_share: float = 0.2, split_seed: int = 0
     ) -> None:
         super().__init__()
+        at_least_one(batch_size=batch_size)
         self.batch_size = batch_size
         self.val_share = val_share
         self.test_share = test_share

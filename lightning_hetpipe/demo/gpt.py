@@ -10,6 +10,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hetpipe.demo.sizes import at_least_one
+from lightning_hetpipe.errors import SettingError
+
 VOCABULARY = 256  # bytes
 
 
@@ -78,6 +81,9 @@ class GPT(L.LightningModule):
         lr: AdamW's learning rate, reached after `warmup` steps.
         betas: AdamW's; a low first one, since in a pipeline staleness is momentum enough.
         warmup: optimizer steps.
+
+    Raises:
+        SettingError: for a size below 1, and a width that is no multiple of `heads`.
     """
 
     def __init__(
@@ -92,6 +98,9 @@ class GPT(L.LightningModule):
         warmup: int = 50,
     ) -> None:
         super().__init__()
+        at_least_one(context=context, width=width, blocks=blocks, heads=heads)
+        if width % heads:
+            raise SettingError(f"width={width} must be a multiple of heads={heads}")
         self.save_hyperparameters()
         self.context = context
         self.lr = lr

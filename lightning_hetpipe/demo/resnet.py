@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_hetpipe.demo.sizes import at_least_one
+
 
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm and a shortcut: (N, C, H, W) to (N, width, H/stride, W/stride)."""
@@ -43,12 +45,16 @@ class ResNet(L.LightningModule):
         classes: number of classes.
         lr: peak learning rate of AdamW, reached after a third of the steps and annealed to zero (one cycle).
         weight_decay: AdamW's weight decay.
+
+    Raises:
+        SettingError: for a size below 1.
     """
 
     def __init__(
         self, width: int = 16, blocks: int = 4, classes: int = 10, lr: float = 0.01, weight_decay: float = 0.01
     ) -> None:
         super().__init__()
+        at_least_one(width=width, blocks=blocks, classes=classes)
         self.save_hyperparameters()
         self.lr = lr
         self.weight_decay = weight_decay

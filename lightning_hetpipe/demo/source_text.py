@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hetpipe.demo.sizes import at_least_one
 from lightning_hetpipe.errors import SettingError
 
 
@@ -28,7 +29,7 @@ class SourceText(L.LightningDataModule):
         folder: where the `*.py` files are; default: this interpreter's standard library.
 
     Raises:
-        SettingError: in `setup`, if the folder holds too little source for one batch of each part.
+        SettingError: for a size below 1; in `setup`, if the folder holds too little source for one batch of each part.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SourceText(L.LightningDataModule):
         folder: str | None = None,
     ) -> None:
         super().__init__()
+        at_least_one(context=context, batch_size=batch_size, max_bytes=max_bytes)
         self.context = context
         self.batch_size = batch_size
         self.max_bytes = max_bytes

@@ -30,6 +30,13 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["--config-dir", "nowhere"], "Additional config directory"),
         (["experiment=null"], "Config group override must be a string or a list"),
         (["trainer.accelerator=abacus"], "trainer: You selected an invalid accelerator name: `accelerator='abacus'`"),
+        (["trainer.max_epochs=abc"], "trainer.max_epochs=abc must be a whole number or null."),
+        (["data.batch_size=abc"], "data.batch_size=abc must be a whole number."),
+        (["data.batch_size=0"], "batch_size=0 must be at least 1"),
+        (["experiment=gpt", "model.heads=5"], "width=96 must be a multiple of heads=5"),
+        (["strategy.stages=two"], "strategy.stages=two must be a whole number or 'auto'."),
+        (["seed=abc"], "seed=abc must be a whole number or null."),
+        (["ckpt_path=nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist; give the path of a checkpoint"),
         (["trainer.max_epochs=-5"], "`max_epochs` must be a non-negative integer or -1. You passed in -5."),
     ],
 )
@@ -42,6 +49,60 @@ def test_a_wrong_setting_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith(f"hetpipe-train: {said}")
     assert error.splitlines()[1:] == ["(HYDRA_FULL_ERROR=1 shows where it was raised.)"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("trainer.logger.save_dirr=x", "save_dirr is not a setting; did you mean trainer.logger.save_dir?"),
+        (
+            "trainer.logger.foo=x",
+            "foo is not a setting; lightning.pytorch.loggers.TensorBoardLogger has save_dir, name",
+        ),
+    ],
+)
+def test_an_argument_that_is_passed_on_and_refused_there_is_one_sentence(
+    train: Train, capsys: pytest.CaptureFixture[str], argument: str, said: str
+) -> None:
+    """The logger takes any argument, for the writer that it makes when training starts."""
+    with pytest.raises(SystemExit) as end:
+        train(*MINE, argument)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"hetpipe-train: trainer.logger.{said}" in error
+    assert "Traceback" not in error
+
+
+def test_an_error_begins_on_a_line_of_its_own(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not behind a progress bar, and no bar is drawn after it."""
+    with pytest.raises(SystemExit) as end:
+        train(*MINE, "strategy.stages=50")
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert "Epoch 0" in shown.out
+    said, hint = shown.err.splitlines()[-2:]
+    assert said.startswith("hetpipe-train: stages=50 is more than the 3 layers")
+    assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
+
+
+@pytest.mark.parametrize(
+    ("switch", "missing"),
+    [
+        ("trainer.enable_progress_bar=false", "Epoch 0"),
+        ("trainer.logger=false", "tensorboard --logdir"),
+        ("trainer.enable_checkpointing=false", ".ckpt"),
+    ],
+)
+def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
+    train: Train, capsys: pytest.CaptureFixture[str], switch: str, missing: str
+) -> None:
+    """Lightning refuses them beside a callback of that kind, and the configuration lists one."""
+    train(*MINE)
+    assert missing in "".join(capsys.readouterr())
+    train(*MINE, switch)
+    shown = "".join(capsys.readouterr())
+    assert "samples per second" in shown
+    assert missing not in shown
 
 
 @pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=2"])
