@@ -6,6 +6,8 @@ import re
 
 # section.key=value; not hydra.*, which is Hydra's own, and nothing that bears a prefix (+, ++, ~) already.
 _PLAIN = re.compile(r"(?!hydra\.)[A-Za-z_]\w*(\.\w+)+=")
+# A value with a = in it that is nothing of Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
+_WITH_EQUALS = re.compile(r"(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)")
 
 
 def settled(arguments: list[str]) -> list[str]:
@@ -13,5 +15,11 @@ def settled(arguments: list[str]) -> list[str]:
 
     Hydra alone refuses a key that the YAML leaves out and advises to add `+`. Here any argument that the section's
     `_target_` takes may be given without it, and `settings.check` refuses the others, with the nearest name.
+
+    A value that holds a `=`, as the names of Lightning's checkpoints do, gets the quotes that Hydra wants around it.
     """
-    return [f"++{argument}" if _PLAIN.match(argument) else argument for argument in arguments]
+    quoted = [
+        _WITH_EQUALS.sub(r"\1='\2'", argument) if _WITH_EQUALS.fullmatch(argument) else argument
+        for argument in arguments
+    ]
+    return [f"++{argument}" if _PLAIN.match(argument) else argument for argument in quoted]

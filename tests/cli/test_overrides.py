@@ -22,3 +22,17 @@ def test_the_rest_is_left_to_hydra() -> None:
         "experiment@there=gpt",
     ]
     assert settled(arguments) == arguments
+
+
+def test_a_value_with_an_equals_sign_is_quoted() -> None:
+    """Lightning names checkpoints so, and Hydra alone could not read their paths."""
+    assert settled(["ckpt_path=out/epoch=4-step=470.ckpt", "+a.b=c=d", "model.path=e=f g"]) == [
+        "ckpt_path='out/epoch=4-step=470.ckpt'",
+        "+a.b='c=d'",
+        "++model.path='e=f g'",
+    ]
+
+
+def test_hydras_own_ways_to_write_an_equals_sign_are_left_to_it() -> None:
+    arguments = ["ckpt_path='a=b'", 'ckpt_path="a=b"', r"ckpt_path=a\=b", "seed=choice(1,2)", "key={a: b=c}", "-a=b=c"]
+    assert settled(arguments) == arguments

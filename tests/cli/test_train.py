@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.Captur
 def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path) -> None:
     train(*FAST)
     (first,) = folder.glob("outputs/*/*/checkpoints/*.ckpt")
-    train(f"ckpt_path='{first}'", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
+    train(f"ckpt_path={first}", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
     (second,) = folder.glob("resumed/checkpoints/*.ckpt")
     assert "step=6" in second.name
 
