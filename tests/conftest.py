@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, a fixed seed, and a check that no thread of ours outlives it."""
+"""What every test gets: one torch thread, a fixed seed, no thread of ours that outlives it; on demand, a clock."""
 
 from __future__ import annotations
 
@@ -34,3 +34,22 @@ def no_thread_left() -> Iterator[None]:
         thread.join(timeout=1)  # one that is on its last lines is not left behind
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left alive: {', '.join(alive)}"
+
+
+class Clock:
+    """Takes the place of the module ``time``, and stands still except where a test moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which layers are profiled and training time is counted."""
+    clock = Clock()
+    for module in ("planning.profile", "reporting.meter"):
+        monkeypatch.setattr(f"lightning_hetpipe.{module}.time", clock)
+    return clock

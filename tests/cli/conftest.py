@@ -60,6 +60,7 @@ strategy:
 """
 
 Train = Callable[..., None]
+Ends = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
@@ -83,5 +84,18 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
         quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
         monkeypatch.setattr(sys, "argv", ["hetpipe-train", *arguments, *quiet])
         main()
+
+    return run
+
+
+@pytest.fixture
+def ends(train: Train, capsys: pytest.CaptureFixture[str]) -> Ends:
+    """Runs hetpipe-train with these arguments, which must end with ``code``; gives its output and its errors."""
+
+    def run(code: int, *arguments: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as end:
+            train(*arguments)
+        assert end.value.code == code
+        return capsys.readouterr()
 
     return run

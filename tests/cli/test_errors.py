@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from tests.cli.conftest import Train
+from tests.cli.conftest import Ends, Train
 
 MINE = ["--config-dir", "mine", "experiment=mine"]
 
@@ -40,13 +40,8 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["trainer.max_epochs=-5"], "`max_epochs` must be a non-negative integer or -1. You passed in -5."),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(
-    train: Train, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        train(*arguments)
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+def test_a_wrong_setting_is_one_sentence(ends: Ends, arguments: list[str], said: str) -> None:
+    _, error = ends(2, *arguments)
     assert error.startswith(f"hetpipe-train: {said}")
     assert error.splitlines()[1:] == ["(HYDRA_FULL_ERROR=1 shows where it was raised.)"]
 
@@ -61,26 +56,18 @@ def test_a_wrong_setting_is_one_sentence(
         ),
     ],
 )
-def test_an_argument_that_is_passed_on_and_refused_there_is_one_sentence(
-    train: Train, capsys: pytest.CaptureFixture[str], argument: str, said: str
-) -> None:
+def test_an_argument_that_is_passed_on_and_refused_there_is_one_sentence(ends: Ends, argument: str, said: str) -> None:
     """The logger takes any argument, for the writer that it makes when training starts."""
-    with pytest.raises(SystemExit) as end:
-        train(*MINE, argument)
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+    _, error = ends(2, *MINE, argument)
     assert f"hetpipe-train: trainer.logger.{said}" in error
     assert "Traceback" not in error
 
 
-def test_an_error_begins_on_a_line_of_its_own(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_begins_on_a_line_of_its_own(ends: Ends) -> None:
     """Not behind a progress bar, and no bar is drawn after it."""
-    with pytest.raises(SystemExit) as end:
-        train(*MINE, "strategy.stages=50")
-    assert end.value.code == 2
-    shown = capsys.readouterr()
-    assert "Epoch 0" in shown.out
-    said, hint = shown.err.splitlines()[-2:]
+    output, error = ends(2, *MINE, "strategy.stages=50")
+    assert "Epoch 0" in output
+    said, hint = error.splitlines()[-2:]
     assert said.startswith("hetpipe-train: stages=50 is more than the 3 layers")
     assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
 
@@ -106,13 +93,8 @@ def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
 
 
 @pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=2"])
-def test_what_the_strategy_refuses_is_one_sentence(
-    train: Train, capsys: pytest.CaptureFixture[str], override: str
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        train(override, "trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+def test_what_the_strategy_refuses_is_one_sentence(ends: Ends, override: str) -> None:
+    _, error = ends(2, override, "trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
     assert override.lstrip("+").removeprefix("strategy.").split("=")[0] in error
     assert "Traceback" not in error
 
@@ -130,27 +112,18 @@ def test_the_whole_error_is_shown_on_request(train: Train, monkeypatch: pytest.M
         ("model.refuses=true", 'raise ValueError("a bug in __init__")'),
     ],
 )
-def test_a_bug_of_the_users_shows_its_own_traceback(
-    train: Train, capsys: pytest.CaptureFixture[str], override: str, line: str
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        train(*MINE, override)
-    assert end.value.code == 1
-    error = capsys.readouterr().err
+def test_a_bug_of_the_users_shows_its_own_traceback(ends: Ends, override: str, line: str) -> None:
+    _, error = ends(1, *MINE, override)
     assert line in error
     assert "users_model.py" in error
     assert "/hydra/" not in error
     assert "HYDRA_FULL_ERROR" not in error
 
 
-def test_an_import_that_fails_in_the_users_file_shows_its_line(
-    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_that_fails_in_the_users_file_shows_its_line(ends: Ends, folder: Path) -> None:
     (folder / "users_model.py").write_text("import not_installed_at_all\n")
-    with pytest.raises(SystemExit) as end:
-        train(*MINE)
-    assert end.value.code == 1
-    assert 'users_model.py", line 1' in capsys.readouterr().err
+    _, error = ends(1, *MINE)
+    assert 'users_model.py", line 1' in error
 
 
 def test_ctrl_c_while_it_trains_ends_with_130(folder: Path) -> None:
@@ -161,14 +134,10 @@ def test_ctrl_c_while_it_trains_ends_with_130(folder: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_ctrl_c_before_it_trains_ends_with_130(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_it_trains_ends_with_130(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_hetpipe.cli.settings.check", interrupted)
-    with pytest.raises(SystemExit) as end:
-        train()
-    assert end.value.code == 130
-    assert capsys.readouterr().err == "\nhetpipe-train: interrupted.\n"
+    _, error = ends(130)
+    assert error == "\nhetpipe-train: interrupted.\n"

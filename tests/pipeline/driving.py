@@ -78,6 +78,19 @@ class Line:
 
         return self.step(run)
 
+    def swallowing(self, swallowed: list[Exception]) -> Step:
+        """A step that catches whatever ``Exception`` its call raises, adds it to ``swallowed``, and goes on."""
+
+        def run() -> Tensor:
+            try:
+                loss: Tensor = self.call(X).sum()
+            except Exception as error:
+                swallowed.append(error)
+                return torch.zeros((), requires_grad=True)
+            return loss
+
+        return self.step(run)
+
     @contextmanager
     def running(self, version: int = 0) -> Iterator[Engine]:
         """Started, begun at ``version``, and closed in the end."""
@@ -87,6 +100,18 @@ class Line:
             yield self.engine
         finally:
             self.engine.close()
+
+    @contextmanager
+    def stuck(self, release: threading.Event) -> Iterator[Engine]:
+        """Started and begun, with a layer that is stuck; in the end it is released, and all threads must end."""
+        self.engine.start()
+        self.engine.begin(0)
+        try:
+            yield self.engine
+        finally:
+            release.set()
+            self.join()
+        assert self.threads() == []
 
     def threads(self) -> list[str]:
         """The names of its threads that are alive."""

@@ -49,13 +49,14 @@ class Growing(nn.Module):
 
 
 class Segment:
-    """A segment with ``slots`` copies of its layers, as a stage has it."""
+    """A segment with ``slots`` copies of its layers, as a stage has it when minibatch 1 is next."""
 
     def __init__(self, *live: nn.Module, slots: int) -> None:
         self.live = list(live)
         self.copies = [copy.deepcopy(self.live) for _ in range(slots)]
         self.places = [places(modules) for modules in self.copies]
         self.buffers = Buffers(self.live, slots, CPU)
+        self.buffers.begin(0)
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x
@@ -82,7 +83,6 @@ def test_places_are_the_buffers_that_hold_a_tensor() -> None:
 def test_a_forward_starts_from_what_the_one_before_left(slots: int, in_place: bool) -> None:
     """Whatever copies of the layers they run on: weights' versions choose those."""
     segment = Segment(Counter(in_place), slots=slots)
-    segment.buffers.begin(0)
     for minibatch in range(1, 8):
         slot = (minibatch * 2) % slots  # not in step with the buffers
         assert torch.equal(segment.forward(minibatch, slot), torch.full((2,), float(minibatch)))
@@ -92,7 +92,6 @@ def test_a_forward_starts_from_what_the_one_before_left(slots: int, in_place: bo
 def test_outsiders_see_those_of_their_minibatch_while_later_forwards_have_run(in_place: bool) -> None:
     counter = Counter(in_place)
     segment = Segment(counter, slots=3)
-    segment.buffers.begin(0)
     for minibatch in (1, 2, 3):
         segment.forward(minibatch, 0)
     assert counter.count.tolist() == [0, 0]
@@ -111,7 +110,6 @@ def test_a_backward_finds_the_buffers_of_its_forward() -> None:
             return x * self.count
 
     segment = Segment(Scales(), slots=3)
-    segment.buffers.begin(0)
     x = torch.ones(2, requires_grad=True)
     outputs = [segment.forward(minibatch, 0, x) for minibatch in (1, 2, 3)]
     found = [torch.autograd.grad(output.sum(), x)[0].tolist() for output in outputs]
@@ -121,9 +119,8 @@ def test_a_backward_finds_the_buffers_of_its_forward() -> None:
 def test_the_live_buffers_stay_the_same_tensors() -> None:
     """Others may hold them (an optimizer, an average of weights): they are filled, not replaced."""
     norm = nn.BatchNorm1d(2)
-    segment = Segment(norm, slots=2)
     before = list(norm.buffers())
-    segment.buffers.begin(0)
+    segment = Segment(norm, slots=2)
     segment.forward(1, 0, torch.randn(4, 2))
     segment.buffers.show(1)
     assert all(one is other for one, other in zip(norm.buffers(), before, strict=True))
@@ -134,7 +131,6 @@ def test_the_live_buffers_stay_the_same_tensors() -> None:
 def test_buffers_whose_shape_changes() -> None:
     layer = Growing()
     segment = Segment(layer, slots=2)
-    segment.buffers.begin(0)
     for minibatch in range(1, 5):
         segment.forward(minibatch, minibatch % 2, torch.full((3,), float(minibatch)))
         segment.buffers.show(minibatch)
@@ -145,7 +141,6 @@ def test_buffers_whose_shape_changes() -> None:
 def test_beginning_takes_the_live_buffers() -> None:
     counter = Counter()
     segment = Segment(counter, slots=3)
-    segment.buffers.begin(0)
     for minibatch in (1, 2, 3):
         segment.forward(minibatch, 0)
     counter.count.fill_(100)  # at the end of an epoch, or by loading a checkpoint
@@ -156,7 +151,6 @@ def test_beginning_takes_the_live_buffers() -> None:
 def test_a_discarded_forward_leaves_no_trace() -> None:
     counter = Counter()
     segment = Segment(counter, slots=3)
-    segment.buffers.begin(0)
     segment.forward(1, 0)
     segment.buffers.show(1)
     segment.forward(2, 1)
@@ -165,13 +159,20 @@ def test_a_discarded_forward_leaves_no_trace() -> None:
     assert segment.forward(2, 1).tolist() == [2, 2]
 
 
-def change(counter: Counter, how: str) -> None:
+def changed(how: str, forwards: int) -> Segment:
+    """A callback has changed the buffers after minibatch 1, when as many forwards had run."""
+    counter = Counter()
+    segment = Segment(counter, slots=forwards)
+    for minibatch in range(1, forwards + 1):
+        segment.forward(minibatch, 0)
+    segment.buffers.show(1)
     if how == "in place":
         counter.count.add_(10)
     elif how == "through data":
         counter.count.data.add_(10)
     else:
         counter.count = counter.count + 10
+    return segment
 
 
 CHANGES = ["in place", "through data", "replaced"]
@@ -179,25 +180,14 @@ CHANGES = ["in place", "through data", "replaced"]
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_callbacks_change_is_taken_over_where_nothing_has_run_ahead(how: str) -> None:
-    counter = Counter()
-    segment = Segment(counter, slots=1)
-    segment.buffers.begin(0)
-    segment.forward(1, 0)
-    segment.buffers.show(1)
-    change(counter, how)
+    segment = changed(how, forwards=1)
     segment.buffers.publish(1)
     assert segment.forward(2, 0).tolist() == [12, 12]
 
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_callbacks_change_is_refused_where_later_forwards_have_run(how: str) -> None:
-    counter = Counter()
-    segment = Segment(counter, slots=2)
-    segment.buffers.begin(0)
-    segment.forward(1, 0)
-    segment.forward(2, 0)
-    segment.buffers.show(1)
-    change(counter, how)
+    segment = changed(how, forwards=2)
     with pytest.raises(SettingError, match=r"the buffer 'count' of a pipelined Counter .* minibatch 1.*in_flight=1"):
         segment.buffers.publish(1)
 
@@ -207,7 +197,6 @@ def test_publishing_without_a_change_does_nothing(slots: int) -> None:
     counter = Counter()
     counter.count.fill_(float("nan"))  # equal to itself, for this
     segment = Segment(counter, slots=slots)
-    segment.buffers.begin(0)
     for minibatch in (1, 2):
         segment.forward(minibatch, 0)
         segment.buffers.show(minibatch)
@@ -217,7 +206,6 @@ def test_publishing_without_a_change_does_nothing(slots: int) -> None:
 
 def test_nothing_is_allocated_for_buffers_that_keep_their_shape() -> None:
     segment = Segment(nn.BatchNorm1d(2), slots=2)
-    segment.buffers.begin(0)
     seen: set[tuple[int, ...]] = set()
     for minibatch in range(1, 9):
         segment.forward(minibatch, 0, torch.randn(4, 2))
@@ -228,7 +216,6 @@ def test_nothing_is_allocated_for_buffers_that_keep_their_shape() -> None:
 
 def test_a_segment_without_buffers() -> None:
     segment = Segment(nn.Tanh(), nn.Linear(2, 2), slots=2)
-    segment.buffers.begin(0)
     segment.forward(1, 1)
     segment.buffers.show(1)
     segment.buffers.publish(1)

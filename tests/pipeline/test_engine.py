@@ -164,19 +164,16 @@ def test_closing_discards_what_is_in_flight() -> None:
 
 
 def test_code_that_catches_every_exception_cannot_keep_a_discarded_minibatch() -> None:
-    line, began = Line(mlp(), in_flight=2), threading.Event()
-
-    def run() -> Tensor:
-        began.set()
-        try:
-            return line.call(X).sum()  # type: ignore[no-any-return]
-        except Exception:
-            return torch.zeros((), requires_grad=True)
-
+    held, swallowed = Held(0, "turn", 1), list[Exception]()
+    line = Line(mlp(), in_flight=2, before_task=held)
     with line.running() as engine:
-        engine.submit(1, line.step(run))
-        engine.submit(2, line.step(run))
+        engine.submit(1, line.swallowing(swallowed))
+        engine.submit(2, line.swallowing(swallowed))
+        with engine.unlocked():
+            assert held.reached.wait(30)  # minibatch 1 is inside its call
+        held.release.set()
         engine.discard()
+    assert swallowed == []
     assert line.threads() == []
 
 

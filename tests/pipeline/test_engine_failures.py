@@ -136,18 +136,12 @@ def test_a_check_of_the_loss_may_refuse_it() -> None:
 
 def test_a_stages_failure_cannot_be_swallowed() -> None:
     """A training_step that catches everything would go on without its gradients."""
-    line = Line(nn.Sequential(nn.Linear(4, 4), failing_layer("forward")))
-
-    def run() -> Tensor:
-        try:
-            return line.call(X).sum()  # type: ignore[no-any-return]
-        except Exception:
-            return torch.zeros((), requires_grad=True)
-
+    line, swallowed = Line(nn.Sequential(nn.Linear(4, 4), failing_layer("forward"))), list[Exception]()
     with line.running() as engine:
-        engine.submit(1, line.step(run))
+        engine.submit(1, line.swallowing(swallowed))
         with pytest.raises(ArithmeticError, match="in the layer's forward"):
             engine.finish(1)
+    assert [type(error) for error in swallowed] == [ArithmeticError]
 
 
 # Calls that do not fit.
@@ -221,24 +215,18 @@ def test_a_stuck_layer_is_named() -> None:
     entered, release = threading.Event(), threading.Event()
     net = nn.Sequential(nn.Linear(4, 4), stuck_layer(entered, release), nn.Tanh(), nn.Linear(4, 4))
     line = Line(net, cuts=(0, 1, 3), in_flight=1, timeout=0.2)
-    line.engine.start()
-    line.engine.begin(0)
-    try:
-        line.engine.submit(1, line.plain())
+    with line.stuck(release) as engine:
+        engine.submit(1, line.plain())
         with pytest.raises(PipelineStalled) as caught:
-            line.engine.finish(1)
+            engine.finish(1)
         message = str(caught.value)
         assert "stage 0 is idle" in message
         assert "stage 1 has run the forward of minibatch 1 (layers piece0.1 to piece0.2) for" in message
         assert "minibatches in flight: 1" in message
         assert message.endswith("if that is how long your layers take, raise HetPipeStrategy(timeout=...)")
         with pytest.warns(UserWarning, match=r"could not end all its threads: .*stage 1 has run the forward"):
-            line.engine.close()
+            engine.close()
         assert "hetpipe-stage-1" in line.threads()
-    finally:
-        release.set()
-        line.join()
-    assert line.threads() == []
 
 
 def give_up_first_in_lightnings_thread(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,19 +246,13 @@ def test_threads_end_when_a_layer_goes_on_after_all(monkeypatch: pytest.MonkeyPa
     entered, release = threading.Event(), threading.Event()
     line = Line(nn.Sequential(nn.Linear(4, 4), stuck_layer(entered, release)), cuts=(0, 1), in_flight=2)
     give_up_first_in_lightnings_thread(line, monkeypatch)
-    line.engine.start()
-    line.engine.begin(0)
-    try:
-        line.engine.submit(1, line.plain())
-        line.engine.submit(2, line.plain())
+    with line.stuck(release) as engine:
+        engine.submit(1, line.plain())
+        engine.submit(2, line.plain())
         with pytest.raises(PipelineStalled, match=r"Lightning's step for minibatch 1 .*; minibatches in flight: 1, 2;"):
-            line.engine.finish(1)
+            engine.finish(1)
         with pytest.warns(UserWarning, match="could not end all its threads"), suppress(PipelineStalled):
-            line.engine.close()
-    finally:
-        release.set()
-        line.join()
-    assert line.threads() == []
+            engine.close()
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -278,19 +260,13 @@ def test_closing_over_a_stuck_layer_warns() -> None:
     """Without a failure before: the program just ends."""
     entered, release = threading.Event(), threading.Event()
     line = Line(nn.Sequential(stuck_layer(entered, release), nn.Linear(4, 4)), timeout=0.2)
-    line.engine.start()
-    line.engine.begin(0)
-    try:
-        line.engine.submit(1, line.plain())
-        with line.engine.unlocked():
+    with line.stuck(release) as engine:
+        engine.submit(1, line.plain())
+        with engine.unlocked():
             assert entered.wait(30)
         # It is chance which of two waits runs out first: that for the minibatch, or the minibatch's own.
         with pytest.warns(UserWarning, match="could not end all its threads"), suppress(PipelineStalled):
-            line.engine.close()
-    finally:
-        release.set()
-        line.join()
-    assert line.threads() == []
+            engine.close()
 
 
 def test_user_code_may_take_as_long_as_it_likes() -> None:

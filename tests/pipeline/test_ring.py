@@ -22,6 +22,13 @@ def live_layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)])
 
 
+def begun(slots: int) -> tuple[nn.ModuleList, Ring]:
+    live = live_layers()
+    ring = Ring(live, slots, CPU)
+    ring.begin(0)
+    return live, ring
+
+
 def step(live: nn.ModuleList, by: float = 1.0) -> None:
     """What an optimizer does."""
     with torch.no_grad():
@@ -46,9 +53,7 @@ def addresses(ring: Ring) -> list[list[int]]:
 
 
 def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
-    live = live_layers()
-    ring = Ring(live, 3, CPU)
-    ring.begin(0)
+    live, ring = begun(3)
     published = {0: copies(live)}
     for version in (1, 2):
         step(live)
@@ -99,18 +104,14 @@ def test_nothing_is_allocated_after_the_start(in_flight: int) -> None:
 
 
 def test_slots_share_no_memory_with_the_live_weights() -> None:
-    live = live_layers()
-    ring = Ring(live, 2, CPU)
-    ring.begin(0)
+    live, ring = begun(2)
     before = held(ring, 0)
     step(live)
     assert same(held(ring, 0), before)
 
 
 def test_a_version_without_a_change_shares_the_slot() -> None:
-    live = live_layers()
-    ring = Ring(live, 3, CPU)
-    ring.begin(0)
+    live, ring = begun(3)
     for version in range(1, 10):
         ring.publish(version)
         assert ring.place(version) == ring.place(version - 1)
@@ -121,9 +122,7 @@ def test_a_version_without_a_change_shares_the_slot() -> None:
 
 def test_changes_through_data_are_noticed() -> None:
     """``.data`` leaves no mark on the version counter."""
-    live = live_layers()
-    ring = Ring(live, 2, CPU)
-    ring.begin(0)
+    live, ring = begun(2)
     first = next(live.parameters())
     counter = first._version
     first.data.mul_(2.0)
@@ -134,9 +133,7 @@ def test_changes_through_data_are_noticed() -> None:
 
 
 def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
-    live = live_layers()
-    ring = Ring(live, 2, CPU)
-    ring.begin(0)
+    live, ring = begun(2)
     first = next(live.parameters())
     first.data = torch.full_like(first, 5.0)
     ring.publish(1)
@@ -144,9 +141,7 @@ def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
 
 
 def test_beginning_anew_forgets_older_versions() -> None:
-    live = live_layers()
-    ring = Ring(live, 2, CPU)
-    ring.begin(0)
+    live, ring = begun(2)
     step(live)
     ring.publish(1)
     step(live)
@@ -157,9 +152,7 @@ def test_beginning_anew_forgets_older_versions() -> None:
 
 
 def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
-    live = live_layers()
-    ring = Ring(live, 3, CPU)
-    ring.begin(0)
+    live, ring = begun(3)
     live[0].requires_grad_(False)
     live[1].eval()
     ring.publish(1)

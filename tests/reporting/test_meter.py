@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_hetpipe.reporting import meter as module
 from lightning_hetpipe.reporting.meter import Meter, batch_size
-
-
-class Clock:
-    now = 1000.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
+from tests.conftest import Clock
 
 
 def batch(samples: int) -> Any:
