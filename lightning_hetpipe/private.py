@@ -10,22 +10,62 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from typing_extensions import Self
 
 __all__ = [
+    "GRAPH_GUARDS",
+    "OperatorOverload",
     "ThreadDispatchMode",
+    "arguments_of",
     "foreach_copy_",
     "graph_leaves",
     "has_global_hooks",
     "has_hooks",
     "is_compiled",
+    "keywords_of",
+    "outputs_of",
     "pytree",
     "version_counter",
 ]
+
+
+GRAPH_GUARDS = "_guards_fn"
+"""The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+
+
+def keywords_of(graph: fx.GraphModule) -> list[str]:
+    """The keyword arguments of an exported graph, in the order of its inputs."""
+    return list(_tree_of(graph).in_spec.child(1).context)
+
+
+def outputs_of(graph: fx.GraphModule) -> Any:
+    """How the outputs of an exported graph are nested: what :func:`pytree.tree_unflatten` takes."""
+    return _tree_of(graph).out_spec
+
+
+OperatorOverload = torch._ops.OpOverload
+"""One operator of torch, as graphs call it."""
+
+
+def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]]:
+    """For each argument: its name, whether an output may share its memory, and whether it is changed in place."""
+    return [
+        (
+            argument.name,
+            argument.alias_info is not None,
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
+        for argument in operator._schema.arguments
+    ]
+
+
+def _tree_of(graph: fx.GraphModule) -> Any:
+    codegen: Any = graph.graph._codegen
+    return codegen.pytree_info
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

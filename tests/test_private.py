@@ -182,6 +182,31 @@ def test_leaves_of_a_graph_past_its_seams() -> None:
     assert [id(t) for t in private.graph_leaves(hidden.sum() + inside.sum(), {seam: []})] == [id(inside)]
 
 
+class Branches(nn.Module):
+    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.relu(x).mul_(scale) + shift, "x": x.view(-1)}
+
+
+@guards("_codegen", "_guards_fn", "_ops", "_schema")
+def test_exported_graphs() -> None:
+    x, one = torch.randn(3, 2), torch.ones(())
+    shapes = {"x": {0: torch.export.Dim("rows", max=8)}, "scale": None, "shift": None}
+    exported = torch.export.export(Branches(), (x,), {"shift": one, "scale": one}, dynamic_shapes=shapes, strict=False)
+    graph: Any = exported.module()
+    inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    assert inputs[1:] == private.keywords_of(graph), "arguments by name would go to others' places"
+    nested = private.pytree.tree_unflatten([1, 2], private.outputs_of(graph))
+    assert nested == {"y": 1, "x": 2}, "the outputs of a captured model would be nested otherwise than its own"
+    getattr(graph, private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
+    with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
+        getattr(graph, private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+    aten = torch.ops.aten
+    broken = "a value that is changed in place could cross a cut"
+    assert isinstance(aten.relu_.default, private.OperatorOverload), broken
+    assert private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
+    assert private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
+
+
 # Lightning.
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from lightning_hetpipe.capture.attributes import changed_attribute, plain_attributes
 from lightning_hetpipe.capture.pieces import Piece, layers_of, refuse_hooks
 from lightning_hetpipe.errors import SettingError
@@ -16,6 +18,7 @@ class Form:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
+        self.names = [piece.name for piece in pieces]
         self.take()
 
     def take(self) -> None:
@@ -37,13 +40,18 @@ class Form:
                 return f"{path}.{name}"
         return None if len(now) == len(self._seen) else self.pieces[-1].name
 
-    def check(self) -> None:
-        """Refuses changes that copying the layers anew does not answer.
+    def follow(self) -> None:
+        """Captures graphs anew, and refuses changes that copying the layers anew does not answer.
 
         Raises:
             SettingError: for layers that were replaced, and for hooks.
         """
         for piece in self.pieces:
+            if piece.captured is not None:
+                refuse_hooks(piece.name, piece.module)
+                piece.captured.capture_again()
+                continue
+            assert isinstance(piece.module, nn.Sequential)
             now = list(layers_of(piece.name, piece.module))
             for name, module in now:
                 refuse_hooks(name, module)
@@ -58,9 +66,12 @@ class Form:
             for name, module in piece.module.named_modules(remove_duplicate=False):
                 parameters = [(key, id(value)) for key, value in module.named_parameters(recurse=False)]
                 buffers = [key for key, _ in module.named_buffers(recurse=False)]  # exchanged ones are read anew
+                graph = None
+                if piece.captured is not None:  # which holds these tensors, and has been made for this mode
+                    graph = (module.training, [id(buffer) for buffer in module.buffers(recurse=False)])
                 hooks = module is not piece.module and has_hooks(module)
                 path = f"{piece.name}.{name}" if name else piece.name
-                yield path, id(module), parameters, buffers, hooks, plain_attributes(module)
+                yield path, id(module), parameters, buffers, hooks, graph, plain_attributes(module)
 
 
 def _parameters(piece: Piece) -> list[int]:

@@ -40,16 +40,16 @@ def refuse_outside(
             raise SettingError(
                 f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and is no"
                 f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
-                " layer of the pipelined nn.Sequential, and leave requires_grad_() of a batch out"
+                " module that training_step calls, and leave requires_grad_() of a batch out"
             )
         if (piece := next((piece for piece in pieces if name.startswith(f"{piece}.")), None)) is not None:
             raise SettingError(
                 f"training_step uses the parameter '{name}' directly, beside the pipelined call of '{piece}', and this"
                 " release computes gradients of that call only; for an L2 term use the optimizer's weight_decay, else"
-                " move what uses it into the nn.Sequential, or train with another strategy"
+                " move what uses it into the module, or train with another strategy"
             )
         raise SettingError(
-            f"the loss depends on the parameter '{name}' outside every pipelined nn.Sequential, and this release keeps"
-            " versions of those only; move the module that uses it into the nn.Sequential, freeze it, or for an L2 term"
-            " use the optimizer's weight_decay"
+            f"the loss depends on the parameter '{name}' outside every pipelined module, and this release keeps"
+            " versions of those only; use it in the forward of a module that training_step calls, freeze it, or for an"
+            " L2 term use the optimizer's weight_decay"
         )

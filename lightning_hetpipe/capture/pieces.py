@@ -1,17 +1,20 @@
 """The pieces of a LightningModule, and their layers.
 
-A *piece* is an ``nn.Sequential`` that holds parameters and is called in ``training_step`` from outside every other such
-Sequential. Its *layers* are its children; a child that is itself a plain ``nn.Sequential`` is taken apart.
+A *piece* is a module with trainable parameters that ``training_step`` calls from outside every other such module. The
+*layers* of an ``nn.Sequential`` are its children; a child that is itself a plain ``nn.Sequential`` is taken apart. Of
+any other module they are parts of its graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from lightning_hetpipe.capture.attributes import plain_attributes
+from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
@@ -25,24 +28,33 @@ class Piece:
 
     Attributes:
         name: Its path in the LightningModule.
-        module: The ``nn.Sequential``.
+        module: The live module.
         layers: Its layers, in order.
         inputs: What each layer was given in the watched step, detached.
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
+        captured: Its graphs, if it is no ``nn.Sequential``.
     """
 
     name: str
-    module: nn.Sequential
+    module: nn.Module
     layers: list[Layer] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     autocast: Autocast = field(default_factory=Autocast.current)
+    captured: Captured | None = None
+
+    def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What its first layer takes, where ``training_step`` calls the module so."""
+        if self.captured is not None:
+            return self.captured.value(args, kwargs)
+        (value,) = (*args, *kwargs.values())  # as nn.Sequential takes one
+        return value
 
 
 def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[str] | None:
     """The names in the ``module`` setting, checked; None where pieces are to be found.
 
     Raises:
-        SettingError: for a name that is no module of ``root``, or no plain ``nn.Sequential`` with parameters.
+        SettingError: for a name that is no module of ``root``, or has no parameters.
     """
     if setting is None:
         return None
@@ -57,11 +69,6 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
             )
         if is_compiled(modules[name]):
             raise compiled(name)
-        if not is_plain_sequential(modules[name]):
-            raise SettingError(
-                f"module={name!r} is a {type(modules[name]).__name__}, and this release pipelines nn.Sequential only;"
-                " write its layers as an nn.Sequential, or name one"
-            )
         if not any(True for _ in modules[name].parameters()):
             raise SettingError(f"module={name!r} has no parameters, so that nothing is gained; leave it out of module")
     return [first_names[id(modules[name])] for name in names]

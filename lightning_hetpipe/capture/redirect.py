@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -35,6 +36,15 @@ class Redirect:
             vars(self.owner)[self.name] = self.original
         else:
             del vars(self.owner)[self.name]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it, the owner has its own method."""
+        self.remove()
+        try:
+            yield
+        finally:
+            vars(self.owner)[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._handler(self, *args, **kwargs)

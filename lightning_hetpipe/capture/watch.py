@@ -19,6 +19,7 @@ from lightning_hetpipe.capture.leaves import refuse_outside
 from lightning_hetpipe.capture.pieces import Piece, compiled, is_plain_sequential, layers_of, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.strangers import stranger_in
+from lightning_hetpipe.capture.trial import Call, capture
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
@@ -55,10 +56,11 @@ class Watch:
         self._inside = False
         self._ordinary: set[nn.Module] = set()
         self._seams: dict[Any, list[Tensor]] = {}
+        self._calls: dict[str, Call] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, calls of Sequentials are seen. Nothing of it remains in the modules afterwards."""
+        """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
         behind_compile: set[nn.Module] = set()
         for name, module in self._root.named_modules():
             if is_compiled(module):
@@ -67,7 +69,7 @@ class Watch:
                 behind_compile.update(module.modules())
         redirects: list[Redirect] = []
         for name, module in self._root.named_modules():
-            if module is not self._root and is_plain_sequential(module) and module not in behind_compile:
+            if module is not self._root and module not in behind_compile:
                 redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
         try:
             yield
@@ -80,8 +82,7 @@ class Watch:
         if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
             asked = f" ({', '.join(self._names)})" if self._names else ""
             raise SettingError(
-                f"training_step called no nn.Sequential with trainable parameters{asked}, and this release pipelines"
-                " nn.Sequential only; write your network as one, or use another strategy"
+                f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
             )
         called = [piece.name for piece in self.pieces]
         if missing := [name for name in self._names or () if name not in called]:
@@ -91,53 +92,76 @@ class Watch:
             )
         refuse_outside(self._root, (), loss, called, self._seams)
         self._seams.clear()
+        for piece in self.pieces:
+            if (call := self._calls.pop(piece.name, None)) is not None:
+                capture(piece, call, self._chance, self._minibatch)
 
-    def _run(self, name: str, module: nn.Sequential, redirect: Redirect, input: Any) -> Any:
-        """The redirected ``forward`` of the Sequential ``name``; ``input`` is named as nn.Sequential names it."""
+    def _run(self, name: str, module: nn.Module, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+        """The redirected ``forward`` of module ``name``."""
         if self._inside or module in self._ordinary or not self._is_wanted(name, module):
-            return redirect.original(input)
+            return redirect.original(*args, **kwargs)
         if (earlier := next((piece for piece in self.pieces if piece.module is module), None)) is not None:
             if self._names is None and not any(p.requires_grad for p in module.parameters()):
                 # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
                 self.pieces.remove(earlier)
                 self._ordinary.add(module)
-                return redirect.original(input)
+                return redirect.original(*args, **kwargs)
             raise SettingError(
                 f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
                 " with torch.cat, or use another strategy"
+            )
+        if (part := next((piece for piece in self.pieces if piece.module in module.modules()), None)) is not None:
+            raise SettingError(
+                f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the whole,"
+                " or its parts"
             )
         piece = Piece(name, module)
         self.pieces.append(piece)
         self._inside = True
         try:
-            return self._run_layers(piece, input)
+            if isinstance(module, nn.Sequential) and is_plain_sequential(module):
+                return self._run_layers(piece, module, piece.value(args, kwargs))
+            return self._run_whole(piece, (args, kwargs))
         finally:
             self._inside = False
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._names is not None:
             return name in self._names
+        if any(module is not piece.module and module in piece.module.modules() for piece in self.pieces):
+            return False  # if the loss depends on it so, it is refused as used beside the piece
         return any(p.requires_grad or self._frozen_too for p in module.parameters())
 
-    def _run_layers(self, piece: Piece, value: Any) -> Any:
-        if has_global_hooks():
-            raise SettingError(
-                "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
-                " the same time as other user code; remove it before fit"
-            )
+    def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Runs a module of which stages will run a graph."""
+        _refuse_global_hooks()
+        name, module = piece.name, piece.module
+        buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
+
+        def call(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            args, kwargs = given
+            return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
+
+        with self._chance.watch({name: module}, self._minibatch):
+            output, layer = _run_observed(name, module, call, given)
+        if layer.mutates_input:
+            raise _changes_input(name, name)
+        self._calls[name] = Call(Value.of(given), buffers, Value.of(output))
+        return self._joined(tensors_of(given), output)
+
+    def _run_layers(self, piece: Piece, sequential: nn.Sequential, value: Any) -> Any:
+        _refuse_global_hooks()
         _refuse_strangers(f"the pipelined module '{piece.name}' is given", value)
         given = tensors_of(value)
         before = [version_counter(tensor) for tensor in given]
-        found = list(layers_of(piece.name, piece.module))
+        found = list(layers_of(piece.name, sequential))
         with self._chance.watch(dict(found), self._minibatch) as calls:
             for name, module in found:
                 piece.inputs.append(Value.of(value))
-                value = _run_layer(piece, name, module, calls[name], value)
+                value, layer = _run_observed(name, module, calls[name], value)
+                piece.layers.append(layer)
                 if before != [version_counter(tensor) for tensor in given]:
-                    raise SettingError(
-                        f"layer '{name}' changes the input of the pipelined module '{piece.name}' in place, which"
-                        " training_step could not see; make it work out of place (inplace=False)"
-                    )
+                    raise _changes_input(name, piece.name)
         return self._joined(given, value)
 
     def _joined(self, given: list[Tensor], output: Any) -> Any:
@@ -166,8 +190,8 @@ class _Seam(torch.autograd.Function):
         return gradients
 
 
-def _run_layer(piece: Piece, name: str, module: nn.Module, call: Callable[..., Any], value: Any) -> Any:
-    """Runs one layer, adds it to ``piece``, and refuses what its copies in stages could not do as it does."""
+def _run_observed(name: str, module: nn.Module, call: Callable[..., Any], value: Any) -> tuple[Any, Layer]:
+    """Runs a layer, tells what it did, and refuses what its copies in stages could not do as it does."""
     refuse_hooks(name, module)
     if owner := next((part for part in module.modules() if _holds_generator(part)), None):
         raise SettingError(
@@ -192,8 +216,22 @@ def _run_layer(piece: Piece, name: str, module: nn.Module, call: Callable[..., A
             )
     _refuse_strangers(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
-    piece.layers.append(Layer(name, module, mutates, not memory(given).isdisjoint(memory(tensors_of(output)))))
-    return output
+    return output, Layer(name, module, mutates, not memory(given).isdisjoint(memory(tensors_of(output))))
+
+
+def _changes_input(layer: str, piece: str) -> SettingError:
+    return SettingError(
+        f"layer '{layer}' changes the input of the pipelined module '{piece}' in place, which training_step could not"
+        " see; make it work out of place (inplace=False)"
+    )
+
+
+def _refuse_global_hooks() -> None:
+    if has_global_hooks():
+        raise SettingError(
+            "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
+            " the same time as other user code; remove it before fit"
+        )
 
 
 def _refuse_strangers(what: str, value: Any) -> None:

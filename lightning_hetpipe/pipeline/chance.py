@@ -38,7 +38,7 @@ from torch import nn
 
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach"]
+__all__ = ["Chance", "RandomnessError", "attach", "drawn"]
 
 
 class Chance:
@@ -127,6 +127,20 @@ def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[
         others = [module for name, module in modules.items() if name not in may_draw]
         installed += [_Still(other) for other in others if not isinstance(vars(other).get("forward"), _Forward)]
     return _Positioned(layer, path) if may_draw else layer
+
+
+def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``operator``, random operation ``ordinal`` of module ``path``, which stands in a captured graph."""
+    draws = _thread.draws
+    if draws is None:
+        return operator(*args, **kwargs)
+    outer, draws.path = draws.path, path
+    draws.ordinals[path] = ordinal
+    try:
+        with draws:
+            return operator(*args, **kwargs)
+    finally:
+        draws.path = outer
 
 
 _ACTIVE: dict[type[nn.Module], Callable[[Any], bool]] = {

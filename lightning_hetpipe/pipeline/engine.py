@@ -18,11 +18,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
 from lightning_hetpipe.pipeline.threads import Patience, Worker
 from lightning_hetpipe.pipeline.values import Gradients
@@ -56,6 +59,7 @@ class Engine:
         self.in_flight = settings.in_flight
         self.lock = UserLock()
         self.patience = Patience(timeout, lambda: self.lock.held, self.describe)
+        self.quiet = Quiet(self.patience)
         self.minibatches: dict[int, Minibatch] = {}
         layers = [layer for _, own in pieces for layer in own]
         self._parts = segments([len(own) for _, own in pieces], cuts)
@@ -70,6 +74,7 @@ class Engine:
                 layers,
                 settings,
                 self.patience,
+                self.quiet,
                 self._done,
             )
             for index, device in enumerate(devices)
@@ -131,7 +136,7 @@ class Engine:
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
-        with self.unlocked():  # copying is no user code, and losses must not wait for it
+        with self.computing():  # copying is no user code, and losses must not wait for it
             for stage in self.stages:
                 stage.publish(version)
 
@@ -162,6 +167,12 @@ class Engine:
             yield
         finally:
             self._take_lock()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Lets user code run while Lightning's thread computes."""
+        with self.unlocked(), self.quiet.computing():
+            yield
 
     def offer(self) -> None:
         """Lets whoever waits for the lock over user code go first."""
@@ -275,18 +286,26 @@ class Engine:
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
-    """Refuses a module with buffers that stands on both sides of a cut: its forwards would not run in order of p."""
-    owners: dict[int, str] = {}
+    """Refuses buffers that stand on both sides of a cut and may change: forwards would not see them in order of p."""
+    owners: dict[int, tuple[str, bool]] = {}
     for layers in parts:
-        here: dict[int, str] = {}
+        here: dict[int, tuple[str, bool]] = {}
         for layer in layers:
-            for module in layer.module.modules():
-                if any(True for _ in module.buffers(recurse=False)):
-                    here.setdefault(id(module), layer.name)
-        for key, name in here.items():
-            if key in owners:
+            for buffer, changes in _buffers(layer.module):
+                changes = changes or here.get(id(buffer), ("", False))[1]
+                here[id(buffer)] = (layer.name, changes)
+        for key, (name, changes) in here.items():
+            owner, changed = owners.get(key, ("", False))
+            if owner and (changes or changed):
                 raise SettingError(
-                    f"layers {owners[key]} and {name} share a module that has buffers, and a stage begins between them;"
+                    f"layers {owner} and {name} share a module that has buffers, and a stage begins between them;"
                     " give each layer a module of its own, or set stages=1"
                 )
         owners.update(here)
+
+
+def _buffers(layer: nn.Module) -> Iterator[tuple[Tensor, bool]]:
+    """The buffers of ``layer``, and whether it may change them."""
+    for module in layer.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield buffer, not isinstance(module, GraphLayer) or name in module.code.changes

@@ -22,6 +22,7 @@ from lightning_hetpipe.pipeline.chance import Chance, attach
 from lightning_hetpipe.pipeline.computed import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
 from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, memory, move, tensors_of
@@ -38,12 +39,14 @@ class Layer:
         module: The live module.
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
         aliases_input: Whether its output shares memory with its input, as a view does.
+        kind: What it is, for people; by default its class.
     """
 
     name: str
     module: nn.Module
     mutates_input: bool = False
     aliases_input: bool = False
+    kind: str = ""
 
 
 def mutates_input(layers: Sequence[Layer]) -> bool:
@@ -93,6 +96,7 @@ class Stage:
         layers: Sequence[Layer],
         settings: StageSettings,
         patience: Patience,
+        quiet: Quiet,
         done: Callable[[Task, Any], None],
     ) -> None:
         self.index = index
@@ -102,6 +106,7 @@ class Stage:
         self.busy_seconds = 0.0
         self._settings = settings
         self._patience = patience
+        self._quiet = quiet
         self._done = done
         self._doing: tuple[Task, float] | None = None
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
@@ -186,14 +191,17 @@ class Stage:
     def _perform(self, task: Task) -> Any:
         work, segment = task.instruction.work, task.instruction.segment
         if work is Work.BACKWARD:
-            return self._backward(task.minibatch, segment, task.payload)
-        output = self._forward(task.minibatch, segment, task.payload)
+            with self._quiet.computing():
+                return self._backward(task.minibatch, segment, task.payload)
+        with self._quiet.computing():
+            output = self._forward(task.minibatch, segment, task.payload)
         if work is Work.FORWARD:
             return output
         task.minibatch.deliver(output)
         given = self._turn(task.minibatch)
         del output
-        return self._backward(task.minibatch, segment, given)
+        with self._quiet.computing():
+            return self._backward(task.minibatch, segment, given)
 
     def _turn(self, minibatch: Minibatch) -> Gradients:
         """Waits at the turn for the gradients that the user's loss gives to the outputs."""
@@ -229,7 +237,7 @@ class Stage:
         own = part.parameters[self.ring.place(minibatch.version)]
         with part.buffers_as_left(minibatch):
             found = gradients(outputs, given, [*inputs, *own])
-        for live, gradient in zip(part.live_parameters, found[len(inputs) :], strict=True):
+        for live, gradient in reversed(list(zip(part.live_parameters, found[len(inputs) :], strict=True))):
             if gradient is not None:
                 minibatch.add_gradient(live, gradient)
         self._settle()
@@ -262,8 +270,9 @@ class _Part:
         copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
         self.buffers = Buffers(live, settings.in_flight, device)
         self.computed = Computed(live, settings.in_flight)
-        self.live_parameters = list(nn.ModuleList(live).parameters())
         self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
+        uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
+        self.live_parameters = [nn.ModuleList(live).get_parameter(use) for use in uses]
         self._ring = ring
         self._settings = settings
         self._calls = [

@@ -9,7 +9,7 @@ layers are measured and cut into stages, and the version that it used is stashed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ class Fit:
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
+        self._calls: list[Redirect] = []  # of the pieces
         self._last = -1
         self._stages = 1
 
@@ -99,9 +100,9 @@ class Fit:
                 self.engine.close()
         finally:
             self._replay.uninstall()
-            for redirect in self._redirects:
+            for redirect in (*self._redirects, *self._calls):
                 redirect.remove()
-            self._redirects = []
+            self._redirects, self._calls = [], []
             torch.set_num_threads(self._threads_before)
 
     def finish_report(self) -> None:
@@ -198,14 +199,14 @@ class Fit:
             self._outside.check_step()
             self._replay.install()
         for index, piece in enumerate(pieces):
-            self._redirects.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
+            self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
+            piece.inputs.clear()  # the watched step's activations
+            if piece.captured is not None:
+                piece.captured.alone = engine.quiet.alone
         self._form = Form(pieces)
-        self._piece_names = [piece.name for piece in pieces]
         self._watch = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout)
         self._telemetry.start()
-        for piece in pieces:
-            piece.inputs.clear()  # the watched step's activations
         self.engine = engine
         engine.start()
         engine.begin(number - 1, forwards=number)
@@ -318,20 +319,24 @@ class Fit:
                 f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"
             )
-        self._form.check()
+        with ExitStack() as stack:
+            for call in self._calls:
+                stack.enter_context(call.aside())
+            self._form.follow()
         self._epoch_begins = True  # a pipeline of new copies starts empty
         self.engine.copy_layers()
         self._form.take()
 
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
-        ahead = self.engine.in_flight > 1
+        assert self._form is not None
+        names, ahead = self._form.names, self.engine.in_flight > 1
         stretch = TrainerStretch(ProcessState.seeded(self._run_seed, 0, number), self._trainer) if ahead else None
         if stretch is not None:
             self._stretches[number] = stretch
         step = Step(
             run=partial(self._user_step, args),
-            check=lambda total, ours: refuse_outside(self._module, ours, total, self._piece_names),
+            check=lambda total, ours: refuse_outside(self._module, ours, total, names),
             context=partial(self._recording, number) if ahead else nullcontext,
             stretch=stretch,
         )
@@ -363,7 +368,7 @@ class Fit:
             inside = torch.get_default_dtype()
         return None if inside is torch.get_default_dtype() else inside
 
-    def _forward(self, index: int, piece: Piece, redirect: Redirect, input: Any) -> Any:
+    def _forward(self, index: int, piece: Piece, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
         assert self._layout is not None
         minibatch = current()
@@ -374,10 +379,17 @@ class Fit:
                     f"training_step calls '{piece.name}' with other parameters than its own (as with"
                     " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
                 )
-            return minibatch.call(index, piece.name, input)
+            with redirect.aside():  # an input of a new kind is captured now
+                value = piece.value(args, kwargs)
+            return minibatch.call(index, piece.name, value)
         if len(set(self._layout.devices)) == 1:
-            return redirect.original(input)
-        return self._layout.run_across_devices(piece.layers, input)
+            return redirect.original(*args, **kwargs)
+        if piece.captured is not None:
+            raise SettingError(
+                f"'{piece.name}' lies on several devices, and this release evaluates an nn.Sequential only there; train"
+                " on one device (several stages may share it), or leave validation out and test afterwards"
+            )
+        return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
 
 
 def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

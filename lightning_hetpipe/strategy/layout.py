@@ -54,7 +54,7 @@ class Layout:
                 StageReport(
                     device=device_name(device),
                     layers=[layer.name for layer in self.stage_layers(index)],
-                    layer_types=[type(layer.module).__name__ for layer in self.stage_layers(index)],
+                    layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=self.times[index],
                     busy=min(1.0, engine.stages[index].busy_seconds / seconds),
                     parameters=sum(p.numel() for p in engine.stages[index].ring.parameters),
@@ -77,7 +77,7 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int
     if stages > layers:
         raise SettingError(
             f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module;"
-            f" set stages to at most {layers}, or split a layer into several children of the nn.Sequential"
+            f" set stages to at most {layers}, or split a layer into several modules"
         )
     return stages
 

@@ -58,7 +58,7 @@ class Outside:
                 raise SettingError(
                     f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
                     " so that they would see it at a moment that depends on timing; set in_flight=1, or move it into"
-                    " the pipelined nn.Sequential"
+                    " a pipelined module"
                 )
 
 

@@ -27,7 +27,7 @@ def released_step(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[
 
         def run() -> Any:
             result = closure()
-            released.enter_context(engine.unlocked())
+            released.enter_context(engine.computing())
             return result
 
         return args, {**kwargs, "closure": run}

@@ -40,7 +40,7 @@ class HetPipeStrategy(ParallelStrategy):
             stage holds Nm copies of its weights.
         virtual_workers: Virtual workers on each node. Only 1, until a later release.
         weights: Weight policy. Only "stash", until a later release.
-        module: Name or names of the ``nn.Sequential`` to pipeline; by default every one with trainable parameters that
+        module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
             that user code takes does not count.

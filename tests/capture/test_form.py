@@ -102,7 +102,7 @@ def test_the_form_stays(change: Callable[[Any], None]) -> None:
     form = Form([own])
     change(own.module)
     assert form.changed() is None
-    form.check()
+    form.follow()
 
 
 def test_a_redirect_changes_nothing() -> None:
@@ -184,7 +184,7 @@ def test_a_change_that_copies_follow(change: Callable[[Any], None], name: str) -
     change(own.module)
     assert form.changed() == name
     assert form.changed() == name, "looking twice sees the same"
-    form.check()
+    form.follow()
     form.take()
     assert form.changed() is None
 
@@ -234,7 +234,7 @@ def test_other_layers_are_refused(change: Callable[[Any], None]) -> None:
     assert changed is not None
     assert changed.startswith("net")
     with pytest.raises(SettingError, match="layers of 'net' were added, removed or replaced after the first minibatch"):
-        form.check()
+        form.follow()
 
 
 @pytest.mark.parametrize("name", ["0", "2", "2.1", "3"])
@@ -245,7 +245,7 @@ def test_hooks_are_refused(register: str, name: str) -> None:
     getattr(own.module.get_submodule(name), register)(lambda *_: None)
     assert form.changed() == f"net.{name}"
     with pytest.raises(SettingError, match=rf"layer 'net\.{re.escape(name)}' has a hook"):
-        form.check()
+        form.follow()
 
 
 def test_hooks_of_torchs_own_are_not() -> None:
@@ -254,7 +254,7 @@ def test_hooks_of_torchs_own_are_not() -> None:
     prune_layer(own.module)
     form = Form([own])
     prune_layer(own.module)  # again: its hook is another one now
-    form.check()
+    form.follow()
     own.module[0](torch.ones(2, 4))
     assert form.changed() is None
 

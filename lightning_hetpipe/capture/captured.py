@@ -1,0 +1,146 @@
+"""A piece that is no ``nn.Sequential``: its graph, cut into layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.capture.parts import Part, parts
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.private import GRAPH_GUARDS, keywords_of, pytree
+
+VARIANTS = 8
+"""How many graphs of one piece there may be: one for each kind of input that needs one of its own."""
+
+
+class Captured:
+    """The graphs of one module, and the layers that they are cut into.
+
+    Args:
+        name: The module's path in the LightningModule.
+        module: The live module.
+        args, kwargs: What it was given in the watched step; kept, as later captures may need them.
+        autocast: What held where it was called.
+
+    Raises:
+        SettingError: if it cannot be captured.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
+    ) -> None:
+        self.layers: list[Layer] = []
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
+        self._name = name
+        self._module = module
+        self._autocast = autocast
+        self._example = (args, kwargs)
+        self._variants: list[_Variant] = []
+        self._capture(args, kwargs)
+
+    def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What the first layer takes for ``module(*args, **kwargs)``; captures a graph where none fits."""
+        for number, variant in enumerate(self._variants):
+            if (leaves := variant.fitting(args, kwargs)) is not None:
+                return (number, *leaves)
+        if len(self._variants) == VARIANTS:
+            raise SettingError(
+                f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph;"
+                " pad them to the same shapes, or call it with the same kinds of arguments"
+            )
+        self._capture(args, kwargs)
+        return self.value(args, kwargs)
+
+    def capture_again(self) -> None:
+        """Follows a change of the module, other than of its weights' and buffers' values."""
+        self._variants.clear()
+        for layer in self.layers:
+            graph_layer(layer).code.clear()
+        self._capture(*self._example)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self.alone(), torch.enable_grad(), self._autocast.opened():
+            graph = graph_of(self._name, self._module, args, kwargs)
+        variant = _Variant(graph, args, kwargs)
+        found = parts(graph, self._module, self._name)
+        if not self.layers:
+            self.layers = [Layer(part.name, self._layer(part, graph), kind=part.kind) for part in found]
+        elif [part.name for part in found] != [layer.name for layer in self.layers]:
+            raise SettingError(
+                f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
+                " same way in every minibatch"
+            )
+        for layer, part in zip(self.layers, found, strict=True):
+            held = graph_layer(layer)
+            tensors = self._tensors(part, graph)
+            if self._variants and any(held.held(path) is not tensor for path, tensor in tensors.items()):
+                raise SettingError(
+                    f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
+                    f" '{self._name}' in the same way in every minibatch"
+                )
+            if not self._variants:
+                held.take(tensors)
+            held.code.add(part.run, part.own, part.changes)
+        self._variants.append(variant)
+
+    def _layer(self, part: Part, graph: fx.GraphModule) -> GraphLayer:
+        device = next((t.device for t in (*self._module.parameters(), *self._module.buffers())), torch.device("cpu"))
+        return GraphLayer(self._tensors(part, graph), device, Code())
+
+    def _tensors(self, part: Part, graph: fx.GraphModule) -> dict[str, Tensor]:
+        live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
+        live.update(self._module.named_buffers(remove_duplicate=False))
+        return {path: live[path] if path in live else _at(graph, path) for path in part.own}
+
+
+def graph_layer(layer: Layer) -> GraphLayer:
+    assert isinstance(layer.module, GraphLayer)
+    return layer.module
+
+
+class _Variant:
+    """Which calls a graph is for."""
+
+    def __init__(self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keywords = keywords_of(graph)
+        leaves, self._spec = self._flat(args, kwargs)
+        self._kinds = [_kind(leaf) for leaf in leaves]
+        self._guards = getattr(graph, GRAPH_GUARDS, None)
+
+    def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
+        if set(kwargs) != set(self._keywords):
+            return None
+        leaves, spec = self._flat(args, kwargs)
+        if spec != self._spec or [_kind(leaf) for leaf in leaves] != self._kinds:
+            return None
+        if self._guards is not None:
+            try:
+                self._guards(*leaves)
+            except (AssertionError, RuntimeError):
+                return None
+        return leaves
+
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+
+
+def _kind(leaf: Any) -> Any:
+    """What must be the same for a graph to fit: of a tensor its dtype and dimensions, and which of them are 0 or 1."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
+    return leaf
+
+
+def _at(graph: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), graph)

@@ -1,0 +1,103 @@
+"""What ``torch.export`` makes of a module: its graph, or one sentence about why it has none."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ShapesCollection, export
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.private import pytree
+
+_Shapes: Any = ShapesCollection  # torch has no types here
+_LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
+_OURS = str(Path(__file__).parent)
+
+
+def graph_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
+
+    Every size of an input may vary from call to call, as far as the graph does not depend on it. The module is left as
+    it was.
+
+    Args:
+        name: The module's path in the LightningModule, for messages.
+        module: The live module, in the mode in which it is to be run.
+        args: What it is given; only shapes, dtypes and devices of tensors matter.
+        kwargs: The same.
+
+    Raises:
+        SettingError: if it cannot be captured; the message names the line of the user's where that shows.
+    """
+    shapes: Any = _Shapes()
+    for tensor in pytree.tree_leaves((args, kwargs)):
+        if isinstance(tensor, Tensor) and tensor.dim():
+            shapes[tensor] = dict.fromkeys(range(tensor.dim()), Dim.AUTO)
+    chance = (random.getstate(), _numpy_state())
+    try:
+        with _left_alone(module):
+            program = export(
+                module, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(module, args, kwargs), strict=False
+            )
+            graph = program.module(check_guards=True)
+    except Exception as error:
+        raise _refusal(name, error) from error
+    if chance != (random.getstate(), _numpy_state()):
+        raise SettingError(
+            f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
+            " them with torch, or in training_step"
+        )
+    assert isinstance(graph, fx.GraphModule)
+    return graph
+
+
+def _refusal(name: str, error: Exception) -> SettingError:
+    line = _users_line(error)
+    where = f" at {line}" if line else ""
+    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        return SettingError(
+            f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the"
+            " same for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
+        )
+    return SettingError(
+        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way,"
+        " call it in training_step outside the pipelined module, or write the module as an nn.Sequential"
+    )
+
+
+def _users_line(error: Exception) -> str | None:
+    """The innermost line of the traceback that is neither a library's nor ours."""
+    found = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((*_LIBRARIES, _OURS)) and not frame.filename.startswith("<"):
+            code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            found = f"{Path(frame.filename).name}:{frame.lineno}, `{code}`"
+    return found
+
+
+@contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """Undoes what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()] if numpy else None

@@ -1,0 +1,150 @@
+"""Which nodes of a captured graph make up a layer.
+
+A layer is a run of nodes of one *block*: a submodule with weights that holds no list of further blocks, such as one
+layer of a transformer. What runs between blocks goes with the block before it. Runs are joined where a later one would
+change in place what an earlier one has made (or a view of it): such a value may not cross a cut.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from lightning_hetpipe.private import OperatorOverload, arguments_of
+
+
+@dataclass
+class Group:
+    """A layer's nodes, in order; ``block`` is the path of its block in the captured module."""
+
+    block: str | None
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
+    """The layers of ``graph``, in order, with all its nodes but inputs, weights and the output."""
+    blocks = set(_blocks(module))
+    found: list[Group] = []
+    where: dict[fx.Node, Group] = {}
+    for node in compute_nodes(graph):
+        source = node.args[0] if node.args else None
+        if _is_a_look(node) and isinstance(source, fx.Node) and source in where:
+            group = where[source]
+        else:
+            block = _block_of(path_of(node), blocks)
+            if not found or (block is not None and found[-1].block not in (block, None)):
+                found.append(Group(block))
+            group = found[-1]
+            group.block = group.block or block
+        group.nodes.append(node)
+        where[node] = group
+    return _joined(found or [Group(None)], _spans(graph, found))
+
+
+def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the innermost module that runs ``node``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return re.sub(r"@\d+", "", path)  # as the second call of a module is marked
+
+
+def _blocks(module: nn.Module, path: str = "") -> Iterator[str]:
+    children = [
+        (name, child) for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name
+    ]
+    if path and not any(map(_is_list, module.modules())):
+        children = []
+    if children:
+        for name, child in children:
+            yield from _blocks(child, f"{path}.{name}" if path else name)
+    elif any(True for _ in (*module.parameters(), *module.buffers())):
+        yield path
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it holds several modules with weights, one after the other."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return False
+    return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
+
+
+def _block_of(path: str, blocks: set[str]) -> str | None:
+    parts = path.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((prefix for prefix in prefixes if prefix in blocks), None)
+
+
+def _is_a_look(node: fx.Node) -> bool:
+    """Whether ``node`` only picks a part, or a size, of what another one has made: it goes where that is."""
+    return node.target in (operator.getitem, torch.ops.aten.sym_size.int)
+
+
+# Values that are changed in place.
+
+
+def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
+    """The paths of the buffers that ``nodes`` change in place."""
+    for node in nodes:
+        yield from (str(value.target) for value in _written_and_viewed(node)[0] if value.op == "get_attr")
+
+
+def _spans(graph: fx.Graph, found: Sequence[Group]) -> Iterator[tuple[int, int]]:
+    """From where to where groups belong together, as one changes in place what another has made."""
+    layer = {node: index for index, group in enumerate(found) for node in group.nodes}
+    shares: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose values may lie in the same memory
+    for node in compute_nodes(graph):
+        written, viewed = _written_and_viewed(node)
+        for value in written:
+            same = shares.setdefault(value, {value})
+            if value.op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
+                users = [layer[user] for one in same for user in (one, *one.users) if user in layer]
+                yield min(users), max(users)
+            else:
+                yield min([layer[node], *(layer[one] for one in same if one in layer)]), layer[node]
+        together = {node}.union(*(shares.setdefault(value, {value}) for value in viewed))
+        for one in together:
+            shares[one] = together
+
+
+def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The inputs that ``node`` changes in place, and those whose memory its output may share."""
+    if not isinstance(node.target, OperatorOverload):
+        return [], list(node.all_input_nodes)  # getitem; a region of its own rules may give back what it was given
+    written: list[fx.Node] = []
+    viewed: list[fx.Node] = []
+    for index, (name, shares, changes) in enumerate(arguments_of(node.target)):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+        nodes = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, fx.Node)]
+        if shares or (name == "input" and "dropout" in str(node.target)):  # which may give back what it was given
+            viewed += nodes
+        if changes or name in _STATISTICS:
+            written += nodes
+    return written, viewed
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""What batch and instance norm change in place without saying so."""
+
+
+def _joined(found: Sequence[Group], spans: Iterator[tuple[int, int]]) -> list[Group]:
+    together = list(range(len(found)))  # for each group the first one that it is joined with
+    for first, last in spans:
+        start = together[first]
+        for index in range(first, len(together)):
+            if index <= last or together[index] in together[first : last + 1]:
+                together[index] = start
+    joined: dict[int, Group] = {}
+    for index, group in enumerate(found):
+        target = joined.setdefault(together[index], Group(None))
+        target.block = target.block or group.block
+        target.nodes += group.nodes
+    return list(joined.values())

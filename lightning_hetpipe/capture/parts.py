@@ -1,0 +1,156 @@
+"""A captured graph, cut into one function for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from lightning_hetpipe.capture.grouping import Group, changed_buffers, groups, path_of
+from lightning_hetpipe.pipeline.chance import drawn
+from lightning_hetpipe.pipeline.graph_layer import Run
+from lightning_hetpipe.private import outputs_of, pytree
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of one graph.
+
+    Attributes:
+        name: Its path in the LightningModule; the second layer of that path is marked with ":2".
+        kind: The class of the module at that path.
+        own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
+        changes: Those of them that it changes in place.
+        run: Computes it; see :data:`~lightning_hetpipe.pipeline.graph_layer.Run`.
+    """
+
+    name: str
+    kind: str
+    own: Sequence[str]
+    changes: Sequence[str]
+    run: Run
+
+
+def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
+    """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs."""
+    found = groups(graph.graph, module)
+    layer = {node: index for index, group in enumerate(found) for node in group.nodes}
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    last = len(found) - 1
+    until = {
+        node: max((layer.get(user, last) for user in node.users if user.op != "call_module"), default=-1)
+        for node in (*inputs, *layer)
+    }
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    ordinals: dict[str, int] = {}
+    names: dict[str, int] = {}
+    given: list[fx.Node] = inputs
+    made: list[Part] = []
+    for index, group in enumerate(found):
+        kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
+        path = ".".join(part for part in (name, group.block) if part)
+        names[path] = names.get(path, 0) + 1
+        maker = _Maker(given, group, name, ordinals, device)
+        if index < last:
+            run = _passing_on(maker.function(tuple(kept)))
+        else:
+            run = _nested(maker.function(output.args[0]), outputs_of(graph))
+        kind = type(module.get_submodule(group.block or "")).__name__
+        made.append(
+            Part(
+                path if names[path] == 1 else f"{path}:{names[path]}",
+                kind,
+                maker.own,
+                list(changed_buffers(group.nodes)),
+                run,
+            )
+        )
+        given = kept
+    return made
+
+
+class _Maker:
+    """Makes the function of one group: takes the device, the group's own tensors and the values ``given``."""
+
+    def __init__(
+        self, given: Sequence[fx.Node], group: Group, name: str, ordinals: dict[str, int], device: torch.device
+    ) -> None:
+        self.own: list[str] = []
+        self._name = name
+        self._ordinals = ordinals
+        self._captured_on = device
+        self._graph = fx.Graph()
+        self._device = self._graph.placeholder("device")
+        self._new: dict[fx.Node, fx.Node] = {}
+        for node in _weights(group):
+            self._new[node] = self._graph.placeholder(f"own_{len(self.own)}")
+            self.own.append(str(node.target))
+        for node in given:
+            self._new[node] = self._graph.placeholder(f"given_{node.name}")
+        for node in group.nodes:
+            self._new[node] = self._copied(node)
+
+    def function(self, result: Any) -> Run:
+        self._graph.output(self._mapped(result))
+        self._graph.lint()
+        module = fx.GraphModule({}, self._graph)
+        run: Run = module.forward
+        return run
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        if _may_draw(node):
+            path = ".".join(part for part in (self._name, path_of(node)) if part)
+            ordinal = self._ordinals.get(path, 0)
+            self._ordinals[path] = ordinal + 1
+            args = (path, ordinal, node.target, *args)
+        target: Any = drawn if _may_draw(node) else node.target
+        return self._graph.call_function(target, args, kwargs)
+
+    def _mapped(self, value: Any) -> Any:
+        return map_aggregate(value, self._mapped_leaf)
+
+    def _mapped_leaf(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._new[value]
+        # A tensor that the graph makes or moves to where it was captured belongs where the layer is.
+        return self._device if isinstance(value, torch.device) and value == self._captured_on else value
+
+
+def _weights(group: Group) -> Iterator[fx.Node]:
+    nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
+    return iter(nodes)
+
+
+_INACTIVE = {
+    torch.ops.aten.dropout.default: lambda x, p, train: not train or p == 0,
+    torch.ops.aten.feature_dropout.default: lambda x, p, train: not train or p == 0,
+    torch.ops.aten.scaled_dot_product_attention.default: lambda q, k, v, mask=None, p=0.0, *_, **__: p == 0,
+}
+
+
+def _may_draw(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    target: Any = node.target
+    inactive: Any = _INACTIVE.get(target)
+    return inactive is None or not inactive(*node.args, **node.kwargs)
+
+
+def _passing_on(run: Run) -> Run:
+    def passing_on(variant: int, *values: Any) -> Any:
+        return (variant, *run(*values))
+
+    return passing_on
+
+
+def _nested(run: Run, outputs: Any) -> Run:
+    def nested(variant: int, *values: Any) -> Any:
+        return pytree.tree_unflatten(list(run(*values)), outputs)
+
+    return nested

@@ -1,0 +1,89 @@
+"""One layer of a captured model: a part of its graph, and the weights and buffers that this part reads.
+
+Between two layers passes one tuple: the number of the graph's variant, then every value that a later layer needs. The
+code of a layer is shared by its copies; weights and buffers are each copy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+Run = Callable[..., Any]
+"""Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
+
+
+class Code:
+    """What a layer and its copies run.
+
+    Attributes:
+        variants: For each variant of the graph the function, and the names of the layer's tensors that it takes.
+        changes: The names of the buffers that one of them changes in place.
+    """
+
+    def __init__(self) -> None:
+        self.variants: list[tuple[Run, Sequence[str]]] = []
+        self.changes: set[str] = set()
+
+    def clear(self) -> None:
+        self.variants.clear()
+        self.changes.clear()
+
+    def add(self, run: Run, own: Sequence[str], changes: Sequence[str]) -> None:
+        """Adds a variant; paths are those in the captured module."""
+        self.variants.append((run, [own_name(path) for path in own]))
+        self.changes.update(own_name(path) for path in changes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class GraphLayer(nn.Module):
+    """A layer of a captured model.
+
+    Args:
+        tensors: Its parameters and buffers, live, by their path in the captured module.
+        device: Where it was captured.
+        code: What it runs.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, code: Code) -> None:
+        super().__init__()
+        self.code = code
+        self.device = device
+        self.take(tensors)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Holds ``tensors``, and no others, from now on."""
+        held = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
+        for name, _ in [pair for pairs in held for pair in pairs]:
+            delattr(self, name)
+        for path, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(own_name(path), tensor)
+            else:
+                self.register_buffer(own_name(path), tensor)
+
+    def held(self, path: str) -> Tensor | None:
+        """What it holds of the captured module's ``path``; None if it takes nothing from there."""
+        tensor: Tensor | None = getattr(self, own_name(path), None)
+        return tensor
+
+    def forward(self, values: tuple[Any, ...]) -> Any:
+        variant, *given = values
+        run, names = self.code.variants[variant]
+        return run(variant, self.device, *(getattr(self, name) for name in names), *given)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.device = fn(torch.empty(0, device=self.device)).device
+        return self
+
+
+def own_name(path: str) -> str:
+    """The name under which a layer holds what the captured module holds at ``path``; modules allow no dots in it."""
+    return path.replace(".", "/")

@@ -1,0 +1,97 @@
+"""Why a module has no graph is said in one sentence, with the user's line; and capturing leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.errors import SettingError
+
+X = torch.randn(4, 3)
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+
+class Decides(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return -x
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Counts(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * x.max().item()
+        return y
+
+
+class Numpy(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + torch.from_numpy(np.abs(x.detach().numpy()))
+        return y
+
+
+class Rolls(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * random.random()
+        return y
+
+
+class RollsNumpy(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * float(np.random.rand())
+        return y
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            Decides(),
+            r"decides by the values of its data .* at test_export.py:\d+, `if x.sum\(\) > 0:`.*; use torch.where",
+        ),
+        (Numpy(), r"cannot be captured by torch.export at test_export.py:\d+, `y: Tensor .*numpy\(\)"),
+        (Rolls(), r"'model' draws random numbers of Python or numpy in forward, .*; draw them with torch"),
+        (RollsNumpy(), r"'model' draws random numbers of Python or numpy in forward"),
+    ],
+)
+def test_what_has_no_graph(module: nn.Module, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        graph_of("model", module, (X,), {})
+
+
+def test_no_trace_remains() -> None:
+    module = Linear()
+    module.forward = lambda x: module.linear(x)  # as a user may patch it
+    torch_prune: Any = prune.l1_unstructured  # torch has no types here
+    torch_prune(module.linear, "weight", amount=0.5)  # its hook sets an attribute
+    before: list[dict[str, Any]] = [dict(vars(part)) for part in module.modules()]
+    parameters = dict(module.named_parameters())
+    graph = graph_of("model", module, (X,), {})
+    assert [dict(vars(part)) for part in module.modules()] == before
+    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
+    assert torch.equal(graph(X), module(X))
+
+
+def test_sizes_may_vary() -> None:
+    class Sums(Linear):
+        def forward(self, x: Tensor, *, more: Tensor) -> Tensor:
+            y: Tensor = self.linear(x).sum(0) + more.mean(0)
+            return y
+
+    module = Sums()
+    graph = graph_of("model", module, (X,), {"more": torch.randn(5, 3)})
+    x, more = torch.randn(9, 3), torch.randn(2, 3)
+    assert torch.equal(graph(x, more=more), module(x, more=more))

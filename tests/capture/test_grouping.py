@@ -1,0 +1,88 @@
+"""A graph's nodes make up layers by their blocks; what is changed in place is not cut from what changes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.capture.grouping import groups
+from tests.captured_models import CLIP, GPT, ResNet, Translator, UNet
+
+IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
+
+
+def blocks(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> list[str | None]:
+    return [group.block for group in groups(graph_of("model", module, args, kwargs).graph, module)]
+
+
+def test_blocks_are_the_modules_that_hold_no_list_of_others() -> None:
+    assert blocks(GPT(), IDS) == ["words", "places", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    assert blocks(Translator(), IDS, target=IDS) == [
+        "words",
+        "encoder.0",
+        "encoder.1",
+        "words",
+        "decoder.0",
+        "decoder.1",
+        "norm",
+    ]
+    assert blocks(CLIP(), torch.randn(3, 4), text=torch.randn(3, 2)) == ["image", "text"]
+    assert blocks(UNet(), torch.randn(3, 6)) == ["down1", "down2", "middle", "up2", "up1", "head"]
+    assert blocks(nn.Linear(3, 3), torch.randn(2, 3)) == [""]
+
+
+def test_a_change_in_place_joins_layers() -> None:
+    """conv1, bn1 and their in-place ReLU are one layer, as the ReLU changes what bn1 gives."""
+    found = blocks(ResNet(), IMAGE)
+    assert found == ["conv1", "bn1", "layers.0", "layers.1", "layers.2", "fc"]
+
+    class Changes(nn.Module):
+        def __init__(self, view: bool) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.view = view
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.one(x)
+            b = self.two(x)
+            part = a[:, :2] if self.view else a.clone()
+            part.mul_(2.0)
+            y: Tensor = self.three(a + b)
+            return y
+
+    assert blocks(Changes(view=False), torch.randn(2, 3)) == ["one", "two", "three"]
+    assert blocks(Changes(view=True), torch.randn(2, 3)) == ["one", "three"]
+
+
+def test_a_buffer_that_is_changed_is_in_one_layer() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.calls: Tensor
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x) * self.calls
+            x = self.two(x)
+            self.calls.add_(1)
+            y: Tensor = self.three(x)
+            return y
+
+    assert blocks(Counts(), torch.randn(2, 3)) == ["one", "three"]
+
+
+def test_batchnorm_that_is_called_twice_is_in_one_layer() -> None:
+    """It changes its statistics without saying so."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm, self.two = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.two(self.norm(self.one(x))))
+            return y
+
+    assert blocks(Twice(), torch.randn(4, 3)) == ["one", "norm"]

@@ -1,0 +1,88 @@
+"""Models that are no nn.Sequential train as the oracle says, bit for bit, wherever they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.captured_models import GPT, Autoencodes, Contrasts, ResNet, Translates, UNet, Whole, Words
+from tests.exact.pipelines import Pinned, delayed, even
+from tests.exact.running import assert_equal, expect, fit
+from tests.models import ADAMW, CLASSES, WORDS, Learner, vectors
+
+
+def images(samples: int, batch_size: int) -> DataLoader[Any]:
+    chance = torch.Generator().manual_seed(2)
+    x, y = torch.randn(samples, 1, 5, 5, generator=chance), torch.randint(CLASSES, (samples,), generator=chance)
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def words(samples: int, batch_size: int) -> DataLoader[Any]:
+    chance = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(torch.randint(WORDS, (samples, 7), generator=chance)), batch_size)
+
+
+CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
+    "unet": (lambda: Whole(UNet()), vectors(22, 4), 6),
+    "resnet": (lambda: Whole(ResNet(), ADAMW), images(14, 4), 6),
+    "gpt": (lambda: Words(GPT(), ADAMW), words(14, 4), 7),
+    "dropout": (lambda: Words(GPT(dropout=0.3), ADAMW), words(14, 4), 7),
+    "translator": (Translates, words(14, 4), 7),
+    "clip": (Contrasts, vectors(22, 4), 2),
+    "pieces": (Autoencodes, vectors(22, 4), 5),
+}
+
+
+def made(name: str) -> Learner:
+    torch.manual_seed(7)
+    return CASES[name][0]()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_captured_models(name: str, in_flight: int, stages: int) -> None:
+    _, loader, layers = CASES[name]
+    expected = expect(made(name), loader, in_flight)
+    strategy = even(layers, min(stages, layers), in_flight)
+    assert_equal(expected, fit(made(name), loader, strategy=strategy))
+    assert strategy.last_run is not None
+    assert sum(len(stage.layers) for stage in strategy.last_run.stages) == layers
+
+
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", CASES)
+def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
+    _, loader, layers = CASES[name]
+    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3)))
+    in_flight = data.draw(st.integers(1, 6))
+    strategy = delayed(Pinned((0, *cuts), in_flight), seed=data.draw(st.integers(0, 99)))
+    assert_equal(
+        expect(made(name), loader, in_flight, max_epochs=1), fit(made(name), loader, strategy=strategy, max_epochs=1)
+    )
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("name", ["resnet", "gpt", "translator"])
+def test_mixed_precision(name: str, in_flight: int) -> None:
+    _, loader, layers = CASES[name]
+    expected = expect(made(name), loader, in_flight, autocast=torch.bfloat16)
+    strategy = even(layers, 3, in_flight)
+    assert_equal(expected, fit(made(name), loader, strategy=strategy, precision="bf16-mixed"))
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_lengths_that_vary(in_flight: int) -> None:
+    chance = torch.Generator().manual_seed(5)
+    sizes = [(2, 5), (2, 3), (3, 8), (1, 6), (2, 2), (1, 9)]
+    batches = [(torch.randint(WORDS, size, generator=chance),) for size in sizes]
+    loader = DataLoader(cast(Dataset[Any], batches), batch_size=None)
+    expected = expect(made("gpt"), [batches] * 2, in_flight)
+    assert_equal(expected, fit(made("gpt"), loader, strategy=even(7, 3, in_flight)))

@@ -1,0 +1,225 @@
+"""Captured models follow what changes at the borders of epochs, evaluate as they are, and are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.captured_models import ResNet, Tower, Whole, Words
+from tests.exact.pipelines import Pinned, delayed, even
+from tests.exact.running import Record, assert_same, fit
+from tests.exact.test_captured import CASES, images, made, words
+from tests.exact.test_live_changes import Edit, assert_differs
+from tests.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
+from tests.oracle import Batch, Outputs
+from tests.strategy.refusing import assert_refused
+
+
+def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any = list, **settings: Any) -> Record:
+    torch.manual_seed(7)
+    return fit(make(), loader, callbacks(), strategy=strategy, **settings)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt", "translator", "pieces"])
+def test_one_in_flight_is_the_plain_trainer(name: str) -> None:
+    _, loader, layers = CASES[name]
+    assert_same(fit(made(name), loader, strategy="auto"), fit(made(name), loader, strategy=even(layers, 3, 1)))
+
+
+def test_validation_evaluates_the_model_itself() -> None:
+    class Validates(Whole):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            assert not self.model.training
+            self.log("val_loss", self.compute(batch)["loss"])
+
+    def losses(strategy: Any, **settings: Any) -> tuple[Record, Tensor]:
+        torch.manual_seed(7)
+        record = fit(Validates(ResNet()), images(14, 4), val_loader=images(9, 3), strategy=strategy, **settings)
+        assert record.trainer is not None
+        return record, record.trainer.callback_metrics["val_loss"]
+
+    plain, one = losses("auto"), losses(even(6, 3, 1))
+    assert torch.equal(plain[1], one[1])
+    assert_same(plain[0], one[0])
+    ahead, often = losses(even(6, 3, 4)), losses(even(6, 2, 4), val_check_interval=2)
+    assert_same(ahead[0], often[0])
+
+
+class Slope(nn.Module):
+    """Reads a plain attribute in forward."""
+
+    slope: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+        self.slope = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(F.leaky_relu(self.norm(self.one(x)), self.slope))
+        return y
+
+
+def bend(model: Any) -> None:
+    model.slope = 0.9
+
+
+def exchange(model: Any) -> None:
+    model.norm.running_mean = torch.ones(8)
+    model.norm.eval()
+
+
+class EditModel(Edit):
+    def _edit(self, trainer: Any, pl_module: Any, at_start: bool) -> None:
+        if (trainer.current_epoch, at_start) == (self.epoch, self.at_start):
+            self.edit(pl_module.model)
+
+
+@pytest.mark.parametrize("edit", [bend, exchange])
+def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) -> None:
+    def callbacks() -> list[Any]:
+        return [EditModel(edit, 1)]
+
+    def make() -> Learner:
+        return Whole(Slope())
+
+    plain = run(make, vectors(26, 4), "auto", callbacks, max_epochs=3)
+    assert_same(plain, run(make, vectors(26, 4), Pinned((0, 1, 2), 1), callbacks, max_epochs=3))
+    one = run(make, vectors(26, 4), delayed(Pinned((0,), 3), 1), callbacks, max_epochs=3)
+    assert_same(one, run(make, vectors(26, 4), delayed(Pinned((0, 1, 2), 3), 2), callbacks, max_epochs=3))
+    assert_differs(one, run(make, vectors(26, 4), Pinned((0,), 3), max_epochs=3))
+
+
+def test_attention_dropout_does_not_depend_on_the_cut() -> None:
+    """torch's own attention, whose dropout is no module."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.qkv, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 24), nn.Linear(8, WORDS)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.words(ids)).unsqueeze(1).chunk(3, -1)
+            x = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if self.training else 0.0, is_causal=True)
+            y: Tensor = self.head(F.dropout(x.squeeze(1), 0.2, self.training))
+            return y
+
+    def make() -> Learner:
+        return Words(Attends(), ADAMW)
+
+    one = run(make, words(14, 4), delayed(Pinned((0,), 3), 1))
+    assert_same(one, run(make, words(14, 4), delayed(Pinned((0, 1, 2), 3), 2)))
+    assert not torch.equal(one.outputs[0]["logits"], one.outputs[4]["logits"])  # of the same batch
+
+
+# Refused.
+
+
+class Hidden(nn.Module):
+    """Depends on what no graph sees: how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        y: Tensor = self.linear(x) * self.calls[0]
+        return y
+
+
+class Remembers(nn.Module):
+    """As above, but where the watch does not look."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        y: Tensor = self.linear(x) * type(self).calls
+        return y
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize(
+    ("model", "fragments"),
+    [
+        (Hidden, ["layer 'model' sets its attribute 'calls' (of Hidden) in forward"]),
+        (Remembers, ["the graph that torch.export makes of 'model' gives other values than the module itself"]),
+        (Decides, ["'model' decides by the values of its data", "return y if y.sum() > 0 else -y", "torch.where"]),
+    ],
+)
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[str], in_flight: int) -> None:
+    assert_refused(Whole(model()), *fragments, strategy=Pinned((0,), in_flight), loader=vectors(20, 4))
+
+
+def test_a_hook_inside_is_refused() -> None:
+    module = Whole(Tower(6))
+    cast(Any, module.model).hidden.register_forward_hook(lambda *_: None)
+    assert_refused(module, "layer 'model' has a hook (on Linear)", strategy=Pinned((0,), 2), loader=vectors(20, 4))
+
+
+def test_inputs_of_too_many_kinds() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, CLASSES)
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            y: Tensor = self.linear(x) * times
+            return y
+
+    class Counts(Whole):
+        def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+            return {"loss": self.model(batch[0], batch_idx % self.kinds).square().mean()}
+
+        kinds = 5
+
+    expected = run(lambda: Counts(Takes()), vectors(48, 4), "auto")
+    assert_same(expected, run(lambda: Counts(Takes()), vectors(48, 4), Pinned((0,), 1)))
+    Counts.kinds = 12
+    message = "'model' was given inputs of more than 8 kinds, each of which needs its own graph"
+    assert_refused(Counts(Takes(), SGD), message, strategy=Pinned((0,), 3), loader=vectors(48, 4))
+
+
+def test_a_norm_that_two_pieces_share_is_refused_where_they_are_cut() -> None:
+    norm = nn.BatchNorm1d(4)
+
+    class Normed(nn.Module):
+        def __init__(self, inputs: int) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(inputs, 4), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.linear(x))
+            return y
+
+    class Two(Learner):
+        def __init__(self) -> None:
+            super().__init__(SGD)
+            self.first, self.second = Normed(6), Normed(4)
+
+        def compute(self, batch: Batch) -> Outputs:
+            return {"loss": self.second(self.first(batch[0])).square().mean()}
+
+    message = "layers first.norm and second.norm share a module that has buffers"
+    assert_refused(Two(), message, strategy=Pinned((0, 2), 2), loader=vectors(20, 4))
