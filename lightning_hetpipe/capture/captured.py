@@ -70,7 +70,7 @@ class Captured:
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.alone(), torch.enable_grad(), self._autocast.opened():
-            graph = graph_of(self._name, self._module, args, kwargs)
+            graph = graph_of(self._name, self._module, args, kwargs, images_vary=bool(self._variants))
         variant = _Variant(graph, args, kwargs)
         found = parts(graph, self._module, self._name)
         if not self.layers:

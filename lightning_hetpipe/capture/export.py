@@ -24,10 +24,12 @@ _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torc
 _OURS = str(Path(__file__).parent)
 
 
-def graph_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+def graph_of(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, images_vary: bool = False
+) -> fx.GraphModule:
     """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
 
-    Every size of an input may vary from call to call, as far as the graph does not depend on it. The module is left as
+    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. The module is left as
     it was.
 
     Args:
@@ -35,6 +37,8 @@ def graph_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         module: The live module, in the mode in which it is to be run.
         args: What it is given; only shapes, dtypes and devices of tensors matter.
         kwargs: The same.
+        images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
+            for models that cut images into windows.
 
     Raises:
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
@@ -42,7 +46,7 @@ def graph_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
-            shapes[tensor] = dict.fromkeys(range(tensor.dim()), Dim.AUTO)
+            shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     chance = (random.getstate(), _numpy_state())
     try:
         with _left_alone(module):

@@ -20,10 +20,20 @@ from lightning_hetpipe.private import OperatorOverload, arguments_of
 
 @dataclass
 class Group:
-    """A layer's nodes, in order; ``block`` is the path of its block in the captured module."""
+    """A layer's nodes, in order.
 
-    block: str | None
+    Attributes:
+        call: The path of its block in the captured module, with a mark where that is called again.
+        nodes: In the order of the graph.
+    """
+
+    call: str | None
     nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def block(self) -> str:
+        """The path of its block; empty for the captured module itself."""
+        return _unmarked(self.call or "")
 
 
 def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
@@ -36,11 +46,11 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
         if _is_a_look(node) and isinstance(source, fx.Node) and source in where:
             group = where[source]
         else:
-            block = _block_of(path_of(node), blocks)
-            if not found or (block is not None and found[-1].block not in (block, None)):
-                found.append(Group(block))
+            call = _call_of(_marked_path(node), blocks)
+            if not found or (call is not None and found[-1].call not in (call, None)):
+                found.append(Group(call))
             group = found[-1]
-            group.block = group.block or block
+            group.call = call if group.call is None else group.call
         group.nodes.append(node)
         where[node] = group
     return _joined(found or [Group(None)], _spans(graph, found))
@@ -52,9 +62,16 @@ def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def path_of(node: fx.Node) -> str:
     """The path of the innermost module that runs ``node``."""
+    return _unmarked(_marked_path(node))
+
+
+def _marked_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return re.sub(r"@\d+", "", path)  # as the second call of a module is marked
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _unmarked(path: str) -> str:
+    return re.sub(r"@\d+", "", path)  # so the second call of a module is marked
 
 
 def _blocks(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -71,16 +88,17 @@ def _blocks(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether it holds several modules with weights, one after the other."""
+    """Whether it holds modules with weights, one after the other."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
-    return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
+    return any(True for child in module.children() for _ in child.parameters())
 
 
-def _block_of(path: str, blocks: set[str]) -> str | None:
+def _call_of(path: str, blocks: set[str]) -> str | None:
+    """The start of the marked ``path`` that is a block."""
     parts = path.split(".")
     prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((prefix for prefix in prefixes if prefix in blocks), None)
+    return next((prefix for prefix in prefixes if _unmarked(prefix) in blocks), None)
 
 
 def _is_a_look(node: fx.Node) -> bool:
@@ -145,6 +163,6 @@ def _joined(found: Sequence[Group], spans: Iterator[tuple[int, int]]) -> list[Gr
     joined: dict[int, Group] = {}
     for index, group in enumerate(found):
         target = joined.setdefault(together[index], Group(None))
-        target.block = target.block or group.block
+        target.call = group.call if target.call is None else target.call
         target.nodes += group.nodes
     return list(joined.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +56,12 @@ def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
         kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
         path = ".".join(part for part in (name, group.block) if part)
         names[path] = names.get(path, 0) + 1
-        maker = _Maker(given, group, name, ordinals, device)
+        maker = _Maker(graph, given, group, name, ordinals, device)
         if index < last:
             run = _passing_on(maker.function(tuple(kept)))
         else:
             run = _nested(maker.function(output.args[0]), outputs_of(graph))
-        kind = type(module.get_submodule(group.block or "")).__name__
+        kind = type(module.get_submodule(group.block)).__name__
         made.append(
             Part(
                 path if names[path] == 1 else f"{path}:{names[path]}",
@@ -78,18 +79,34 @@ class _Maker:
     """Makes the function of one group: takes the device, the group's own tensors and the values ``given``."""
 
     def __init__(
-        self, given: Sequence[fx.Node], group: Group, name: str, ordinals: dict[str, int], device: torch.device
+        self,
+        graph: fx.GraphModule,
+        given: Sequence[fx.Node],
+        group: Group,
+        name: str,
+        ordinals: dict[str, int],
+        device: torch.device,
     ) -> None:
         self.own: list[str] = []
+        self._regions: list[fx.GraphModule] = []
         self._name = name
         self._ordinals = ordinals
         self._captured_on = device
         self._graph = fx.Graph()
-        self._device = self._graph.placeholder("device")
         self._new: dict[fx.Node, fx.Node] = {}
-        for node in _weights(group):
-            self._new[node] = self._graph.placeholder(f"own_{len(self.own)}")
-            self.own.append(str(node.target))
+        found = {str(node.target): node for node in _attributes(group)}
+        held = {path: functools.reduce(getattr, path.split("."), graph) for path in found}
+        for path, region in held.items():
+            if isinstance(region, fx.GraphModule):  # such as what runs under torch.no_grad()
+                self._new[found[path]] = self._graph.placeholder(f"region_{len(self._regions)}")
+                self._regions.append(region)
+        self._device = self._graph.placeholder("device")
+        for path in found:
+            if not isinstance(held[path], fx.GraphModule):
+                self._new[found[path]] = self._graph.placeholder(f"own_{len(self.own)}")
+                self.own.append(path)
+        for region in self._regions:
+            self._prepare(region)
         for node in given:
             self._new[node] = self._graph.placeholder(f"given_{node.name}")
         for node in group.nodes:
@@ -99,18 +116,29 @@ class _Maker:
         self._graph.output(self._mapped(result))
         self._graph.lint()
         module = fx.GraphModule({}, self._graph)
-        run: Run = module.forward
-        return run
+        return functools.partial(module.forward, *self._regions)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        target: Any = node.target
         if _may_draw(node):
-            path = ".".join(part for part in (self._name, path_of(node)) if part)
-            ordinal = self._ordinals.get(path, 0)
-            self._ordinals[path] = ordinal + 1
-            args = (path, ordinal, node.target, *args)
-        target: Any = drawn if _may_draw(node) else node.target
+            target, args = drawn, (*self._draw(node), *args)
         return self._graph.call_function(target, args, kwargs)
+
+    def _draw(self, node: fx.Node) -> tuple[Any, ...]:
+        """What :func:`drawn` takes before the arguments of ``node``, a random operation."""
+        path = ".".join(part for part in (self._name, path_of(node)) if part)
+        ordinal = self._ordinals.get(path, 0)
+        self._ordinals[path] = ordinal + 1
+        return path, ordinal, node.target
+
+    def _prepare(self, region: fx.GraphModule) -> None:
+        """Lets the random operations of a region draw as the others do."""
+        for part in region.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in filter(_may_draw, list(part.graph.nodes)):
+                    node.args, node.target = (*self._draw(node), *node.args), drawn
+                part.recompile()
 
     def _mapped(self, value: Any) -> Any:
         return map_aggregate(value, self._mapped_leaf)
@@ -122,7 +150,7 @@ class _Maker:
         return self._device if isinstance(value, torch.device) and value == self._captured_on else value
 
 
-def _weights(group: Group) -> Iterator[fx.Node]:
+def _attributes(group: Group) -> Iterator[fx.Node]:
     nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
     return iter(nodes)
 

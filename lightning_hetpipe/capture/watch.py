@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.leaves import refuse_outside
+from lightning_hetpipe.capture.own_backwards import own_backward
 from lightning_hetpipe.capture.pieces import Piece, compiled, is_plain_sequential, layers_of, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.strangers import stranger_in
@@ -146,6 +147,11 @@ class Watch:
             output, layer = _run_observed(name, module, call, given)
         if layer.mutates_input:
             raise _changes_input(name, name)
+        if (function := own_backward(tensors_of(output), tensors_of(given))) is not None:
+            raise SettingError(
+                f"'{name}' has a backward pass of its own, the torch.autograd.Function {function}, which torch.export"
+                " does not keep; write it with torch's operators, or call it in training_step between two modules"
+            )
         self._calls[name] = Call(Value.of(given), buffers, Value.of(output))
         return self._joined(tensors_of(given), output)
 

@@ -188,7 +188,7 @@ def test_a_module_around_a_sequential_is_the_piece() -> None:
     (piece,) = watch(Watched(run_net, net=Block()), X)
     assert piece.name == "net"
     assert piece.captured is not None
-    assert names(piece) == ["net.body"]
+    assert names(piece) == ["net.body.0"]
 
 
 def test_only_the_named_pieces() -> None:

@@ -159,9 +159,33 @@ class Decides(nn.Module):
         return y if y.sum() > 0 else -y
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and lets gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        straight: Any = Straight.apply  # torch has no types here
+        y: Tensor = self.two(straight(self.one(x)))
+        return y
+
+
 @pytest.mark.parametrize(
     ("model", "fragments"),
     [
+        (Quantized, ["'model' has a backward pass of its own, the torch.autograd.Function Straight"]),
         (Hidden, ["layer 'model' sets its attribute 'calls' (of Hidden) in forward"]),
         (Remembers, ["the graph that torch.export makes of 'model' gives other values than the module itself"]),
         (Decides, ["'model' decides by the values of its data", "return y if y.sum() > 0 else -y", "torch.where"]),
@@ -170,6 +194,22 @@ class Decides(nn.Module):
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[str], in_flight: int) -> None:
     assert_refused(Whole(model()), *fragments, strategy=Pinned((0,), in_flight), loader=vectors(20, 4))
+
+
+def test_a_backward_of_ones_own_between_two_modules() -> None:
+    """It is user code, and stays as it is."""
+
+    class Between(Learner):
+        def __init__(self) -> None:
+            super().__init__(SGD)
+            self.one, self.two = Tower(6), Tower(4)
+
+        def compute(self, batch: Batch) -> Outputs:
+            straight: Any = Straight.apply  # torch has no types here
+            return {"loss": self.two(straight(self.one(batch[0]) * 3)).square().mean() + batch[0].mean()}
+
+    plain = run(Between, vectors(20, 4), "auto")
+    assert_same(plain, run(Between, vectors(20, 4), Pinned((0, 2), 1)))
 
 
 def test_a_hook_inside_is_refused() -> None:
