@@ -58,6 +58,7 @@ class Watch:
         self._ordinary: set[nn.Module] = set()
         self._seams: dict[Any, list[Tensor]] = {}
         self._calls: dict[str, Call] = {}
+        self._weights: dict[str, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,6 +73,7 @@ class Watch:
         for name, module in self._root.named_modules():
             if module is not self._root and module not in behind_compile:
                 redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
+        self._weights = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
         try:
             yield
         finally:
@@ -85,6 +87,12 @@ class Watch:
             raise SettingError(
                 f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
             )
+        for name, weight in self._root.named_parameters():
+            if version_counter(weight) != self._weights.get(name, version_counter(weight)):
+                raise SettingError(
+                    f"training_step changes the parameter '{name}' in place, which stages would not see; do it in a"
+                    " callback or hook, such as on_train_batch_end"
+                )
         called = [piece.name for piece in self.pieces]
         if missing := [name for name in self._names or () if name not in called]:
             raise SettingError(

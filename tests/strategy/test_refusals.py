@@ -142,6 +142,17 @@ def test_nothing_to_pipeline() -> None:
     assert_refused(module, "training_step called no module with trainable parameters", "call one, or use another")
 
 
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_weights_that_training_step_changes(in_flight: int) -> None:
+    def clamps(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            module.net[0].weight.clamp_(-0.1, 0.1)
+        return plain_step(module, x, y, batch_idx)
+
+    message = "training_step changes the parameter 'net.0.weight' in place"
+    assert_refused(Learner(clamps), message, "in a callback or hook", strategy=pipeline(in_flight))
+
+
 def test_a_whole_after_a_part_of_it() -> None:
     def both(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
         return module.net[0](x).square().mean() + F.cross_entropy(module.net(x), y)

@@ -175,3 +175,44 @@ def test_a_step_sees_its_own_request_to_stop_only() -> None:
     own = seen.pop(4)
     assert own == (False, True)
     assert set(seen.values()) == {(False, False)}
+
+
+# Attributes of the LightningModule.
+
+
+class Keeps(Learner):
+    """Keeps its batch on itself, as many do, counts before and after the model's call, and averages its losses."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.begun, self.ended, self.mean = 0, 0, 0.0
+        self.wrong: list[int] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        self.x, self.y = batch
+        self.begun += 1
+        number = self.begun
+        logits = self.net(self.x)
+        if self.y is not batch[1] or self.begun != number:
+            self.wrong.append(batch_idx)
+        loss = F.cross_entropy(logits, self.y)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        self.ended += 1
+        return {"loss": loss / (1 + self.mean), "logits": logits.detach()}
+
+
+def test_attributes_that_training_step_sets_belong_to_its_minibatch() -> None:
+    """Others ran in between, and it went on with their labels."""
+    records, modules = [], []
+    for seed in (1, 2, 3):
+        torch.manual_seed(0)
+        modules.append(Keeps())
+        strategy = delayed(even(3, 1 + seed % 3, 4), seed)
+        records.append(fit(modules[-1], vectors(26, 4), strategy=strategy, max_epochs=2))
+    for record in records[1:]:
+        assert_same(records[0], record)
+    for module in modules:
+        assert module.wrong == []
+        assert (module.begun, module.ended) == (14, 14)
+        assert module.mean == modules[0].mean
