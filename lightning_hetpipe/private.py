@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -23,6 +24,7 @@ __all__ = [
     "arguments_of",
     "foreach_copy_",
     "graph_leaves",
+    "graph_nodes",
     "has_global_hooks",
     "has_hooks",
     "is_compiled",
@@ -123,6 +125,19 @@ def has_global_hooks() -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` has wrapped around another one."""
     return isinstance(vars(module)["_modules"].get("_orig_mod"), nn.Module)
+
+
+def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:
+    """The nodes of autograd's graph that ``starts`` lead to, themselves among them, on ways that pass no ``barred``."""
+    seen: set[Node | None] = {None, *barred}
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        yield node
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
 
 
 def graph_leaves(output: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:

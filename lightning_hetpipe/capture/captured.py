@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.parts import Part, parts
+from lightning_hetpipe.capture.parts import Part, at, device_of, parts
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.private import GRAPH_GUARDS, keywords_of, pytree
 
@@ -74,7 +73,8 @@ class Captured:
         variant = _Variant(graph, args, kwargs)
         found = parts(graph, self._module, self._name)
         if not self.layers:
-            self.layers = [Layer(part.name, self._layer(part, graph), kind=part.kind) for part in found]
+            device = device_of(self._module)
+            self.layers = [Layer(part.name, GraphLayer(device), kind=part.kind) for part in found]
         elif [part.name for part in found] != [layer.name for layer in self.layers]:
             raise SettingError(
                 f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
@@ -93,14 +93,10 @@ class Captured:
             held.code.add(part.run, part.own, part.changes)
         self._variants.append(variant)
 
-    def _layer(self, part: Part, graph: fx.GraphModule) -> GraphLayer:
-        device = next((t.device for t in (*self._module.parameters(), *self._module.buffers())), torch.device("cpu"))
-        return GraphLayer(self._tensors(part, graph), device, Code())
-
     def _tensors(self, part: Part, graph: fx.GraphModule) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         live.update(self._module.named_buffers(remove_duplicate=False))
-        return {path: live[path] if path in live else _at(graph, path) for path in part.own}
+        return {path: live[path] if path in live else at(graph, path) for path in part.own}
 
 
 def graph_layer(layer: Layer) -> GraphLayer:
@@ -140,7 +136,3 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
     return leaf
-
-
-def _at(graph: nn.Module, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), graph)

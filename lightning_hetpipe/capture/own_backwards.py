@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lightning_hetpipe.private import graph_nodes
+
 
 def own_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
     """The name of a ``torch.autograd.Function`` between ``inputs`` and ``outputs``; None if there is none."""
-    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
-    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, BackwardCFunction):
-            return type(node).__name__.removesuffix("Backward")
-        seen.add(node)
-        pending.extend(following for following, _ in node.next_functions)
-    return None
+    nodes: Iterator[Any] = graph_nodes([tensor.grad_fn for tensor in outputs], [tensor.grad_fn for tensor in inputs])
+    found = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
+    return None if found is None else type(found).__name__.removesuffix("Backward")

@@ -47,7 +47,7 @@ def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
         node: max((layer.get(user, last) for user in node.users if user.op != "call_module"), default=-1)
         for node in (*inputs, *layer)
     }
-    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = device_of(module)
     ordinals: dict[str, int] = {}
     names: dict[str, int] = {}
     given: list[fx.Node] = inputs
@@ -75,6 +75,16 @@ def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
     return made
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where ``module`` is captured: where its tensors are."""
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def at(graph: nn.Module, path: str) -> Any:
+    """What ``graph`` holds at ``path``."""
+    return functools.reduce(getattr, path.split("."), graph)
+
+
 class _Maker:
     """Makes the function of one group: takes the device, the group's own tensors and the values ``given``."""
 
@@ -95,7 +105,7 @@ class _Maker:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         found = {str(node.target): node for node in _attributes(group)}
-        held = {path: functools.reduce(getattr, path.split("."), graph) for path in found}
+        held = {path: at(graph, path) for path in found}
         for path, region in held.items():
             if isinstance(region, fx.GraphModule):  # such as what runs under torch.no_grad()
                 self._new[found[path]] = self._graph.placeholder(f"region_{len(self._regions)}")

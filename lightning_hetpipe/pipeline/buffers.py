@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.private import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
@@ -89,7 +90,7 @@ class Buffers:
         """
         for index, (place, left) in enumerate(zip(self._live, self._of(minibatch), strict=True)):
             live = _tensor(place)
-            if _equal(live.to(left.device), left):
+            if equal(live.to(left.device), left):
                 continue
             if len(self._left) > 1:
                 raise SettingError(
@@ -101,11 +102,6 @@ class Buffers:
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Equal, also where both are NaN."""
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 def _tensor(place: Place) -> Tensor:

@@ -43,22 +43,19 @@ class Code:
 
 
 class GraphLayer(nn.Module):
-    """A layer of a captured model.
+    """A layer of a captured model; it has :meth:`take` and its ``code`` to be given something to run.
 
     Args:
-        tensors: Its parameters and buffers, live, by their path in the captured module.
         device: Where it was captured.
-        code: What it runs.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, code: Code) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.code = code
+        self.code = Code()
         self.device = device
-        self.take(tensors)
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Holds ``tensors``, and no others, from now on."""
+        """Holds ``tensors``, live and by their path in the captured module, and no others, from now on."""
         held = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
         for name, _ in [pair for pairs in held for pair in pairs]:
             delattr(self, name)

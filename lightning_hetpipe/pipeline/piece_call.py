@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Gradients, Value
+from lightning_hetpipe.private import graph_nodes
 
 
 class PieceCall:
@@ -66,17 +67,7 @@ class PieceCall:
 
 def _reaches(start: Node | None, target: Node | None, barred: Node | None) -> bool:
     """Whether the graph of ``start`` leads to ``target`` on a way that does not go through ``barred``."""
-    seen: set[Node | None] = {None, barred}
-    pending = [start]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if node is target:
-            return True
-        seen.add(node)
-        pending.extend(following for following, _ in node.next_functions)
-    return False
+    return any(node is target for node in graph_nodes([start], [barred]))
 
 
 class _Seam(torch.autograd.Function):

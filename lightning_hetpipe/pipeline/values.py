@@ -64,6 +64,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Equal, also where both are NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
 def memory(tensors: Sequence[Tensor]) -> set[tuple[torch.device, int]]:
     """The blocks of memory that ``tensors`` lie in."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
