@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import linecache
+import logging
 import random
 import sys
 import traceback
@@ -49,7 +52,7 @@ def graph_of(
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     chance = (random.getstate(), _numpy_state())
     try:
-        with _left_alone(module):
+        with _left_alone(module), _silently():
             program = export(
                 module, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(module, args, kwargs), strict=False
             )
@@ -100,6 +103,23 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
         for part, attributes in before:
             vars(part).clear()
             vars(part).update(attributes)
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """Withholds what torch prints when it fails, the whole graph: the error that follows says what to do."""
+    log, printed = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO()
+    log.addFilter(_is_error)
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        log.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _numpy_state() -> Any:

@@ -1,4 +1,4 @@
-"""The leaves that a loss reaches past all pieces: what the pipeline would leave without a gradient, refused by name."""
+"""The leaves that a loss reaches: those that would get no gradient, or one of another version, are refused."""
 
 from __future__ import annotations
 
@@ -11,45 +11,32 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import graph_leaves
 
 
-def refuse_outside(
-    root: nn.Module,
-    inside: Collection[int],
-    loss: Tensor,
-    pieces: Collection[str] = (),
-    seams: Mapping[Any, Sequence[Tensor]] | None = None,
+def refuse_leaves(
+    root: nn.Module, allowed: Collection[int], loss: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = None
 ) -> None:
     """Refuses a leaf that ``loss`` reaches, in ``root`` or not, whose gradient would be of another version or lost.
 
     Args:
         root: The LightningModule, which names parameters.
-        inside: The leaves that are allowed, by ``id``.
+        allowed: Leaves, by ``id``.
         loss: What is differentiated.
-        pieces: The names of the pieces: a parameter of theirs that the loss reaches is used beside their calls.
         seams: Nodes of the graph where pieces gave their outputs. The search goes on at what each piece was given.
 
     Raises:
         SettingError: which names the parameter.
     """
-    reached = [leaf for leaf in graph_leaves(loss, seams) if id(leaf) not in inside]
-    if not reached:
+    reached = next((leaf for leaf in graph_leaves(loss, seams) if id(leaf) not in allowed), None)
+    if reached is None:
         return
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    for leaf in reached:
-        name = names.get(id(leaf))
-        if name is None:
-            raise SettingError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and is no"
-                f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
-                " module that training_step calls, and leave requires_grad_() of a batch out"
-            )
-        if (piece := next((piece for piece in pieces if name.startswith(f"{piece}.")), None)) is not None:
-            raise SettingError(
-                f"training_step uses the parameter '{name}' directly, beside the pipelined call of '{piece}', and this"
-                " release computes gradients of that call only; for an L2 term use the optimizer's weight_decay, else"
-                " move what uses it into the module, or train with another strategy"
-            )
+    name = next((name for name, parameter in root.named_parameters() if parameter is reached), None)
+    if name is None:
         raise SettingError(
-            f"the loss depends on the parameter '{name}' outside every pipelined module, and this release keeps"
-            " versions of those only; use it in the forward of a module that training_step calls, freeze it, or for an"
-            " L2 term use the optimizer's weight_decay"
+            f"the loss depends on a tensor of shape {tuple(reached.shape)} that requires a gradient and is no"
+            f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
+            " module that training_step calls, and leave requires_grad_() of a batch out"
         )
+    raise SettingError(
+        f"training_step gives the parameter '{name}' to something that is no function of torch's (such as a"
+        " torch.autograd.Function), where the pipeline cannot put this minibatch's version in its place; give it"
+        f" {name}.clone(), or move what uses it into a module that training_step calls"
+    )

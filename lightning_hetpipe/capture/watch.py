@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
-from lightning_hetpipe.capture.leaves import refuse_outside
+from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
 from lightning_hetpipe.capture.pieces import Piece, compiled, is_plain_sequential, layers_of, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
@@ -24,7 +24,8 @@ from lightning_hetpipe.capture.trial import Call, capture
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, memory, tensors_of
+from lightning_hetpipe.pipeline.values import Value, equal, memory, tensors_of
+from lightning_hetpipe.pipeline.view import changes_parameter
 from lightning_hetpipe.private import has_global_hooks, is_compiled, pytree, version_counter
 
 
@@ -58,7 +59,8 @@ class Watch:
         self._ordinary: set[nn.Module] = set()
         self._seams: dict[Any, list[Tensor]] = {}
         self._calls: dict[str, Call] = {}
-        self._weights: dict[str, int] = {}
+        self._counters: dict[str, int] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,7 +75,8 @@ class Watch:
         for name, module in self._root.named_modules():
             if module is not self._root and module not in behind_compile:
                 redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
-        self._weights = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
+        self._counters = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
+        self._buffers = {name: buffer.clone() for name, buffer in self._root.named_buffers()}
         try:
             yield
         finally:
@@ -82,28 +85,31 @@ class Watch:
 
     def check(self, loss: Tensor) -> None:
         """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
-        if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
-            asked = f" ({', '.join(self._names)})" if self._names else ""
-            raise SettingError(
-                f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
-            )
-        for name, weight in self._root.named_parameters():
-            if version_counter(weight) != self._weights.get(name, version_counter(weight)):
-                raise SettingError(
-                    f"training_step changes the parameter '{name}' in place, which stages would not see; do it in a"
-                    " callback or hook, such as on_train_batch_end"
-                )
         called = [piece.name for piece in self.pieces]
         if missing := [name for name in self._names or () if name not in called]:
             raise SettingError(
                 f"module={list(self._names or ())!r} names '{missing[0]}', which training_step did not call, or only"
                 " inside another pipelined module; leave it out of module, or call it in every training_step"
             )
-        refuse_outside(self._root, (), loss, called, self._seams)
+        if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
+            asked = f" (of module={list(self._names)!r})" if self._names else ""
+            raise SettingError(
+                f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
+            )
+        for name, weight in self._root.named_parameters():
+            if version_counter(weight) != self._counters.get(name, version_counter(weight)):
+                raise changes_parameter(name)
+        refuse_leaves(self._root, {id(parameter) for parameter in self._root.parameters()}, loss, self._seams)
         self._seams.clear()
         for piece in self.pieces:
             if (call := self._calls.pop(piece.name, None)) is not None:
                 capture(piece, call, self._chance, self._minibatch)
+
+    def changed_buffers(self) -> set[int]:
+        """The ``id`` of each buffer that the watched step has changed."""
+        # By value: batch norm changes its statistics without counting it.
+        before = self._buffers
+        return {id(b) for name, b in self._root.named_buffers() if name not in before or not equal(before[name], b)}
 
     def _run(self, name: str, module: nn.Module, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         """The redirected ``forward`` of module ``name``."""

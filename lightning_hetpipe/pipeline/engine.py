@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,9 +26,11 @@ from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.quiet import Quiet
+from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
 from lightning_hetpipe.pipeline.threads import Patience, Worker
 from lightning_hetpipe.pipeline.values import Gradients
+from lightning_hetpipe.pipeline.view import View, Weights
 from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
@@ -45,6 +47,9 @@ class Engine:
         devices: The device of each stage.
         settings: What all stages share.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
+        root: The module that ``training_step`` belongs to. Its trainable parameters outside the pieces have versions,
+            too.
+        changing: The ``id`` of each live buffer that forwards change.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class Engine:
         devices: Sequence[torch.device],
         settings: StageSettings,
         timeout: float,
+        root: nn.Module | None = None,
+        changing: Collection[int] = (),
     ) -> None:
         self.piece_names = [name for name, _ in pieces]
         self.in_flight = settings.in_flight
@@ -79,6 +86,9 @@ class Engine:
             )
             for index, device in enumerate(devices)
         ]
+        self._root = root if root is not None else nn.Module()
+        self._changing = changing
+        self._find_weights()
         self._torch_threads = settings.torch_threads
         self._runners: list[Worker[Minibatch]] = []
         self._empty_at = 0
@@ -107,16 +117,25 @@ class Engine:
         self._empty_at = version
         for stage in self.stages:
             stage.begin(version, version if forwards is None else forwards)
+        for ring in self._outside:
+            ring.begin(version)
 
     def copy_layers(self) -> None:
         """Copies the live layers anew, as they have changed in other ways than their weights; before :meth:`begin`."""
         self.discard()
         for stage in self.stages:
             stage.copy_layers()
+        self._find_weights()
+
+    def versioned(self) -> set[int]:
+        """The ``id`` of each live parameter that has versions."""
+        return set(self._weights.known)
 
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
-        minibatch = Minibatch(self, number, version_of(number, self.in_flight, self._empty_at), step)
+        version = version_of(number, self.in_flight, self._empty_at)
+        view = View(self._weights, version, ahead=self.in_flight > 1)
+        minibatch = Minibatch(self, number, version, step, view)
         self.minibatches[number] = minibatch
         self.lock.request(minibatch.start)
         self._runners[number % self.in_flight].put(minibatch)
@@ -139,6 +158,8 @@ class Engine:
         with self.computing():  # copying is no user code, and losses must not wait for it
             for stage in self.stages:
                 stage.publish(version)
+            for ring in self._outside:
+                ring.publish(version)
 
     def show(self, minibatch: int) -> None:
         """Makes the live buffers and computed weights what forward ``minibatch`` left."""
@@ -206,6 +227,21 @@ class Engine:
         numbers = ", ".join(str(minibatch.number) for minibatch in flying) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
+    def _find_weights(self) -> None:
+        """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings."""
+        rings = [stage.ring for stage in self.stages]
+        inside = {id(parameter) for ring in rings for parameter in ring.parameters}
+        outside: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter in self._root.parameters():
+            if parameter.requires_grad and id(parameter) not in inside:
+                outside.setdefault(parameter.device, []).append(parameter)
+        self._outside = [
+            Ring(nn.ModuleList([nn.ParameterList(parameters)]), self.in_flight, device)
+            for device, parameters in outside.items()
+        ]
+        layers = [layer.module for stage in self.stages for layer in stage.layers]
+        self._weights = Weights(self._root, [*rings, *self._outside], layers, self._changing)
+
     # The runners' side.
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
@@ -230,11 +266,8 @@ class Engine:
     def _done(self, task: Task, result: Any) -> None:
         """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
         here = self._after[task.instruction.work, task.instruction.segment.index]
-        if here + 1 == len(self._route):
-            task.minibatch.end()
-            return
-        following = self._route[here + 1]
-        if following.segment.piece == task.instruction.segment.piece:
+        following = self._route[here + 1] if here + 1 < len(self._route) else None
+        if following is not None and following.segment.piece == task.instruction.segment.piece:
             self._send(following, task.minibatch, result)
         else:
             task.minibatch.deliver(result)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
@@ -17,6 +18,7 @@ from lightning_hetpipe.pipeline.lock import Rank, Ticket
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
+from lightning_hetpipe.pipeline.view import View
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
@@ -47,7 +49,7 @@ class Minibatch:
     runner. Wherever it is when it fails or is discarded, it ends there.
     """
 
-    def __init__(self, engine: Engine, number: int, version: int, step: Step) -> None:
+    def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
         self.number = number
         self.version = version
         self.output: Any = None
@@ -59,6 +61,7 @@ class Minibatch:
         self.start = Ticket(Rank.START, number)
         self._engine = engine
         self._step = step
+        self._view = view
         self._calls: list[PieceCall] = []
         self._arrived: Any = None
         self._resume: Ticket | None = None
@@ -132,13 +135,18 @@ class Minibatch:
         try:
             with _running(self), self._step.context():
                 self._check_cancelled()
-                self.output, total = self._step.run()
+                with self._view:
+                    self.output, total = self._step.run()
                 self._check_cancelled()
                 if self.failure is not None:  # user code has swallowed a stage's failure
                     raise self.failure
                 self._check_calls()
-                self._step.check(total, {id(call.anchor) for call in self._calls})
-                self._backward(total)
+                self._view.check()
+                direct = self._view.leaves()
+                self._step.check(
+                    total, {id(ours) for ours in (*(c.anchor for c in self._calls), *dict(direct).values())}
+                )
+                self._backward(total, direct)
         except BaseException as error:
             failure = error
         finally:
@@ -147,9 +155,14 @@ class Minibatch:
             self.turn.put(Discarded())
             self.end(failure)
 
-    def call(self, piece: int, name: str, inputs: Any) -> Any:
-        """Runs a piece in the pipeline; called where ``training_step`` calls the module."""
+    def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
+        """Runs a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
         self._check_cancelled()
+        given = self._view.replaced(given)
+        with self._view.resting():
+            return self._call(piece, name, prepare(given))
+
+    def _call(self, piece: int, name: str, inputs: Any) -> Any:
         expected = len(self._calls)
         if piece != expected:
             raise SettingError(
@@ -162,19 +175,34 @@ class Minibatch:
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
         return call.connect(tensors_of(inputs), outputs)
 
-    def _backward(self, total: Tensor) -> None:
+    def _backward(self, total: Tensor, direct: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Starts the backward pass; ``direct`` are parameters that the loss uses itself, with the copies it used."""
+        leaves = [leaf for _, leaf in direct]
+        # One pass through the user's graph gives their gradients too, where all of it lies above the one piece.
+        apart = bool(direct) and (len(self._calls) > 1 or self._calls[0].needs_input_gradients)
         above: PieceCall | None = None
         for call in reversed(self._calls):
-            gradients = call.collect(total, above, keep_graph=call.piece > 0)
+            gradients = call.collect(total, above, keep_graph=apart or call.piece > 0, also=() if apart else leaves)
+            self._add_direct(direct, call.also_gradients)
 
             def start(call: PieceCall = call, gradients: Gradients = gradients) -> None:
                 self._engine.backward(self, call, gradients)
 
-            if call.piece == 0:
+            if call.piece == 0 and not apart:
                 start()
             else:
                 call.input_gradients = self._through_pipeline(start, f"the backward of piece {call.piece}")
             above = call
+        if apart:
+            self._add_direct(direct, torch.autograd.grad(total, leaves, allow_unused=True))
+            self.end()
+
+    def _add_direct(
+        self, direct: Sequence[tuple[nn.Parameter, nn.Parameter]], gradients: Sequence[Tensor | None]
+    ) -> None:
+        for (live, _), gradient in zip(direct, gradients, strict=False):
+            if gradient is not None:
+                self.add_gradient(live, gradient)
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
         """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class PieceCall:
         self._node: Node | None = None
         self.output_gradients: Gradients | None = None
         self.input_gradients: Gradients | None = None
+        self.also_gradients: Sequence[Tensor | None] = ()
+
+    @property
+    def needs_input_gradients(self) -> bool:
+        """Whether the graph goes on below the call."""
+        return any(edge is not None for edge in self._given)
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
@@ -44,15 +51,18 @@ class PieceCall:
         self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
         return outputs.tree(joined)
 
-    def collect(self, total: Tensor, above: PieceCall | None, keep_graph: bool) -> Gradients:
-        """Gradients of ``total`` with respect to this call's outputs.
+    def collect(
+        self, total: Tensor, above: PieceCall | None, keep_graph: bool, also: Sequence[Tensor] = ()
+    ) -> Gradients:
+        """Gradients of ``total`` with respect to this call's outputs; ``also_gradients`` are those of ``also``.
 
         What lies above the call ``above``, whose input gradients are there, is gone through again only where ``total``
         depends on these outputs also past it; otherwise the user's tensor hooks there run once, as in a plain backward.
         """
         self.collecting = True
         if above is None or above.input_gradients is None or _reaches(total.grad_fn, self._node, above._node):
-            torch.autograd.grad(total, self.anchor, retain_graph=keep_graph, allow_unused=True)
+            wanted = (self.anchor, *also)
+            self.also_gradients = torch.autograd.grad(total, wanted, retain_graph=keep_graph, allow_unused=True)[1:]
         else:
             pairs = zip(above._given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]

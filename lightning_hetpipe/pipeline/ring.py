@@ -102,6 +102,10 @@ class Ring:
         """The index of the slot that holds ``version``."""
         return self._place[version]
 
+    def parameter(self, index: int, version: int) -> nn.Parameter:
+        """The copy of the live parameter number ``index`` in ``version``."""
+        return self.slots[self._place[version]].parameters[index]
+
     def _same(self, last: int, flags: Flags, counters: list[int]) -> bool:
         """Whether the live weights are still what slot ``last`` holds. Counters miss changes through ``.data``."""
         slot = self.slots[last]

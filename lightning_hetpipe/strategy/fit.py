@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_hetpipe.capture.form import Form
-from lightning_hetpipe.capture.leaves import refuse_outside
+from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.rehearsal import measure
@@ -33,6 +33,7 @@ from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.attributes import Attributes
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
 from lightning_hetpipe.strategy.lookahead import LookAhead, ReadyBatch
@@ -73,6 +74,7 @@ class Fit:
         self._replay = Replay(self._module)
         self._outside: Outside | None = None
         self._form: Form | None = None
+        self._attributes: Attributes | None = None
         self._records: dict[int, Record] = {}
         self._stretches: dict[int, TrainerStretch] = {}
         self._finished: Minibatch | None = None
@@ -126,7 +128,11 @@ class Fit:
         if number not in self.engine.minibatches:
             self._publish(number - 1)
             self._submit(number, args)
-        self._finished = minibatch = self.engine.finish(number)
+        try:
+            self._finished = minibatch = self.engine.finish(number)
+        finally:  # what it has set before it failed is there, as in a plain run
+            if self._attributes is not None:
+                self._attributes.show(number)
         self.engine.show(number)
         if (stretch := self._stretches.pop(number, None)) is not None and stretch.should_stop:
             self._trainer.should_stop = True
@@ -193,11 +199,15 @@ class Fit:
                 self._chance, in_flight, self._settings.torch_threads, self._default_dtype(), self._settings.before_task
             ),
             self._settings.timeout,
+            self._module,
+            self._watch.changed_buffers(),
         )
-        self._outside.leave_out([piece.module for piece in pieces])
+        self._outside.leave_out([piece.module for piece in pieces], engine.versioned())
         if in_flight > 1:
             self._outside.check_step()
             self._replay.install()
+            self._attributes = Attributes(self._module, in_flight)
+            self._attributes.begin(number - 1)
         for index, piece in enumerate(pieces):
             self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
             piece.inputs.clear()  # the watched step's activations
@@ -264,10 +274,12 @@ class Fit:
             limit = min(limit, (max_steps - self._trainer.global_step) * accumulate - begun)
         return max(1, limit)
 
-    def prepare(self, batch: Any) -> Any:
-        batch = self._precision.convert_input(batch)
-        batch = move_before_transfer(self._module, batch)
-        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    def prepare(self, batch: Any, ahead: int) -> Any:
+        number = begun_minibatches(self._trainer)[0] + 1 + ahead
+        with nullcontext() if self._attributes is None else self._attributes.stretch(number, 0):
+            batch = self._precision.convert_input(batch)
+            batch = move_before_transfer(self._module, batch)
+            return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def submit(self, batch: Any, ahead: int) -> None:
         if self.engine is None or self.engine.in_flight == 1:
@@ -304,9 +316,12 @@ class Fit:
             self._epoch_begins = False
             self.engine.begin(version)
             self._outside.begin()
+            if self._attributes is not None:
+                self._attributes.begin(version)
             return
-        if self.engine.in_flight > 1:
+        if self._attributes is not None:
             self._outside.check(version)
+            self._attributes.publish(version)
         self.engine.publish(version)
         self._telemetry.log(version)
 
@@ -330,15 +345,14 @@ class Fit:
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
         assert self._form is not None
-        names, ahead = self._form.names, self.engine.in_flight > 1
-        stretch = TrainerStretch(ProcessState.seeded(self._run_seed, 0, number), self._trainer) if ahead else None
-        if stretch is not None:
-            self._stretches[number] = stretch
+        if self._attributes is not None:
+            state = ProcessState.seeded(self._run_seed, 0, number)
+            self._stretches[number] = TrainerStretch(state, self._trainer, self._attributes, number)
         step = Step(
             run=partial(self._user_step, args),
-            check=lambda total, ours: refuse_outside(self._module, ours, total, names),
-            context=partial(self._recording, number) if ahead else nullcontext,
-            stretch=stretch,
+            check=lambda total, ours: refuse_leaves(self._module, ours, total),
+            context=partial(self._recording, number) if self.engine.in_flight > 1 else nullcontext,
+            stretch=self._stretches.get(number),
         )
         self.engine.submit(number, step)
 
@@ -351,8 +365,8 @@ class Fit:
         loss = closure_loss(output, self._trainer.accumulate_grad_batches)
         if loss is None:
             raise SettingError(
-                "training_step returned None, which skips a step that later minibatches in flight already count on;"
-                " return a loss, such as one multiplied by zero"
+                "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
+                " step, does not do; return a loss, such as one multiplied by zero"
             )
         return loss
 
@@ -379,9 +393,12 @@ class Fit:
                     f"training_step calls '{piece.name}' with other parameters than its own (as with"
                     " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
                 )
-            with redirect.aside():  # an input of a new kind is captured now
-                value = piece.value(args, kwargs)
-            return minibatch.call(index, piece.name, value)
+
+            def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+                with redirect.aside():  # an input of a new kind is captured now
+                    return piece.value(*given)
+
+            return minibatch.call(index, piece.name, (args, kwargs), prepare)
         if len(set(self._layout.devices)) == 1:
             return redirect.original(*args, **kwargs)
         if piece.captured is not None:

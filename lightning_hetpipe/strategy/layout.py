@@ -73,6 +73,14 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int
     if stages == "auto":
         if devices > layers:
             warnings.warn(f"{devices} devices, but only {layers} layers: {devices - layers} stay idle", stacklevel=2)
+        if layers == 1:
+            warnings.warn("the pipelined module is one layer, so HetPipeStrategy trains it as one stage", stacklevel=2)
+        elif devices == 1:
+            warnings.warn(
+                "there is one device, so HetPipeStrategy trains the model as one stage, without a pipeline; for more,"
+                " set stages, as several may share a device",
+                stacklevel=2,
+            )
         return min(devices, layers)
     if stages > layers:
         raise SettingError(

@@ -44,8 +44,8 @@ class Ahead(Protocol):
     def ahead_limit(self) -> int:
         """How many batches, from the one that Lightning asks for, may be in flight now."""
 
-    def prepare(self, batch: Any) -> Any:
-        """Runs the transfer hooks."""
+    def prepare(self, batch: Any, ahead: int) -> Any:
+        """Runs the transfer hooks of the batch that is ``ahead`` batches after the one that Lightning asks for."""
 
     def submit(self, batch: Any, ahead: int) -> None:
         """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
@@ -119,7 +119,7 @@ class LookAhead(DataFetcher):
     def _fetch(self) -> _Fetched:
         batch, batch_idx, dataloader_idx = next(self._inner)
         return _Fetched(
-            ready=ReadyBatch(self._strategy.prepare(batch)),
+            ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting))),
             batch_idx=batch_idx,
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,

@@ -1,7 +1,7 @@
 """What lies outside the pieces must not change while minibatches are in flight (laws L1 and L9).
 
-Parameters and buffers of the LightningModule that no stage owns have no versions: ``training_step`` reads the live
-ones. That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
+Buffers and frozen parameters of the LightningModule that no stage owns have no versions: ``training_step`` reads the
+live ones. That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Outside:
         # The tensor itself is kept, so that no other one can have its id.
         self._seen = {name: (tensor, *_state(tensor)) for name, tensor in self._tensors()}
 
-    def leave_out(self, roots: Collection[nn.Module]) -> None:
-        """Forgets what is inside ``roots``, such as the pieces."""
+    def leave_out(self, roots: Collection[nn.Module], tensors: Collection[int] = ()) -> None:
+        """Forgets what is inside ``roots``, such as the pieces, and ``tensors``, given by their ``id``."""
+        self._versioned = tensors
         inside = {id(part) for root in roots for part in root.modules()}
         self._owners = [(name, part) for name, part in self._owners if id(part) not in inside]
 
@@ -49,7 +50,8 @@ class Outside:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in self._owners:
             for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-                yield (f"{prefix}.{name}" if prefix else name), tensor
+                if id(tensor) not in self._versioned:
+                    yield (f"{prefix}.{name}" if prefix else name), tensor
 
     def _check(self, what: str) -> None:
         for name, tensor in self._tensors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,24 @@ class RollsNumpy(Linear):
 def test_what_has_no_graph(module: nn.Module, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         graph_of("model", module, (X,), {})
+
+
+def test_a_refusal_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch printed the whole graph before it, twice."""
+    with pytest.raises(SettingError):
+        graph_of("model", Decides(), (X,), {})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_forward_prints_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Prints(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            print("here", file=sys.stderr)
+            y: Tensor = self.linear(x)
+            return y
+
+    graph_of("model", Prints(), (X,), {})
+    assert "here" in capsys.readouterr().err
 
 
 def test_no_trace_remains() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vectors
@@ -102,42 +98,3 @@ def test_layers_that_hand_on_tuples(cuts: tuple[int, ...]) -> None:
     net = nn.Sequential(nn.Linear(6, 12), Carry(12), Carry(12), Carry(12), Join(), nn.Linear(12, CLASSES))
     task, loader = Task(net), vectors(26, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned(cuts, 3)))
-
-
-class Temperature(Task):
-    """Learns a parameter that the loss reaches outside of the pipelined model."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)))
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-
-    def compute(self, batch: Batch) -> Outputs:
-        x, y = batch
-        return {"loss": F.cross_entropy(self.net(x) * self.temperature, y)}
-
-
-class Decay(Task):
-    """Adds a term of its own on a weight that is inside of the pipelined model."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)))
-
-    def compute(self, batch: Batch) -> Outputs:
-        x, y = batch
-        penalty = self.get_parameter("net.0.weight").square().sum()
-        return {"loss": F.cross_entropy(self.net(x), y) + 0.1 * penalty}
-
-
-@pytest.mark.parametrize(("make", "name"), [(Temperature, "temperature"), (Decay, "net.0.weight")])
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_parameters_outside_of_the_pieces_are_exact_or_refused(
-    make: Callable[[], Task], name: str, in_flight: int
-) -> None:
-    """Never dropped: either each version and gradient is right, or an error names the parameter."""
-    task, loader = make(), vectors(26, 4)
-    expected = expect(task, loader, in_flight)
-    with contextlib.suppress(SettingError):
-        assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), in_flight)))
-        return
-    with pytest.raises(SettingError, match=re.escape(name)):
-        fit(task, loader, strategy=Pinned((0, 1), in_flight))

@@ -53,7 +53,7 @@ class Line:
         """What a pipelined module does in ``training_step``."""
         minibatch = current()
         assert minibatch is not None
-        return minibatch.call(piece, f"piece{piece}", value)
+        return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
         self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, stretch: Stretch | None = None

@@ -115,7 +115,7 @@ def test_an_unknown_module_that_resembles_none() -> None:
 def test_a_named_module_that_is_not_called() -> None:
     module = Learner(head=nn.Sequential(nn.Linear(3, 3)))
     strategy = HetPipeStrategy(module="head")
-    assert_refused(module, "training_step called no module with trainable parameters (head)", strategy=strategy)
+    assert_refused(module, "module=['head'] names 'head', which training_step did not call", strategy=strategy)
 
 
 # The Trainer's settings.

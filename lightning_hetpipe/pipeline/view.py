@@ -1,0 +1,210 @@
+"""What ``training_step`` sees of parameters: those of its minibatch's version (law L1).
+
+Calls of pipelined modules run on copies. Whatever else ``training_step`` does with a parameter (a learnable
+temperature, an L2 term, the norm of a weight) is Python that holds the *live* one, which is of another version, or
+being changed. So in a minibatch's thread torch's functions are given the version's copy instead, and the gradients of
+such copies belong to the live parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.ring import Ring
+from lightning_hetpipe.private import version_counter
+
+_METADATA = {"shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta"}
+_METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__"}
+_METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
+"""What is the same for every version."""
+
+_LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
+"""What would be done to one version's copy and be lost with it."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    live: nn.Parameter
+    ring: Ring
+    place: int
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    name: str
+    live: Tensor
+    changes: bool  # whether forwards change it
+
+
+class Weights:
+    """Where the versions of live parameters are, and which live buffers stages have copies of.
+
+    Args:
+        root: Names them.
+        rings: Hold the versions.
+        layers: The live layers, whose buffers are copied.
+        changing: The ``id`` of each live buffer that forwards change.
+    """
+
+    def __init__(
+        self, root: nn.Module, rings: Sequence[Ring], layers: Sequence[nn.Module], changing: Collection[int] = ()
+    ) -> None:
+        names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+        self.known: dict[int, _Weight | _Buffer] = {}
+        for ring in rings:
+            for place, live in enumerate(ring.parameters):
+                self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, ring, place))
+        for buffer in (buffer for layer in layers for buffer in layer.buffers()):
+            self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
+
+
+class View(TorchFunctionMode):
+    """Gives torch's functions the parameters of ``version``; opened in the thread of one minibatch.
+
+    Args:
+        weights: Where they are.
+        version: max(v_e, p - Nm).
+        ahead: Whether later minibatches may be in flight, so that live buffers and gradients are of another moment.
+    """
+
+    def __init__(self, weights: Weights, version: int, ahead: bool) -> None:
+        super().__init__()
+        self._weights = weights
+        self._version = version
+        self._ahead = ahead
+        self._leaves: dict[int, tuple[_Weight, nn.Parameter, int]] = {}
+        self._resting = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within it, functions are given what they are called with."""
+        before, self._resting = self._resting, True
+        try:
+            yield
+        finally:
+            self._resting = before
+
+    def leaves(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Live parameters that were used, each with the copy that stood in for it and needs a gradient."""
+        return [(weight.live, leaf) for weight, leaf, _ in self._leaves.values() if leaf.requires_grad]
+
+    def check(self) -> None:
+        """Refuses changes of a parameter, which only this version's copy has seen.
+
+        Raises:
+            SettingError: which names it.
+        """
+        for weight, leaf, counter in self._leaves.values():
+            if version_counter(leaf) != counter:
+                raise changes_parameter(weight.name)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._resting:
+            return func(*args, **kwargs)
+        concerned = [*self._concerned(args), *self._concerned(kwargs.values())]
+        if not concerned:
+            return func(*args, **kwargs)
+        name, kind = _name(func)
+        if name in _METADATA and kind != "__set__":
+            return func(*args, **kwargs)
+        weights = [found for found in concerned if isinstance(found, _Weight)]
+        buffers = [found for found in concerned if isinstance(found, _Buffer)]
+        if weights and func is torch.autograd.grad:
+            raise SettingError(
+                f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
+                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step"
+            )
+        if weights and (name in _LASTING or kind in ("__set__", "__delete__") or name == "grad"):
+            if name == "grad" and not self._ahead:
+                return func(*args, **kwargs)
+            raise SettingError(_refusal(weights[0].name, name, kind))
+        for buffer in buffers:
+            if self._ahead and buffer.changes:
+                raise SettingError(
+                    f"training_step uses the buffer '{buffer.name}' of a pipelined module, which forwards of other"
+                    " minibatches in flight change; use it in on_train_batch_end, where it is step p's, or set"
+                    " in_flight=1"
+                )
+        before = [version_counter(buffer.live) for buffer in buffers]
+        if name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
+            result = self._leaf(weights[0]).detach() if weights else func(*args, **kwargs)
+        else:
+            result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))
+        self.check()
+        for buffer, counter in zip(buffers, before, strict=True):
+            if version_counter(buffer.live) != counter:
+                raise SettingError(
+                    f"training_step changes the buffer '{buffer.name}' of a pipelined module in place, which stages"
+                    " would not see; do it in a callback or hook, such as on_train_batch_end"
+                )
+        return result
+
+    def _concerned(self, values: Iterable[Any]) -> Iterator[_Weight | _Buffer]:
+        known = self._weights.known
+        for value in values:
+            if isinstance(value, Tensor):
+                if (found := known.get(id(value))) is not None:
+                    yield found
+            elif isinstance(value, list | tuple):
+                yield from self._concerned(value)
+            elif isinstance(value, dict):
+                yield from self._concerned(value.values())
+
+    def replaced(self, value: Any) -> Any:
+        """``value`` with copies in the place of live parameters."""
+        if isinstance(value, Tensor):
+            found = self._weights.known.get(id(value))
+            return self._leaf(found) if isinstance(found, _Weight) else value
+        if type(value) in (list, tuple):
+            return type(value)(self.replaced(part) for part in value)
+        if type(value) is dict:
+            return {key: self.replaced(part) for key, part in value.items()}
+        return value
+
+    def _leaf(self, weight: _Weight) -> nn.Parameter:
+        if (known := self._leaves.get(id(weight.live))) is None:
+            held = weight.ring.parameter(weight.place, self._version)
+            with torch.inference_mode(False):
+                leaf = nn.Parameter(held.detach(), held.requires_grad)
+            self._leaves[id(weight.live)] = known = (weight, leaf, version_counter(leaf))
+        return known[1]
+
+
+def changes_parameter(name: str) -> SettingError:
+    return SettingError(
+        f"training_step changes the parameter '{name}' in place, which stages would not see; do it in a callback or"
+        " hook, such as on_train_batch_end"
+    )
+
+
+def _name(func: Callable[..., Any]) -> tuple[str, str]:
+    """What ``func`` is called, and of a property also whether it is read or set."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", ""), name
+    return name, ""
+
+
+def _refusal(parameter: str, name: str, kind: str) -> str:
+    if name == "grad":
+        return (
+            f"training_step uses the gradient of '{parameter}', which Lightning's loop changes at a moment that depends"
+            " on timing while minibatches are in flight; use it in on_before_optimizer_step, leave zero_grad() to"
+            " Lightning, or set in_flight=1"
+        )
+    what = f"sets {name} of" if kind else f"calls {name}() of"
+    return (
+        f"training_step {what} the parameter '{parameter}', which stages would not see; do it before fit or in a hook"
+    )

@@ -1,0 +1,128 @@
+"""Attributes of the LightningModule while ``training_step`` runs ahead of Lightning's loop (laws L1, L8 and L9).
+
+``self.x, self.y = batch`` in ``training_step``, ``pl_module.beta = ...`` in a callback: with several minibatches in
+flight, whoever reads such an attribute would find what somebody else has left there a moment ago. So every assignment
+has a time, and each reader sees those before a time of its own:
+
+- Lightning's loop and callbacks, between steps p and p + 1: what ``training_step`` of minibatches up to p has set.
+- ``training_step`` of minibatch p: what it has set itself; what callbacks have set by version max(v_e, p - Nm), the one
+  that its weights are of; and of earlier minibatches what they had set at the same place, between the same two calls of
+  pipelined modules. (What comes later there may not have run yet.)
+
+Assignments count, not changes inside a list or another object: those everybody sees at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+
+from lightning_hetpipe.rules.versions import version_of
+
+Time = tuple[int, float]
+"""A minibatch, and which stretch of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
+
+_ABSENT = object()
+_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
+_CALLBACKS = float("inf")  # after every stretch of the minibatch
+
+
+class Attributes:
+    """The attributes of ``module``, with up to ``in_flight`` minibatches in flight.
+
+    It holds what Lightning's loop sees, except within :meth:`stretch`. Only one thread at a time may use it, the one
+    that holds the lock over user code.
+    """
+
+    def __init__(self, module: L.LightningModule, in_flight: int) -> None:
+        self._held = vars(module)
+        self._in_flight = in_flight
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """The pipeline starts empty at ``version``: all see what the module holds."""
+        self._empty_at = version
+        self._published = self._users()
+        self._set: dict[str, list[tuple[Time, Any]]] = {}
+
+    def publish(self, version: int) -> None:
+        """Step ``version`` is over: what callbacks have set belongs to it."""
+        now = self._users()
+        for name in now.keys() | self._published.keys():
+            before, value = self._published.get(name, _ABSENT), now.get(name, _ABSENT)
+            if value is not before:
+                self._record(name, (version, _CALLBACKS), before, value)
+        self._published = now
+        seen_by_all = version_of(version + 1, self._in_flight, self._empty_at)
+        for name, assignments in self._set.items():
+            old = [index for index, ((minibatch, _), _) in enumerate(assignments) if minibatch <= seen_by_all]
+            self._set[name] = assignments[old[-1] :] if old else assignments
+
+    def show(self, minibatch: int) -> None:
+        """Lightning's loop is at step ``minibatch``, and sees what that has set."""
+        for name, assignments in self._set.items():
+            for (owner, _), value in assignments:
+                if owner == minibatch:
+                    self._put(name, value)
+                    _assign(self._published, name, value)
+
+    @contextmanager
+    def stretch(self, minibatch: int, number: int) -> Iterator[None]:
+        """Within it, the module holds what stretch ``number`` of ``minibatch``'s user code sees."""
+        self.enter(minibatch, number)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, minibatch: int, number: int) -> None:
+        self._now = (minibatch, float(number))
+        loops = self._users()
+        seen = {name: self._seen(name, assignments) for name, assignments in self._set.items()}
+        for name in loops.keys() | self._published.keys():  # callbacks may have set more, which is not published yet
+            seen.setdefault(name, self._published.get(name, _ABSENT))
+        self._swapped = {name: loops.get(name, _ABSENT) for name in seen if loops.get(name, _ABSENT) is not seen[name]}
+        for name in self._swapped:
+            self._put(name, seen[name])
+        self._at_start = self._users()
+
+    def leave(self) -> None:
+        left = self._users()
+        for name in left.keys() | self._at_start.keys():
+            before, value = self._at_start.get(name, _ABSENT), left.get(name, _ABSENT)
+            if value is not before:
+                self._record(name, self._now, self._published.get(name, _ABSENT), value)
+                self._swapped.setdefault(name, before)
+        for name, value in self._swapped.items():
+            self._put(name, value)
+
+    def _seen(self, name: str, assignments: list[tuple[Time, Any]]) -> Any:
+        minibatch, number = self._now
+        version = version_of(minibatch, self._in_flight, self._empty_at)
+        newest = self._published.get(name, _ABSENT)
+        for (owner, stretch), value in assignments:  # in order of time
+            if owner <= version or (owner <= minibatch and stretch <= number):
+                newest = value
+        return newest
+
+    def _record(self, name: str, time: Time, before: Any, value: Any) -> None:
+        assignments = self._set.setdefault(name, [((self._empty_at, -1.0), before)])
+        assignments[:] = [(then, old) for then, old in assignments if then != time]
+        assignments.append((time, value))
+        assignments.sort(key=lambda assignment: assignment[0])
+
+    def _users(self) -> dict[str, Any]:
+        return {name: value for name, value in self._held.items() if name not in _LIGHTNINGS_OWN}
+
+    def _put(self, name: str, value: Any) -> None:
+        _assign(self._held, name, value)
+
+
+def _assign(held: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        held.pop(name, None)
+    else:
+        held[name] = value

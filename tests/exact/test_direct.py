@@ -1,0 +1,343 @@
+"""Parameters that ``training_step`` uses itself, beside its calls of pipelined modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.exact.pipelines import Pinned, delayed, even
+from tests.exact.running import assert_equal, assert_same, expect, fit
+from tests.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
+from tests.oracle import Batch, Outputs, Recipe
+from tests.strategy.refusing import assert_refused, pipeline
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+class Temperature(Task):
+    """Learns a parameter above the pipelined model."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return {"loss": F.cross_entropy(self.net(x) * self.temperature.exp(), y)}
+
+
+class Penalty(Task):
+    """Adds a term of its own on a weight that is inside of the pipelined model."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        weights = [p.square().sum() for name, p in self.net.named_parameters() if name.endswith("weight")]
+        return {"loss": F.cross_entropy(self.net(x), y) + 0.1 * torch.stack(weights).sum()}
+
+
+class Prompt(Task):
+    """Learns a part of the model's input."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+        self.prompt = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return {"loss": F.cross_entropy(self.net(x + self.prompt), y)}
+
+
+class Query(Prompt):
+    """Gives the model nothing but a parameter."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        _, y = batch
+        logits: Tensor = self.net(self.prompt)
+        return {"loss": F.cross_entropy(logits.expand(len(y), -1), y)}
+
+
+class Around(Pieces):
+    """Parameters below, between and above two pieces, and one that is used in all these places."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(recipe)
+        self.below = nn.Parameter(torch.ones(6))
+        self.between = nn.Parameter(torch.zeros(8))
+        self.above = nn.Parameter(torch.ones(6))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        z = self.encoder(x * self.below)
+        y = self.decoder(z + self.between)
+        return {"loss": F.mse_loss(y * self.above, x) + self.between.square().sum(), "z": z.detach()}
+
+
+class Beside(Task):
+    """A module beside the pipelined one, which `module=` leaves out, runs in training_step itself."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+        self.head = nn.LSTM(CLASSES, CLASSES)
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return {"loss": F.cross_entropy(self.head(self.net(x))[0], y)}
+
+
+class Momentum(Task):
+    """Reads the model's weights without a gradient, as momentum encoders do."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        with torch.no_grad():
+            norm = torch.cat([p.detach().flatten() for p in self.net.parameters()]).norm()
+            first = self.get_parameter("net.0.weight").data.clone()
+        return {"loss": F.cross_entropy(self.net(x), y) / norm, "norm": norm, "first": first}
+
+
+class Tied(Task):
+    """Uses a weight of the model again, twice in one product, and calls one of its layers again."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        weight = self.get_parameter("net.2.weight")
+        return {"loss": loss + F.linear(weight, weight).mean() + self.net[0](x).square().mean()}
+
+
+class Later(Temperature):
+    """Needs its parameter only in a few minibatches."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits * self.temperature if x[0, 0] > 0 else logits, y)}
+
+
+KINDS: dict[str, tuple[Callable[[Recipe], Learner], int, dict[str, Any]]] = {
+    "temperature": (Temperature, 5, {}),
+    "penalty": (Penalty, 5, {}),
+    "prompt": (Prompt, 5, {}),
+    "query": (Query, 5, {}),
+    "around": (Around, 7, {}),
+    "beside": (Beside, 5, {"module": "net"}),
+    "momentum": (Momentum, 5, {}),
+    "tied": (Tied, 5, {}),
+    "later": (Later, 5, {}),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_direct_use_equals_the_oracle(kind: str, in_flight: int, stages: int) -> None:
+    make, layers, settings = KINDS[kind]
+    task, loader = make(ADAMW if stages == 1 else SGD), vectors(26, 4)
+    assert_equal(
+        expect(task, loader, in_flight), fit(task, loader, strategy=even(layers, stages, in_flight, **settings))
+    )
+
+
+@pytest.mark.parametrize("kind", ["temperature", "around"])
+def test_with_accumulation_and_clipping(kind: str) -> None:
+    make, layers, settings = KINDS[kind]
+    task, loader = make(SGD), vectors(30, 4)
+    expected = expect(task, loader, 3, accumulate=3, clip_norm=0.1)
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
+    assert_equal(expected, fit(task, loader, strategy=even(layers, 2, 3, **settings), **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_repeats_under_delays(kind: str) -> None:
+    make, layers, settings = KINDS[kind]
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(3)
+        strategy = delayed(even(layers, 3, 4, **settings), seed)
+        runs.append(fit(make(SGD), vectors(26, 4), strategy=strategy))
+    assert_same(*runs)
+
+
+class Compiled(Temperature):
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        scaled = torch.compile(torch.mul, backend="eager")
+        return {"loss": F.cross_entropy(scaled(self.net(x), self.temperature), y)}
+
+
+def test_a_compiled_function() -> None:
+    task, loader = Compiled(), vectors(26, 4)
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned((0, 1), 3)))
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum()
+
+
+class WithOwn(Temperature):
+    cloned = False
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        scale = self.temperature.clone() if self.cloned else self.temperature
+        product: Any = Own.apply  # torch has no types here
+        return {"loss": F.cross_entropy(product(self.net(x), scale), y)}
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_what_is_no_function_of_torchs(in_flight: int) -> None:
+    refuse(WithOwn(), in_flight, "'temperature' to something", "a torch.autograd.Function", "temperature.clone()")
+    task, loader = WithOwn(), vectors(26, 4)
+    task.cloned = True
+    assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 1), in_flight)))
+
+
+def refuse(task: Learner, in_flight: int, *fragments: str) -> None:
+    assert_refused(task, *fragments, strategy=pipeline(in_flight), loader=vectors(26, 4))
+
+
+class Acts(Task):
+    """Does something with its weights and buffers from the second minibatch on."""
+
+    def __init__(self, act: Callable[[Any], Any], first: int = 1) -> None:
+        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)]
+        super().__init__(nn.Sequential(*layers))
+        self.act, self.first = act, first
+        self.net.register_buffer("constant", torch.ones(2))
+        self.net[1].register_buffer("constant", torch.ones(2))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        if batch_idx >= self.first:
+            with torch.no_grad():
+                self.act(self)
+        return self.compute(batch)
+
+
+def halve(task: Any) -> None:
+    task.net[0].weight.mul_(0.5)
+
+
+def halve_data(task: Any) -> None:
+    task.net[0].weight.data.mul_(0.5)
+
+
+def halve_alias(task: Any) -> None:
+    task.net[0].weight.detach().view(-1)[:3] *= 0.5
+
+
+def halve_at_once(task: Any) -> None:
+    torch._foreach_mul_(list(task.net.parameters()), 0.5)
+
+
+def set_item(task: Any) -> None:
+    task.net[0].weight[0] = 0
+
+
+def into(task: Any) -> None:
+    torch.zeros(8, 6, out=task.net[0].weight)
+
+
+def exchange(task: Any) -> None:
+    task.net[0].weight.data = torch.zeros(8, 6)
+
+
+def freeze(task: Any) -> None:
+    task.net[0].weight.requires_grad_(False)
+
+
+def hook(task: Any) -> None:
+    task.net[0].weight.register_hook(lambda gradient: gradient)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("act", [halve, halve_data, halve_alias, halve_at_once, set_item, into])
+def test_weights_that_training_step_changes(act: Callable[[Any], Any], in_flight: int) -> None:
+    refuse(Acts(act), in_flight, "training_step changes the parameter 'net.0.weight' in place")
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [(exchange, "sets data of"), (freeze, "calls requires_grad_() of"), (hook, "calls register_hook() of")],
+)
+def test_what_one_copy_would_keep(act: Callable[[Any], Any], what: str, in_flight: int) -> None:
+    refuse(Acts(act), in_flight, f"training_step {what} the parameter 'net.0.weight', which stages would not see")
+
+
+def clear(task: Any) -> None:
+    task.optimizers().zero_grad()
+
+
+def count(task: Any) -> None:
+    task.norm = sum(p.grad.norm() for p in task.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("act", [clear, count])
+def test_gradients_that_training_step_uses(act: Callable[[Any], Any]) -> None:
+    refuse(Acts(act), 3, "uses the gradient of 'net.0.weight'", "on_before_optimizer_step", "set in_flight=1")
+
+
+@pytest.mark.parametrize("act", [clear, count])
+def test_one_in_flight_uses_gradients_as_the_plain_trainer_does(act: Callable[[Any], Any]) -> None:
+    torch.manual_seed(5)
+    task = Acts(act)
+    plain, one = (
+        fit(copy.deepcopy(task), vectors(26, 4), strategy=strategy, accumulate_grad_batches=2)
+        for strategy in ("auto", Pinned((0, 2), 1))
+    )
+    assert_same(plain, one)
+
+
+def read_statistics(task: Any) -> None:
+    task.mean = task.net[1].running_mean.sum()
+
+
+def reset_statistics(task: Any) -> None:
+    task.net[1].running_mean.zero_()
+
+
+def read_constants(task: Any) -> None:
+    assert task.net[1].running_mean.shape == (8,)
+    assert task.net[1].constant.sum() == 2
+
+
+def change_constant(task: Any) -> None:
+    task.net[1].constant.add_(1)
+
+
+def test_buffers_that_training_step_uses() -> None:
+    refuse(Acts(read_statistics), 3, "uses the buffer 'net.1.running_mean'", "in on_train_batch_end")
+    refuse(Acts(reset_statistics), 1, "changes the buffer 'net.1.running_mean'", "in place")
+    for in_flight in (1, 3):
+        refuse(Acts(change_constant), in_flight, "changes the buffer 'net.1.constant'", "in place")
+
+
+@pytest.mark.parametrize(("act", "in_flight"), [(read_statistics, 1), (read_constants, 3)])
+def test_buffers_that_it_may_read(act: Callable[[Any], Any], in_flight: int) -> None:
+    task, loader = Acts(act), vectors(26, 4)
+    assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 2), in_flight)))
