@@ -22,12 +22,12 @@ __all__ = [
     "OperatorOverload",
     "ThreadDispatchMode",
     "arguments_of",
+    "behind_compile",
     "foreach_copy_",
     "graph_leaves",
     "graph_nodes",
     "has_global_hooks",
     "has_hooks",
-    "is_compiled",
     "keywords_of",
     "outputs_of",
     "pytree",
@@ -122,9 +122,10 @@ def has_global_hooks() -> bool:
     return bool(has_any())
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` has wrapped around another one."""
-    return isinstance(vars(module)["_modules"].get("_orig_mod"), nn.Module)
+def behind_compile(module: nn.Module) -> nn.Module | None:
+    """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
+    behind = vars(module)["_modules"].get("_orig_mod")
+    return behind if isinstance(behind, nn.Module) else None
 
 
 def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.parts import Part, at, device_of, parts
+from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
@@ -45,14 +46,17 @@ class Captured:
         self._autocast = autocast
         self._example = (args, kwargs)
         self._variants: list[_Variant] = []
+        self._calls: list[str | None] | None = None
+        self._device = device_of(module)
         self._capture(args, kwargs)
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What the first layer takes for ``module(*args, **kwargs)``; captures a graph where none fits."""
-        for number, variant in enumerate(self._variants):
+        of_this_mode = self._of_this_mode()
+        for number, variant in of_this_mode:
             if (leaves := variant.fitting(args, kwargs)) is not None:
                 return (number, *leaves)
-        if len(self._variants) == VARIANTS:
+        if len(of_this_mode) == VARIANTS:
             raise SettingError(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph;"
                 " pad them to the same shapes, or call it with the same kinds of arguments"
@@ -67,19 +71,29 @@ class Captured:
             graph_layer(layer).code.clear()
         self._capture(*self._example)
 
+    def _of_this_mode(self) -> list[tuple[int, _Variant]]:
+        return [(n, variant) for n, variant in enumerate(self._variants) if variant.training is self._module.training]
+
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self.alone(), torch.enable_grad(), self._autocast.opened():
-            graph = graph_of(self._name, self._module, args, kwargs, images_vary=bool(self._variants))
-        variant = _Variant(graph, args, kwargs)
-        found = parts(graph, self._module, self._name)
-        if not self.layers:
-            device = device_of(self._module)
-            self.layers = [Layer(part.name, GraphLayer(device), kind=part.kind) for part in found]
-        elif [part.name for part in found] != [layer.name for layer in self.layers]:
+        again = bool(self._of_this_mode())
+        with (
+            self.alone(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self._autocast.opened(),
+            on_one_device(self._module, self._device),
+        ):
+            graph = graph_of(self._name, self._module, args, kwargs, images_vary=again)
+        variant = _Variant(graph, args, kwargs, self._module.training)
+        found = parts(graph, self._module, self._name, self._device, self._calls)
+        if found is None:
             raise SettingError(
                 f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
                 " same way in every minibatch"
             )
+        if not self.layers:
+            self.layers = [Layer(part.name, GraphLayer(self._device), kind=part.kind) for part in found]
+            self._calls = [part.call for part in found]
         for layer, part in zip(self.layers, found, strict=True):
             held = graph_layer(layer)
             tensors = self._tensors(part, graph)
@@ -105,9 +119,10 @@ def graph_layer(layer: Layer) -> GraphLayer:
 
 
 class _Variant:
-    """Which calls a graph is for."""
+    """Which calls a graph is for, and whether the module was to be trained by them."""
 
-    def __init__(self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> None:
+        self.training = training
         self._keywords = keywords_of(graph)
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]

@@ -56,6 +56,24 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
     return _joined(found or [Group(None)], _spans(graph, found))
 
 
+def alike(found: Sequence[Group], calls: Sequence[str | None]) -> list[Group] | None:
+    """``found``, cut where another graph of the same module is cut, whose groups have these ``calls``.
+
+    Groups that the other one lacks are joined with those before; those that only the other one has are empty.
+
+    Returns:
+        None if that cannot be, as the graph begins otherwise.
+    """
+    cut: list[Group] = []
+    for group in found:
+        if group.call in calls[len(cut) :]:
+            cut += [Group(call) for call in calls[len(cut) : calls.index(group.call, len(cut)) + 1]]
+        if not cut:
+            return None
+        cut[-1].nodes += group.nodes
+    return cut + [Group(call) for call in calls[len(cut) :]]
+
+
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 

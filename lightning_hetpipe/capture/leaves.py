@@ -36,7 +36,7 @@ def refuse_leaves(
             " module that training_step calls, and leave requires_grad_() of a batch out"
         )
     raise SettingError(
-        f"training_step gives the parameter '{name}' to something that is no function of torch's (such as a"
-        " torch.autograd.Function), where the pipeline cannot put this minibatch's version in its place; give it"
-        f" {name}.clone(), or move what uses it into a module that training_step calls"
+        f"training_step gives the parameter '{name}' to a torch.autograd.Function or a compiled function, where the"
+        f" pipeline cannot put this minibatch's version in its place; give it {name}.clone(), or move what uses it into"
+        " a module that training_step calls"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from lightning_hetpipe.capture.grouping import Group, changed_buffers, groups, path_of
+from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.chance import drawn
 from lightning_hetpipe.pipeline.graph_layer import Run
 from lightning_hetpipe.private import outputs_of, pytree
@@ -22,6 +22,7 @@ class Part:
     """One layer of one graph.
 
     Attributes:
+        call: What its group is called.
         name: Its path in the LightningModule; the second layer of that path is marked with ":2".
         kind: The class of the module at that path.
         own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
@@ -29,6 +30,7 @@ class Part:
         run: Computes it; see :data:`~lightning_hetpipe.pipeline.graph_layer.Run`.
     """
 
+    call: str | None
     name: str
     kind: str
     own: Sequence[str]
@@ -36,9 +38,29 @@ class Part:
     run: Run
 
 
-def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
-    """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs."""
-    found = groups(graph.graph, module)
+def parts(
+    graph: fx.GraphModule,
+    module: nn.Module,
+    name: str,
+    device: torch.device,
+    calls: Sequence[str | None] | None = None,
+) -> list[Part] | None:
+    """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs.
+
+    Args:
+        graph: What it was captured as.
+        module: The captured module.
+        name: Its path.
+        device: Where it was captured.
+        calls: What the groups of another graph of it are called, like which this one is to be cut.
+
+    Returns:
+        None if it cannot be cut so.
+    """
+    whole = groups(graph.graph, module)
+    found = whole if calls is None else alike(whole, calls)
+    if found is None:
+        return None
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.graph.nodes if node.op == "output")
@@ -47,7 +69,6 @@ def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
         node: max((layer.get(user, last) for user in node.users if user.op != "call_module"), default=-1)
         for node in (*inputs, *layer)
     }
-    device = device_of(module)
     ordinals: dict[str, int] = {}
     names: dict[str, int] = {}
     given: list[fx.Node] = inputs
@@ -64,6 +85,7 @@ def parts(graph: fx.GraphModule, module: nn.Module, name: str) -> list[Part]:
         kind = type(module.get_submodule(group.block)).__name__
         made.append(
             Part(
+                group.call,
                 path if names[path] == 1 else f"{path}:{names[path]}",
                 kind,
                 maker.own,

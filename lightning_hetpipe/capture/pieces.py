@@ -19,7 +19,7 @@ from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.private import has_hooks, is_compiled
+from lightning_hetpipe.private import behind_compile, has_hooks
 
 
 @dataclass
@@ -67,11 +67,9 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
                 f"module={name!r} is not a module of {type(root).__name__}"
                 f"{nearest(name, modules) or '; its modules are ' + ', '.join(n for n, _ in root.named_children())}"
             )
-        if is_compiled(modules[name]):
-            raise compiled(name)
         if not any(True for _ in modules[name].parameters()):
             raise SettingError(f"module={name!r} has no parameters, so that nothing is gained; leave it out of module")
-    return [first_names[id(modules[name])] for name in names]
+    return [first_names[id(behind_compile(modules[name]) or modules[name])] for name in names]
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
@@ -105,11 +103,3 @@ def refuse_hooks(name: str, layer: nn.Module) -> None:
             " user code; remove it (a profiler's with PyTorchProfiler(record_module_names=False)), or put it on the"
             " pipelined module itself"
         )
-
-
-def compiled(name: str) -> SettingError:
-    """The refusal of what ``torch.compile`` has given for module ``name``."""
-    return SettingError(
-        f"'{name}' is compiled by torch.compile, which a later release looks through; give the plain module, as in"
-        f" self.{name} = nn.Sequential(...)"
-    )

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.compiled import is_looked_through, refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
-from lightning_hetpipe.capture.pieces import Piece, compiled, is_plain_sequential, layers_of, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, layers_of, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.strangers import stranger_in
 from lightning_hetpipe.capture.trial import Call, capture
@@ -26,7 +27,7 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, equal, memory, tensors_of
 from lightning_hetpipe.pipeline.view import changes_parameter
-from lightning_hetpipe.private import has_global_hooks, is_compiled, pytree, version_counter
+from lightning_hetpipe.private import behind_compile, has_global_hooks, pytree, version_counter
 
 
 class Watch:
@@ -65,15 +66,13 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
-        behind_compile: set[nn.Module] = set()
-        for name, module in self._root.named_modules():
-            if is_compiled(module):
-                if any(p.requires_grad for p in module.parameters()):
-                    raise compiled(name)
-                behind_compile.update(module.modules())
+        left_alone: set[nn.Module] = {self._root}
+        for module in self._root.modules():
+            if behind_compile(module) is not None:
+                left_alone.update([module] if is_looked_through(module) else module.modules())
         redirects: list[Redirect] = []
         for name, module in self._root.named_modules():
-            if module is not self._root and module not in behind_compile:
+            if module not in left_alone:
                 redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
         self._counters = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in self._root.named_buffers()}
@@ -177,6 +176,7 @@ class Watch:
         found = list(layers_of(piece.name, sequential))
         with self._chance.watch(dict(found), self._minibatch) as calls:
             for name, module in found:
+                refuse_compiled(name, module)
                 piece.inputs.append(Value.of(value))
                 value, layer = _run_observed(name, module, calls[name], value)
                 piece.layers.append(layer)

@@ -111,7 +111,8 @@ class View(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._resting:
+        # A compiled function would be compiled again for each parameter that the lines below look up.
+        if torch.compiler.is_compiling() or self._resting:
             return func(*args, **kwargs)
         concerned = [*self._concerned(args), *self._concerned(kwargs.values())]
         if not concerned:

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_hetpipe.capture.compiled import look_through
 from lightning_hetpipe.capture.form import Form
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
@@ -92,6 +93,7 @@ class Fit:
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", self._run_validation),
             Redirect(self._module, BEFORE_TRANSFER, _before_transfer),
+            *look_through(self._module),
         ]
 
     def close(self) -> None:
@@ -401,12 +403,9 @@ class Fit:
             return minibatch.call(index, piece.name, (args, kwargs), prepare)
         if len(set(self._layout.devices)) == 1:
             return redirect.original(*args, **kwargs)
-        if piece.captured is not None:
-            raise SettingError(
-                f"'{piece.name}' lies on several devices, and this release evaluates an nn.Sequential only there; train"
-                " on one device (several stages may share it), or leave validation out and test afterwards"
-            )
-        return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
+        with redirect.aside():
+            value = piece.value(args, kwargs)
+        return self._layout.run_across_devices(piece.layers, value)
 
 
 def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

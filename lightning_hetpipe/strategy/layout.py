@@ -12,6 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
@@ -42,7 +43,7 @@ class Layout:
         for layer in layers:
             value = move_data_to_device(value, device[layer.name])
             value = layer.module(value)
-        return value
+        return move_data_to_device(value, self.devices[-1])
 
     def report(self, engine: Engine, meter: Meter) -> RunReport:
         seconds = max(meter.seconds, 1e-9)
@@ -108,6 +109,8 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer) -> None:
                     if tensor.grad is not None:
                         tensor.grad = tensor.grad.to(device)
                     moved = True
+            if isinstance(layer.module, GraphLayer):
+                layer.module.device = device
     if moved:
         optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.grouping import groups
+from lightning_hetpipe.capture.grouping import Group, alike, groups
 from tests.captured_models import CLIP, GPT, ResNet, Translator, UNet
 
 IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
@@ -86,3 +88,21 @@ def test_batchnorm_that_is_called_twice_is_in_one_layer() -> None:
             return y
 
     assert blocks(Twice(), torch.randn(4, 3)) == ["one", "norm"]
+
+
+# Another graph of the same module.
+
+
+def cut(*calls: str, like: list[str | None]) -> list[tuple[str | None, int]] | None:
+    found = [Group(call, [cast(Any, index)]) for index, call in enumerate(calls)]
+    aligned = alike(found, like)
+    return None if aligned is None else [(group.call, len(group.nodes)) for group in aligned]
+
+
+def test_another_graph_is_cut_alike() -> None:
+    assert cut("a", "b", "c", like=["a", "b", "c"]) == [("a", 1), ("b", 1), ("c", 1)]
+    assert cut("a", "b", "c", like=["a", "c"]) == [("a", 2), ("c", 1)]
+    assert cut("a", "c", like=["a", "b", "c", "d"]) == [("a", 1), ("b", 0), ("c", 1), ("d", 0)]
+    assert cut("a", "b@1", "a", like=["a", "b"]) == [("a", 3), ("b", 0)]
+    assert cut("b", like=["a", "b"]) == [("a", 0), ("b", 1)]
+    assert cut("x", "b", like=["a", "b"]) is None

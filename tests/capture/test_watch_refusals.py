@@ -263,9 +263,10 @@ def test_hooks_on_all_modules() -> None:
         handle.remove()
 
 
-def test_a_compiled_sequential() -> None:
-    net: Any = torch.compile(linear_net(), backend="eager")
-    refused(r"'net' is compiled by torch.compile, .*; give the plain module", net=net)
+def test_a_compiled_layer() -> None:
+    part: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    net = nn.Sequential(nn.Linear(4, 4), part)
+    refused(r"'net.1' holds a module that is compiled by torch.compile, .*; compile the whole", net=net)
 
 
 def test_a_compiled_frozen_module_passes() -> None:

@@ -175,18 +175,6 @@ def test_it_repeats_under_delays(kind: str) -> None:
     assert_same(*runs)
 
 
-class Compiled(Temperature):
-    def compute(self, batch: Batch) -> Outputs:
-        x, y = batch
-        scaled = torch.compile(torch.mul, backend="eager")
-        return {"loss": F.cross_entropy(scaled(self.net(x), self.temperature), y)}
-
-
-def test_a_compiled_function() -> None:
-    task, loader = Compiled(), vectors(26, 4)
-    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned((0, 1), 3)))
-
-
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -199,21 +187,27 @@ class Own(torch.autograd.Function):
         return gradient * scale, (gradient * x).sum()
 
 
-class WithOwn(Temperature):
-    cloned = False
+class Scaled(Temperature):
+    """Scales with what is no function of torch's."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Any], cloned: bool) -> None:
+        super().__init__()
+        self.product, self.cloned = product, cloned
 
     def compute(self, batch: Batch) -> Outputs:
         x, y = batch
         scale = self.temperature.clone() if self.cloned else self.temperature
-        product: Any = Own.apply  # torch has no types here
-        return {"loss": F.cross_entropy(product(self.net(x), scale), y)}
+        return {"loss": F.cross_entropy(self.product(self.net(x), scale), y)}
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_what_is_no_function_of_torchs(in_flight: int) -> None:
-    refuse(WithOwn(), in_flight, "'temperature' to something", "a torch.autograd.Function", "temperature.clone()")
-    task, loader = WithOwn(), vectors(26, 4)
-    task.cloned = True
+@pytest.mark.parametrize("kind", ["own", "compiled"])
+def test_what_is_no_function_of_torchs(kind: str, in_flight: int) -> None:
+    product: Any = Own.apply if kind == "own" else torch.compile(torch.mul, backend="aot_eager")
+    product(torch.ones(2), torch.ones(()))  # the compiler keeps a thread
+    message = "the parameter 'temperature' to a torch.autograd.Function or a compiled function"
+    refuse(Scaled(product, cloned=False), in_flight, message, "give it temperature.clone()")
+    task, loader = Scaled(product, cloned=True), vectors(26, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 1), in_flight)))
 
 

@@ -127,13 +127,6 @@ def test_a_named_module_that_is_never_called() -> None:
     assert_refused(module, "names 'head', which training_step did not call", "leave it out", strategy=strategy)
 
 
-@pytest.mark.parametrize("module", [None, "net"])
-def test_a_compiled_sequential(module: str | None) -> None:
-    net: Any = torch.compile(layers(), backend="eager")
-    strategy = pipeline(3, module=module)
-    assert_refused(Learner(net=net), "'net' is compiled by torch.compile", "give the plain module", strategy=strategy)
-
-
 def test_nothing_to_pipeline() -> None:
     def functional(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
         return F.cross_entropy(F.linear(x, module.net[0].weight), y)

@@ -1,0 +1,46 @@
+"""Modules that the user has given to ``torch.compile``: looked through, as stages run layers of their own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.private import behind_compile
+
+
+def look_through(root: nn.Module) -> list[Redirect]:
+    """Lets compiled modules in ``root`` run as they were written, until the redirects are removed; warns of it.
+
+    Frozen ones stay compiled: they are no pieces.
+    """
+    wrappers = {name: module for name, module in root.named_modules() if is_looked_through(module)}
+    if wrappers:
+        warnings.warn(
+            f"'{next(iter(wrappers))}' is compiled by torch.compile; while HetPipeStrategy trains, its layers run as"
+            " they were written, not compiled",
+            stacklevel=2,
+        )
+    return [Redirect(module, "forward", _run_behind) for module in wrappers.values()]
+
+
+def is_looked_through(module: nn.Module) -> bool:
+    return behind_compile(module) is not None and any(p.requires_grad for p in module.parameters())
+
+
+def refuse_compiled(name: str, layer: nn.Module) -> None:
+    """Refuses a compiled module inside layer ``name`` of an ``nn.Sequential``, of which stages run copies."""
+    if any(behind_compile(module) is not None for module in layer.modules()):
+        raise SettingError(
+            f"layer '{name}' holds a module that is compiled by torch.compile, whose copies in stages would be compiled"
+            " again; compile the whole nn.Sequential, which is looked through, or none of it"
+        )
+
+
+def _run_behind(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+    behind = behind_compile(redirect.owner)
+    assert behind is not None
+    return behind(*args, **kwargs)

@@ -1,0 +1,38 @@
+"""Capturing a module whose tensors lie on several devices, as they do once stages have taken their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it, empty tensors on ``device`` stand in for those of ``module`` that lie elsewhere.
+
+    Tracing looks at sizes and devices only, so the stand-ins need no memory.
+    """
+    elsewhere = [
+        (part, name, tensor)
+        for part in module.modules()
+        for own in (part.named_parameters, part.named_buffers)
+        for name, tensor in own(recurse=False, remove_duplicate=False)
+        if tensor.device != device
+    ]
+    stand_ins = {tensor: _empty(tensor, device) for _, _, tensor in elsewhere}  # one for each: what is tied stays tied
+    try:
+        for part, name, tensor in elsewhere:
+            setattr(part, name, stand_ins[tensor])
+        yield
+    finally:
+        for part, name, tensor in elsewhere:
+            setattr(part, name, tensor)
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor

@@ -1,0 +1,53 @@
+"""Stages on devices that differ, as far as a CPU can show it: "cpu" and "cpu:0" are the same memory by two names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.exact.running import Record, assert_equal, assert_same, expect, fit
+from tests.exact.test_captured import CASES, made
+from tests.models import Learner
+from tests.oracle import Batch
+
+
+class Evaluates(Learner):
+    """Validates with ``task``."""
+
+    def __init__(self, task: Learner) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+
+    def compute(self, batch: Batch) -> Any:
+        return self.task.compute(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        assert not self.task.training
+        self.log("val_loss", self.task.compute(batch)["loss"])
+
+
+def two(in_flight: int) -> HetPipeStrategy:
+    return HetPipeStrategy(
+        stages=2, in_flight=in_flight, parallel_devices=[torch.device("cpu"), torch.device("cpu", 0)]
+    )
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("name", ["resnet", "dropout", "translator", "pieces", "unet"])
+def test_captured_models_are_evaluated_where_their_layers_are(name: str, inference_mode: bool) -> None:
+    def run(strategy: Any) -> tuple[Record, Tensor]:
+        _, loader, _ = CASES[name]
+        task = Evaluates(made(name))
+        record = fit(task, loader, val_loader=loader, strategy=strategy, inference_mode=inference_mode)
+        assert record.trainer is not None
+        return record, record.trainer.callback_metrics["val_loss"]
+
+    (plain, expected), (one, found) = run("auto"), run(two(1))
+    assert torch.equal(expected, found) or name == "dropout"  # which trains on other random numbers
+    if name != "dropout":
+        assert_same(plain, one)
+    assert_equal(expect(Evaluates(made(name)), CASES[name][1], 3), run(two(3))[0])
