@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.models import ADAMW, CLASSES, SGD, WORDS, Learner
-from tests.oracle import Batch, Outputs, Recipe
+from tests.oracle import Batch, Noise, Outputs, Recipe
 
 
 class Whole(Learner):
@@ -243,3 +243,84 @@ class Autoencodes(Learner):
         x, _ = batch
         z = self.encoder(x)
         return {"loss": F.mse_loss(self.head(self.decoder(z * 2)), x) + z.square().mean(), "z": z.detach()}
+
+
+class Encoder(nn.Module):
+    """Gives the mean and the logarithm of the variance of a code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.mean, self.log_variance = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.hidden(x))
+        return self.mean(y), self.log_variance(y)
+
+
+class VAE(nn.Module):
+    """A variational autoencoder that draws in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.noise, self.decoder = Encoder(), Noise(), Decoder()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x)
+        z = mean + (0.5 * log_variance).exp() * self.noise(mean)
+        return self.decoder(z), mean, log_variance
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, z: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.relu(self.hidden(z)))
+        return y
+
+
+class Varies(Learner):
+    """Trains a VAE that is one module."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.model = VAE()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        return elbo(x, *self.model(x))
+
+
+class VariesBetween(Learner):
+    """A VAE as in Lightning's examples: training_step draws between its two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.encoder, self.decoder = Encoder(), Decoder()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        mean, log_variance = self.encoder(x)
+        z = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+        return elbo(x, self.decoder(z), mean, log_variance)
+
+
+def elbo(x: Tensor, y: Tensor, mean: Tensor, log_variance: Tensor) -> Outputs:
+    divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean()
+    return {"loss": F.mse_loss(y, x) + 0.1 * divergence, "y": y.detach()}
+
+
+class Towers(Learner):
+    """A CLIP whose towers are pieces, and whose temperature belongs to the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.image, self.text = Tower(4), Tower(2)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        logits = self.temperature.exp() * self.image(x[:, :4]) @ self.text(x[:, 4:]).T
+        order = torch.arange(len(x))
+        return {"loss": (F.cross_entropy(logits, order) + F.cross_entropy(logits.T, order)) / 2}

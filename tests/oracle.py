@@ -167,16 +167,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+class Noise(nn.Module):
+    """Normal random numbers, of the shape of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn_like(x)
+
+
 @contextlib.contextmanager
 def own_dropouts(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Gives each ``nn.Dropout`` of the model a generator for each minibatch (law L7).
+    """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7).
 
     Yields a function that says which minibatch comes next.
     """
     chance = Chance(run_seed())
-    paths: dict[nn.Dropout, list[str]] = {}
+    paths: dict[nn.Dropout | Noise, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout | Noise):
             paths.setdefault(module, []).append(path)
     calls: Counter[nn.Module] = Counter()
     minibatch = 0
@@ -186,14 +193,16 @@ def own_dropouts(model: nn.Module) -> Iterator[Callable[[int], None]]:
         minibatch = p
         calls.clear()
 
-    def dropout(module: nn.Dropout) -> Callable[[Tensor], Tensor]:
+    def drawing(module: nn.Dropout | Noise) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
-            if not module.training or module.p == 0 or x.numel() == 0:
+            if isinstance(module, nn.Dropout) and (not module.training or module.p == 0 or x.numel() == 0):
                 return x
             # A module that stands in several places is named by the place; one that is called again, by an ordinal.
             again, place = divmod(calls[module], len(paths[module]))
             calls[module] += 1
             generator = chance.generator(minibatch, paths[module][place], again, x.device)
+            if isinstance(module, Noise):
+                return torch.empty_like(x).normal_(generator=generator)
             # The arithmetic of torch's own dropout on a CPU: a mask of zeros and 1 / (1 - p).
             kept = torch.empty_like(x).bernoulli_(1 - module.p, generator=generator)
             return x * kept.div_(1 - module.p)
@@ -201,7 +210,7 @@ def own_dropouts(model: nn.Module) -> Iterator[Callable[[int], None]]:
         return forward
 
     for each in paths:
-        vars(each)["forward"] = dropout(each)
+        vars(each)["forward"] = drawing(each)
     try:
         yield begin
     finally:

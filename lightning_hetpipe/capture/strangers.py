@@ -1,10 +1,13 @@
-"""Objects that hold tensors where no stage would find them."""
+"""Objects that hold tensors: dataclasses, which stages learn to take apart, and others, where they would find none."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hetpipe.private import pytree
@@ -13,13 +16,28 @@ from lightning_hetpipe.private import pytree
 def stranger_in(value: Any) -> Any | None:
     """The first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts; None if none is.
 
-    Such are dataclasses, subclasses of ``dict`` and objects with attributes, unless they are registered with torch's
-    pytree (as Hugging Face's outputs are).
+    Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as
+    Hugging Face's outputs are). Dataclasses are registered here, if their fields are all that there is of them.
     """
+    while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
+        for each in classes:
+            torch.export.register_dataclass(each)
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, Tensor) and _holds_tensors(leaf, set()):
             return leaf
     return None
+
+
+def _is_plain_dataclass(item: Any) -> bool:
+    """Whether ``item`` can be made again from its fields."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
+        return False
+    fields = {field.name for field in dataclasses.fields(item)}
+    return (
+        set(inspect.signature(type(item)).parameters) == fields
+        and set(getattr(item, "__dict__", ())) <= fields
+        and _holds_tensors(item, set())
+    )
 
 
 def _holds_tensors(item: Any, seen: set[int]) -> bool:

@@ -149,6 +149,7 @@ class Watch:
     def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Runs a module of which stages will run a graph."""
         _refuse_global_hooks()
+        _refuse_strangers(f"the pipelined module '{piece.name}' is given", given)
         name, module = piece.name, piece.module
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
@@ -258,7 +259,7 @@ def _refuse_strangers(what: str, value: Any) -> None:
     if (stranger := stranger_in(value)) is not None:
         raise SettingError(
             f"{what} a {type(stranger).__name__} that holds tensors, whose gradients would be lost on the way through"
-            " the pipeline; put tensors into tuples, lists or dicts"
+            " the pipeline; put tensors into tuples, lists, dicts or plain dataclasses"
         )
 
 

@@ -31,7 +31,7 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, current
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy.attributes import Attributes
@@ -171,13 +171,27 @@ class Fit:
         finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._watch = Watch(self._module, self._names, self._chance, number, frozen_too=finetuning)
         self._outside = Outside(self._module)
-        with self._watch.watching():
+        with self._watch.watching(), self._own_random_numbers(number):
             output = native(*args)
         loss = self._loss_of(output)
         self._watch.check(loss)
         layers = sum(len(piece.layers) for piece in self._watch.pieces)
         self._stages = stage_count(self._settings.stages, len(self._settings.devices), layers)
         return output
+
+    @contextmanager
+    def _own_random_numbers(self, number: int) -> Iterator[None]:
+        """Those of minibatch ``number``, if several are to be in flight: it draws the same where a run is resumed."""
+        asked, stages = self._settings.in_flight, self._settings.stages
+        if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
+            yield
+            return
+        stretch = Stretch(ProcessState.seeded(self._run_seed, 0, number))
+        stretch.enter()
+        try:
+            yield
+        finally:
+            stretch.leave()
 
     def _set_up(self) -> None:
         assert self._watch is not None

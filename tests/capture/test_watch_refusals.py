@@ -31,8 +31,12 @@ class Bag(dict[str, Any]):
 
 @dataclasses.dataclass
 class Out:
+    """One that keeps more than its fields."""
+
     hidden: Tensor
-    size: int = 4
+
+    def __post_init__(self) -> None:
+        self.size = len(self.hidden)
 
 
 class Slotted:
@@ -74,7 +78,7 @@ AROUND: list[tuple[Callable[[Tensor], Any], str]] = [
 @pytest.mark.parametrize(("around", "kind"), AROUND)
 def test_tensors_in_strange_objects(around: Callable[[Tensor], Any], kind: str) -> None:
     """They would cross a cut as they are, and their gradients would be lost without a word."""
-    message = f"layer 'net.0' gives a {kind} that holds tensors, .*; put tensors into tuples, lists or dicts"
+    message = f"layer 'net.0' gives a {kind} that holds tensors, .*; put tensors into tuples, lists, dicts or plain"
     refused(message, net=nn.Sequential(Gives(around), Takes(), nn.Linear(4, 2)))
     refused(message, net=nn.Sequential(Gives(around)))
 

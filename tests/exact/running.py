@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_hetpipe.pipeline.stretch import ProcessState
 from tests import oracle
 from tests.models import Learner
 from tests.oracle import Batch, Outputs, Run, State
@@ -95,13 +97,21 @@ def expect(
     in_flight: int | Sequence[int],
     *,
     max_epochs: int = 2,
+    draws: bool = False,
     **options: Any,
 ) -> Run:
-    """The oracle's run of ``task``: over given epochs, or ``max_epochs`` times over an unshuffled loader."""
+    """The oracle's run of ``task``: over given epochs, or ``max_epochs`` times over an unshuffled loader.
+
+    Where ``training_step`` itself ``draws``, each minibatch has random numbers of its own.
+    """
     if isinstance(epochs, DataLoader):
         epochs = [list(epochs)] * max_epochs
 
+    numbers, seed = itertools.count(1), oracle.run_seed()
+
     def step(model: Learner, batch: Batch) -> Outputs:
+        if draws:
+            ProcessState.seeded(seed, 0, next(numbers)).restore()
         return model.compute(batch)
 
     return oracle.train(task, step, epochs, task.recipe, in_flight, **options)

@@ -25,7 +25,7 @@ def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any 
     return fit(make(), loader, callbacks(), strategy=strategy, **settings)
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt", "translator", "pieces"])
+@pytest.mark.parametrize("name", ["resnet", "gpt", "translator", "pieces", "towers", "noise between"])
 def test_one_in_flight_is_the_plain_trainer(name: str) -> None:
     _, loader, layers = CASES[name]
     assert_same(fit(made(name), loader, strategy="auto"), fit(made(name), loader, strategy=even(layers, 3, 1)))

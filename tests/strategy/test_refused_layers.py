@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -123,26 +122,6 @@ def test_hooks_on_all_modules() -> None:
         assert_refused(Learner(), "a hook on all modules is set", "remove it before fit")
     finally:
         handle.remove()
-
-
-@dataclasses.dataclass
-class Hidden:
-    x: Tensor
-
-
-class Wraps(nn.Module):
-    def forward(self, x: Tensor) -> Hidden:
-        return Hidden(x)
-
-
-class Unwraps(nn.Module):
-    def forward(self, hidden: Hidden) -> Tensor:
-        return hidden.x.tanh()
-
-
-def test_a_layer_that_gives_a_dataclass() -> None:
-    module = Learner(net=nn.Sequential(nn.Linear(6, 8), Wraps(), Unwraps(), nn.Linear(8, 3)))
-    assert_refused(module, "layer 'net.1' gives a Hidden that holds tensors", "tuples, lists or dicts")
 
 
 def test_a_layer_that_sets_an_attribute() -> None:
