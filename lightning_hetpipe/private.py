@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "outputs_of",
     "pytree",
     "version_counter",
+    "without_hooks",
 ]
 
 
@@ -111,9 +113,30 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a user has put hooks on ``module``. Those of ``torch.nn.utils`` (weight norm and such) do not count."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks)
+    return any(_is_users(hook) for hooks in _hooks(module) for hook in hooks.values())
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it, ``module`` itself has no hooks of a user's; those that are added are gone afterwards."""
+    before = [(hooks, dict(hooks)) for hooks in _hooks(module)]
+    for hooks, all_hooks in before:
+        for key in [key for key, hook in all_hooks.items() if _is_users(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            hooks.clear()
+            hooks.update(all_hooks)
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+
+
+def _is_users(hook: Any) -> bool:
+    return not type(hook).__module__.startswith("torch.nn.utils")
 
 
 def has_global_hooks() -> bool:

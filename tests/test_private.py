@@ -130,6 +130,20 @@ def test_hooks_of_modules(register: str) -> None:
     assert not private.has_hooks(module)
 
 
+@guards("_forward_hooks", "_forward_pre_hooks")
+def test_hooks_taken_away_for_a_while() -> None:
+    normed: Any = nn.utils.weight_norm
+    module = normed(nn.Linear(2, 2))
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.ones(1, 2)
+    expected = module(x)
+    with private.without_hooks(module):
+        module.register_forward_hook(lambda module, args, output: output * 100)
+        found = module(x) / 100
+    assert torch.allclose(found * 2, expected), "a graph would hold what hooks do, which the live module's call does"
+    assert torch.equal(module(x), expected), "a user's hooks would be lost"
+
+
 @guards()
 def test_hooks_of_torch_itself() -> None:
     normed: Any = nn.utils.weight_norm

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline import chance
 from lightning_hetpipe.pipeline.computed import computed_names
 
@@ -54,6 +55,15 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
         if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
             return name
     return None
+
+
+def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
+    """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
+    if changed := changed_attribute(before, attributes_with_contents(module)):
+        raise SettingError(
+            f"layer '{layer}' sets its attribute '{changed}' (of {type(module).__name__}) in forward, which only its"
+            " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
+        )
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:

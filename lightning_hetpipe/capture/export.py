@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
+from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.private import pytree, without_hooks
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
@@ -52,11 +53,13 @@ def graph_of(
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     chance = (random.getstate(), _numpy_state())
     try:
-        with _left_alone(module), _silently():
+        with _left_alone(name, module), _silently():
             program = export(
                 module, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(module, args, kwargs), strict=False
             )
             graph = program.module(check_guards=True)
+    except SettingError:
+        raise
     except Exception as error:
         raise _refusal(name, error) from error
     if chance != (random.getstate(), _numpy_state()):
@@ -94,15 +97,28 @@ def _users_line(error: Exception) -> str | None:
 
 
 @contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """Undoes what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes."""
+def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
+    """Undoes what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
+
+    What ``forward`` sets in attributes of the user's is refused, as a graph would not. (Tracing runs it, not for the
+    first time: what it sets in its first call only, it has set by now.) Hooks of the module itself run around its
+    graph, so they are no part of it.
+    """
     before = [(part, dict(vars(part))) for part in module.modules()]
+    seen = [attributes_with_contents(part) for part, _ in before]
+
+    def check(*call: Any) -> None:
+        for (part, _), earlier in zip(before, seen, strict=True):
+            refuse_changes(name, part, earlier)
+
     try:
-        yield
+        with without_hooks(module):
+            module.register_forward_hook(check)
+            yield
     finally:
-        for part, attributes in before:
+        for part, held in before:
             vars(part).clear()
-            vars(part).update(attributes)
+            vars(part).update(held)
 
 
 @contextmanager

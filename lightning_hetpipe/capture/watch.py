@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
 from lightning_hetpipe.capture.compiled import is_looked_through, refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
@@ -158,7 +158,7 @@ class Watch:
             return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
         with self._chance.watch({name: module}, self._minibatch):
-            output, layer = _run_observed(name, module, call, given)
+            output, layer = _run_observed(name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
         if (function := own_backward(tensors_of(output), tensors_of(given))) is not None:
@@ -211,8 +211,13 @@ class _Seam(torch.autograd.Function):
         return gradients
 
 
-def _run_observed(name: str, module: nn.Module, call: Callable[..., Any], value: Any) -> tuple[Any, Layer]:
-    """Runs a layer, tells what it did, and refuses what its copies in stages could not do as it does."""
+def _run_observed(
+    name: str, module: nn.Module, call: Callable[..., Any], value: Any, is_graph: bool = False
+) -> tuple[Any, Layer]:
+    """Runs a layer, tells what it did, and refuses what its copies in stages could not do as it does.
+
+    Whether a graph may stand for a module that sets attributes is seen when it is captured.
+    """
     refuse_hooks(name, module)
     if owner := next((part for part in module.modules() if _holds_generator(part)), None):
         raise SettingError(
@@ -229,12 +234,9 @@ def _run_observed(name: str, module: nn.Module, call: Callable[..., Any], value:
             f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only its"
             " copies would see; change them in a callback, after the optimizer's step"
         )
-    for part, earlier in zip(parts, attributes, strict=True):
-        if changed := changed_attribute(earlier, attributes_with_contents(part)):
-            raise SettingError(
-                f"layer '{name}' sets its attribute '{changed}' (of {type(part).__name__}) in forward, which only its"
-                " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
-            )
+    if not is_graph:
+        for part, earlier in zip(parts, attributes, strict=True):
+            refuse_changes(name, part, earlier)
     _refuse_strangers(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
     return output, Layer(name, module, mutates, not memory(given).isdisjoint(memory(tensors_of(output))))

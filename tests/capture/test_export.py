@@ -114,3 +114,37 @@ def test_sizes_may_vary() -> None:
     graph = graph_of("model", module, (X,), {"more": torch.randn(5, 3)})
     x, more = torch.randn(9, 3), torch.randn(2, 3)
     assert torch.equal(graph(x, more=more), module(x, more=more))
+
+
+class Remembers(Linear):
+    """Sets an attribute: in every call, or in its first one only."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.calls = always, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or self.calls == 0:
+            self.calls += 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_attributes_that_forward_sets() -> None:
+    module = Remembers(always=True)
+    module(X)
+    with pytest.raises(SettingError, match=r"'model' sets its attribute 'calls' \(of Remembers\) in forward"):
+        graph_of("model", module, (X,), {})
+    assert module.calls == 1
+    once = Remembers(always=False)
+    once(X)
+    assert torch.equal(graph_of("model", once, (X,), {})(X), once(X))
+
+
+def test_hooks_of_the_module_itself_are_no_part_of_its_graph() -> None:
+    module = nn.Linear(X.shape[-1], 2)
+    expected = module(X)
+    module.register_forward_hook(lambda module, args, output: output * 100)
+    module.register_forward_pre_hook(lambda module, args: (args[0] * 100,))
+    assert torch.equal(graph_of("model", module, (X,), {})(X), expected)
+    assert not torch.equal(module(X), expected)
