@@ -34,11 +34,11 @@ from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy.attributes import Attributes
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
 from lightning_hetpipe.strategy.lookahead import LookAhead, ReadyBatch
 from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.outsiders import Outsiders
 from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,
@@ -50,9 +50,7 @@ from lightning_hetpipe.strategy.private import (
     with_workers,
 )
 from lightning_hetpipe.strategy.release import released_step
-from lightning_hetpipe.strategy.replay import Record, Replay
 from lightning_hetpipe.strategy.settings import FitSettings
-from lightning_hetpipe.strategy.stretch import TrainerStretch
 from lightning_hetpipe.strategy.telemetry import Telemetry
 
 
@@ -72,12 +70,9 @@ class Fit:
         self._watch: Watch | None = None
         self._layout: Layout | None = None
         self._telemetry: Telemetry | None = None
-        self._replay = Replay(self._module)
         self._outside: Outside | None = None
+        self._outsiders: Outsiders | None = None
         self._form: Form | None = None
-        self._attributes: Attributes | None = None
-        self._records: dict[int, Record] = {}
-        self._stretches: dict[int, TrainerStretch] = {}
         self._finished: Minibatch | None = None
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
@@ -103,7 +98,8 @@ class Fit:
                     self.finish_report()
                 self.engine.close()
         finally:
-            self._replay.uninstall()
+            if self._outsiders is not None:
+                self._outsiders.close()
             for redirect in (*self._redirects, *self._calls):
                 redirect.remove()
             self._redirects, self._calls = [], []
@@ -133,14 +129,12 @@ class Fit:
         try:
             self._finished = minibatch = self.engine.finish(number)
         finally:  # what it has set before it failed is there, as in a plain run
-            if self._attributes is not None:
-                self._attributes.show(number)
+            if self._outsiders is not None:
+                self._outsiders.assign(number)
         self.engine.show(number)
-        if (stretch := self._stretches.pop(number, None)) is not None and stretch.should_stop:
-            self._trainer.should_stop = True
-        if (record := self._records.pop(number, None)) is not None:
+        if self._outsiders is not None:
             with self._precision.train_step_context():
-                self._replay.replay(record)
+                self._outsiders.replay(number)
         self._telemetry.count(minibatch, args[0] if args else None)
         return _without_graph(minibatch.output)
 
@@ -220,10 +214,7 @@ class Fit:
         )
         self._outside.leave_out([piece.module for piece in pieces], engine.versioned())
         if in_flight > 1:
-            self._outside.check_step()
-            self._replay.install()
-            self._attributes = Attributes(self._module, in_flight)
-            self._attributes.begin(number - 1)
+            self._outsiders = Outsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
         for index, piece in enumerate(pieces):
             self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
             piece.inputs.clear()  # the watched step's activations
@@ -257,9 +248,8 @@ class Fit:
             self._telemetry.stop()
             self._telemetry.log(begun_minibatches(self._trainer)[0])
             self.engine.discard()
-        self._stretches.clear()
-        while self._records:
-            self._replay.discard(self._records.popitem()[1])
+        if self._outsiders is not None:
+            self._outsiders.discard()
 
     def _run_validation(self, redirect: Redirect) -> Any:
         if self.engine is None or self._telemetry is None:
@@ -292,7 +282,7 @@ class Fit:
 
     def prepare(self, batch: Any, ahead: int) -> Any:
         number = begun_minibatches(self._trainer)[0] + 1 + ahead
-        with nullcontext() if self._attributes is None else self._attributes.stretch(number, 0):
+        with nullcontext() if self._outsiders is None else self._outsiders.transfer(number):
             batch = self._precision.convert_input(batch)
             batch = move_before_transfer(self._module, batch)
             return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -322,7 +312,6 @@ class Fit:
 
     def _publish(self, version: int) -> None:
         assert self.engine is not None
-        assert self._outside is not None
         assert self._form is not None
         assert self._telemetry is not None
         changed = self._form.changed()
@@ -331,13 +320,11 @@ class Fit:
         if self._epoch_begins:
             self._epoch_begins = False
             self.engine.begin(version)
-            self._outside.begin()
-            if self._attributes is not None:
-                self._attributes.begin(version)
+            if self._outsiders is not None:
+                self._outsiders.begin(version)
             return
-        if self._attributes is not None:
-            self._outside.check(version)
-            self._attributes.publish(version)
+        if self._outsiders is not None:
+            self._outsiders.publish(version)
         self.engine.publish(version)
         self._telemetry.log(version)
 
@@ -361,14 +348,11 @@ class Fit:
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
         assert self._form is not None
-        if self._attributes is not None:
-            state = ProcessState.seeded(self._run_seed, 0, number)
-            self._stretches[number] = TrainerStretch(state, self._trainer, self._attributes, number)
         step = Step(
             run=partial(self._user_step, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
-            context=partial(self._recording, number) if self.engine.in_flight > 1 else nullcontext,
-            stretch=self._stretches.get(number),
+            context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
+            stretch=None if self._outsiders is None else self._outsiders.stretch(number),
         )
         self.engine.submit(number, step)
 
@@ -385,12 +369,6 @@ class Fit:
                 " step, does not do; return a loss, such as one multiplied by zero"
             )
         return loss
-
-    @contextmanager
-    def _recording(self, number: int) -> Iterator[None]:
-        with self._replay.recording() as record:
-            self._records[number] = record
-            yield
 
     def _default_dtype(self) -> torch.dtype | None:
         """The default dtype within ``training_step``, where the precision plugin makes it another one."""
