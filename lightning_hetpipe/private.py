@@ -24,9 +24,11 @@ __all__ = [
     "ThreadDispatchMode",
     "arguments_of",
     "behind_compile",
+    "contents",
     "foreach_copy_",
     "graph_leaves",
     "graph_nodes",
+    "has_any_hooks",
     "has_global_hooks",
     "has_hooks",
     "keywords_of",
@@ -111,6 +113,11 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return innermost is self
 
 
+def has_any_hooks(module: nn.Module) -> bool:
+    """Whether there are hooks on ``module``, of whomever."""
+    return any(_hooks(module))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a user has put hooks on ``module``. Those of ``torch.nn.utils`` (weight norm and such) do not count."""
     return any(_is_users(hook) for hooks in _hooks(module) for hook in hooks.values())
@@ -137,6 +144,13 @@ def _hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 def _is_users(hook: Any) -> bool:
     return not type(hook).__module__.startswith("torch.nn.utils")
+
+
+def contents(module: nn.Module) -> tuple[Any, ...]:
+    """All that ``module`` itself holds: quick to take, and to compare by identity."""
+    held = vars(module)
+    parts = (held["_parameters"], held["_buffers"], held["_modules"], *_hooks(module))
+    return (*held, *held.values(), *(item for part in parts for pair in part.items() for item in pair))
 
 
 def has_global_hooks() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,6 +129,26 @@ def test_hooks_of_modules(register: str) -> None:
     assert private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
     handle.remove()
     assert not private.has_hooks(module)
+
+
+@guards("_parameters", "_buffers")
+def test_contents() -> None:
+    module = nn.BatchNorm1d(2)
+    before = private.contents(module)
+    assert all(map(operator.is_, before, private.contents(module)))
+    for change in (
+        lambda: setattr(module, "eps", 0.5),
+        lambda: setattr(module, "weight", nn.Parameter(torch.ones(2))),
+        lambda: setattr(module, "running_mean", torch.ones(2)),
+        lambda: module.register_module("child", nn.Linear(1, 1)),
+        lambda: module.register_forward_hook(lambda *_: None),
+        lambda: module.eval(),
+    ):
+        change()
+        after = private.contents(module)
+        same = len(after) == len(before) and all(map(operator.is_, before, after))
+        assert not same, "stages would not follow a change of the live module"
+        before = after
 
 
 @guards("_forward_hooks", "_forward_pre_hooks")

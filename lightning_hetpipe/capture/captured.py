@@ -59,7 +59,8 @@ class Captured:
         if len(of_this_mode) == VARIANTS:
             raise SettingError(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph;"
-                " pad them to the same shapes, or call it with the same kinds of arguments"
+                " pad them to the same shapes, or let training_step itself run it, by naming the modules to pipeline"
+                " (module=[...])"
             )
         self._capture(args, kwargs)
         return self.value(args, kwargs)

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_hetpipe.private import pytree, without_hooks
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
 
 
 def graph_of(
@@ -81,8 +82,8 @@ def _refusal(name: str, error: Exception) -> SettingError:
             " same for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
         )
     return SettingError(
-        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way,"
-        " call it in training_step outside the pipelined module, or write the module as an nn.Sequential"
+        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way, or"
+        " let training_step itself run the module, by naming the ones to pipeline (module=[...])"
     )
 
 
@@ -123,15 +124,21 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Withholds what torch prints when it fails, the whole graph: the error that follows says what to do."""
-    log, printed = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO()
-    log.addFilter(_is_error)
+    """Withholds what torch says of its inner life, such as the whole graph where it fails: our error says enough."""
+    logs, printed = [logging.getLogger(name) for name in _LOGS], io.StringIO()
+    for log in logs:
+        log.addFilter(_is_error)
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* assigned during export.*")  # which is undone
             yield
         sys.stderr.write(printed.getvalue())
     finally:
-        log.removeFilter(_is_error)
+        for log in logs:
+            log.removeFilter(_is_error)
+
+
+_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
 
 
 def _is_error(record: logging.LogRecord) -> bool:

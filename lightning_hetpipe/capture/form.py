@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from lightning_hetpipe.capture.attributes import changed_attribute, plain_attributes
-from lightning_hetpipe.capture.pieces import Piece, layers_of, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import has_hooks
+from lightning_hetpipe.private import contents, has_hooks
 
 
 class Form:
@@ -24,6 +23,8 @@ class Form:
     def take(self) -> None:
         """The layers are as they should be now."""
         self._seen = list(self._now())
+        self._modules = [module for piece in self.pieces for module in piece.module.modules()]
+        self._contents = [contents(module) for module in self._modules]
         self._parameters = [_parameters(piece) for piece in self.pieces]
 
     def with_own_parameters(self, piece: int) -> bool:
@@ -32,13 +33,35 @@ class Form:
 
     def changed(self) -> str | None:
         """The name of what has changed since :meth:`take`; None if nothing has."""
+        held = [contents(module) for module in self._modules]
+        if all(map(_identical, held, self._contents)):
+            return None
         now = list(self._now())
         for (path, *parts, attributes), (_, *parts_before, attributes_before) in zip(now, self._seen, strict=False):
             if parts != parts_before:
                 return str(path)
             if name := changed_attribute(attributes_before, attributes):
                 return f"{path}.{name}"
-        return None if len(now) == len(self._seen) else self.pieces[-1].name
+        if len(now) != len(self._seen):
+            return self.pieces[-1].name
+        self._contents = held  # other objects, which are equal
+        return None
+
+    def modes(self) -> list[bool]:
+        """Which modules are being trained, and which evaluated."""
+        return [module.training for module in self._modules]
+
+    def other_mode(self, modes: list[bool]) -> str | None:
+        """The name of a module whose mode is not that of ``modes``, if there is one."""
+        for module, training in zip(self._modules, modes, strict=True):
+            if module.training is not training:
+                return next(
+                    f"{piece.name}.{name}" if name else piece.name
+                    for piece in self.pieces
+                    for name, part in piece.module.named_modules()
+                    if part is module
+                )
+        return None
 
     def follow(self) -> None:
         """Captures graphs anew, and refuses changes that copying the layers anew does not answer.
@@ -51,8 +74,7 @@ class Form:
                 refuse_hooks(piece.name, piece.module)
                 piece.captured.capture_again()
                 continue
-            assert isinstance(piece.module, nn.Sequential)
-            now = list(layers_of(piece.name, piece.module))
+            now = piece.modules_of_layers()
             for name, module in now:
                 refuse_hooks(name, module)
             if [module for _, module in now] != [layer.module for layer in piece.layers]:
@@ -72,6 +94,10 @@ class Form:
                 hooks = module is not piece.module and has_hooks(module)
                 path = f"{piece.name}.{name}" if name else piece.name
                 yield path, id(module), parameters, buffers, hooks, graph, plain_attributes(module)
+
+
+def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _parameters(piece: Piece) -> list[int]:

@@ -92,24 +92,32 @@ def _unmarked(path: str) -> str:
     return re.sub(r"@\d+", "", path)  # so the second call of a module is marked
 
 
-def _blocks(module: nn.Module, path: str = "") -> Iterator[str]:
+def _blocks(module: nn.Module, path: str = "", listed: bool = False) -> Iterator[str]:
+    """The paths of the blocks in ``module``, at ``path``; ``listed`` if it is inside a list already."""
     children = [
         (name, child) for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name
     ]
-    if path and not any(map(_is_list, module.modules())):
+    if path and not any(_is_list(part, listed) for part in module.modules()):
         children = []
     if children:
         for name, child in children:
-            yield from _blocks(child, f"{path}.{name}" if path else name)
+            yield from _blocks(child, f"{path}.{name}" if path else name, listed or _is_list(module, listed))
     elif any(True for _ in (*module.parameters(), *module.buffers())):
         yield path
 
 
-def _is_list(module: nn.Module) -> bool:
-    """Whether it holds modules with weights, one after the other."""
+def _is_list(module: nn.Module, listed: bool) -> bool:
+    """Whether it holds modules with weights, one after the other.
+
+    Inside such a list, an ``nn.Sequential`` of nothing but single layers (a transformer layer's MLP, a downsampling) is
+    a part of a block.
+    """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
-    return any(True for child in module.children() for _ in child.parameters())
+    weighty = [child for child in module.children() if any(True for _ in child.parameters())]
+    if listed and isinstance(module, nn.Sequential):
+        return any(True for child in weighty for _ in child.children())
+    return bool(weighty)
 
 
 def _call_of(path: str, blocks: set[str]) -> str | None:

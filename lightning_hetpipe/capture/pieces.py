@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.attributes import plain_attributes
 from lightning_hetpipe.capture.captured import Captured
+from lightning_hetpipe.capture.single import Single
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
@@ -32,7 +33,8 @@ class Piece:
         layers: Its layers, in order.
         inputs: What each layer was given in the watched step, detached.
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
-        captured: Its graphs, if it is no ``nn.Sequential``.
+        single: Its one layer, if it is one of torch.nn's own.
+        captured: Its graphs, if it is neither that nor an ``nn.Sequential``.
     """
 
     name: str
@@ -40,12 +42,22 @@ class Piece:
     layers: list[Layer] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     autocast: Autocast = field(default_factory=Autocast.current)
+    single: Single | None = None
     captured: Captured | None = None
+
+    def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
+        """The layers that can be seen without a graph, by their names."""
+        if self.single is not None:
+            return [(self.name, self.single)]
+        assert isinstance(self.module, nn.Sequential)
+        return list(layers_of(self.name, self.module))
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What its first layer takes, where ``training_step`` calls the module so."""
         if self.captured is not None:
             return self.captured.value(args, kwargs)
+        if self.single is not None:
+            return args, kwargs
         (value,) = (*args, *kwargs.values())  # as nn.Sequential takes one
         return value
 

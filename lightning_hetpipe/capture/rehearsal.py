@@ -41,7 +41,7 @@ def _rehearsal(
     default_dtype: torch.dtype | None,
     device: torch.device,
 ) -> Callable[[], None]:
-    scratch = copy_of(layer.module, device)
+    scratch = copy_of(layer.module, None)
     call = attach(scratch, layer.name)
     parameters = list(scratch.parameters())
 

@@ -46,11 +46,12 @@ def capture(piece: Piece, call: Call, chance: Chance, minibatch: int) -> None:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():
                 own = graph_layer(layer)
-                scratch = copy_of(own, own.device)
+                scratch = copy_of(own, None)
                 _set_buffers(scratch, call.buffers)
                 before = Value.of(value)
                 piece.inputs.append(before)
                 found = Value.of(scratch(before.tree(before.leaves(own.device))))
+                del scratch
             value = found.tree(found.leaves(own.device))
     if len(found.tensors) != len(call.gave.tensors) or not all(map(_same, found.tensors, call.gave.tensors)):
         raise SettingError(

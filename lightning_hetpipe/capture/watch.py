@@ -18,8 +18,9 @@ from lightning_hetpipe.capture.attributes import attributes_with_contents, refus
 from lightning_hetpipe.capture.compiled import is_looked_through, refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
-from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, layers_of, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.capture.single import Single, is_single
 from lightning_hetpipe.capture.strangers import stranger_in
 from lightning_hetpipe.capture.trial import Call, capture
 from lightning_hetpipe.errors import SettingError
@@ -122,7 +123,7 @@ class Watch:
                 return redirect.original(*args, **kwargs)
             raise SettingError(
                 f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
-                " with torch.cat, or use another strategy"
+                " with torch.cat, or let a module of yours call it as often as you like, and call that once"
             )
         if (part := next((piece for piece in self.pieces if piece.module in module.modules()), None)) is not None:
             raise SettingError(
@@ -133,8 +134,10 @@ class Watch:
         self.pieces.append(piece)
         self._inside = True
         try:
-            if isinstance(module, nn.Sequential) and is_plain_sequential(module):
-                return self._run_layers(piece, module, piece.value(args, kwargs))
+            if is_single(module):
+                piece.single = Single(module)
+            if piece.single is not None or is_plain_sequential(module):
+                return self._run_layers(piece, piece.value(args, kwargs))
             return self._run_whole(piece, (args, kwargs))
         finally:
             self._inside = False
@@ -169,12 +172,12 @@ class Watch:
         self._calls[name] = Call(Value.of(given), buffers, Value.of(output))
         return self._joined(tensors_of(given), output)
 
-    def _run_layers(self, piece: Piece, sequential: nn.Sequential, value: Any) -> Any:
+    def _run_layers(self, piece: Piece, value: Any) -> Any:
         _refuse_global_hooks()
         _refuse_strangers(f"the pipelined module '{piece.name}' is given", value)
         given = tensors_of(value)
         before = [version_counter(tensor) for tensor in given]
-        found = list(layers_of(piece.name, sequential))
+        found = piece.modules_of_layers()
         with self._chance.watch(dict(found), self._minibatch) as calls:
             for name, module in found:
                 refuse_compiled(name, module)

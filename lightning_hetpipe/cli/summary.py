@@ -11,6 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
+_NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
+_MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
+
 
 class StageResult(Protocol):
     """What the summary reads of one stage; `reporting.StageReport` has it."""
@@ -35,28 +38,39 @@ class RunResult(Protocol):
     @property
     def in_flight(self) -> int: ...
     @property
+    def minibatches(self) -> int: ...
+    @property
     def samples_per_second(self) -> float: ...
     @property
     def stages(self) -> Sequence[StageResult]: ...
 
 
 def summary(
-    run: RunResult | None, metrics: Mapping[str, SupportsFloat], *, checkpoint: str = "", log_dir: str | None = None
+    run: RunResult | None,
+    metrics: Mapping[str, SupportsFloat],
+    *,
+    torch_threads: int | None = None,
+    checkpoint: str = "",
+    log_dir: str | None = None,
 ) -> str:
     """The text, several lines.
 
     Args:
         run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
         metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
+        torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
+            it out.
         checkpoint: path of the best checkpoint; empty if there is none.
         log_dir: folder of TensorBoard's event files; None if nothing was logged.
     """
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
-        lines += [_headline(run), "", *_stage_table(run.stages), ""]
-        rows.append(("samples per second", f"{run.samples_per_second:,.0f}"))
+        lines += [_headline(run), "", *_stage_table(run), "", _MEASURED, ""]
+        rows.append(("samples per second", f"{run.samples_per_second:,.0f}" if run.minibatches else _NONE))
     rows += _results(metrics)
+    if torch_threads is not None:
+        rows.append(("torch threads", f"{torch_threads}; stages of a pipeline use OMP_NUM_THREADS each, by default 1"))
     if checkpoint:
         rows.append(("checkpoint", _relative(checkpoint)))
     if log_dir:
@@ -71,7 +85,7 @@ def _headline(run: RunResult) -> str:
     return f"Trained as a pipeline of {stages}, {minibatches} in flight"
 
 
-def _stage_table(stages: Sequence[StageResult]) -> list[str]:
+def _stage_table(run: RunResult) -> list[str]:
     header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy"]
     rows = [
         [
@@ -80,10 +94,10 @@ def _stage_table(stages: Sequence[StageResult]) -> list[str]:
             _span(stage.layers),
             _kinds(stage.layer_types),
             f"{stage.parameters:,}",
-            f"{stage.time_s * 1000:,.1f}",
-            f"{stage.busy:.0%}",
+            f"{stage.time_s * 1000:,.1f}" if stage.time_s else _NONE,
+            f"{stage.busy:.0%}" if run.minibatches else _NONE,
         ]
-        for index, stage in enumerate(stages)
+        for index, stage in enumerate(run.stages)
     ]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     first_number = header.index("parameters")

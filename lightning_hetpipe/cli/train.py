@@ -7,22 +7,29 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
 import hydra
 import lightning as L
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, TQDMProgressBar
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
-from lightning_hetpipe.cli.errors import INTERRUPTED, refused, report
+from lightning_hetpipe.cli.blame import blamed, unwrapped
+from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, report
+from lightning_hetpipe.cli.frames import passed
 from lightning_hetpipe.cli.overrides import settled
 from lightning_hetpipe.cli.summary import summary
+from lightning_hetpipe.errors import SettingError
+
+T = TypeVar("T")
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -40,7 +47,10 @@ class _WrongSetting(BaseException):
 
 
 def main() -> None:
-    """The console script. Exit codes: 0; 1 for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C."""
+    """The console script.
+
+    Exit codes: 0; 1 for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
+    """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
     asked_for_all = os.environ.get(_FULL_ERROR) == "1"
@@ -50,11 +60,15 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\nhetpipe-train: interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except SIGTERMException:
+        print("\nhetpipe-train: terminated.", file=sys.stderr)
+        sys.exit(TERMINATED)
     except (_WrongSetting, Exception) as caught:
         error = caught.__cause__ if isinstance(caught, _WrongSetting) and caught.__cause__ else caught
         if asked_for_all:
             raise error from error.__cause__
-        sys.exit(report(error))
+        started = passed(caught.__traceback__, __name__, "_application")
+        sys.exit(report(error, started=started, arguments=sys.argv[1:]))
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
@@ -66,10 +80,8 @@ def _application(config: DictConfig) -> float | None:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             raise KeyboardInterrupt from None
         raise
-    except (MisconfigurationException, OmegaConfBaseException) as error:
-        raise _WrongSetting from error
-    except TypeError as error:
-        if (refusal := settings.refused_argument(config, error)) is None:
+    except Exception as error:
+        if (refusal := blamed(error, config)) is None:
             raise
         raise _WrongSetting from refusal
 
@@ -81,22 +93,25 @@ def run(config: DictConfig) -> float | None:
         The best value of what the checkpoint callback monitors, or None if it monitors nothing.
 
     Raises:
-        MisconfigurationException: for a setting that is unknown, missing or refused.
+        SettingError: for a setting that is unknown, missing or of the wrong kind.
+        SIGTERMException: if the process was told to end, with Lightning's own clean-up done.
     """
     settings.check(config)
     # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
-    model: L.LightningModule = _built(config, "model")
-    data: L.LightningDataModule = _built(config, "data")
-    trainer: L.Trainer = _built(config, "trainer", **_callbacks(config))
+    config = deepcopy(config)  # of which the caller may still want to say what stood where
+    _strip(config)
+    model = _built(config, "model", L.LightningModule)
+    data = _built(config, "data", L.LightningDataModule)
+    trainer = _built(config, "trainer", L.Trainer, **_callbacks(config))
     try:
         trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
     except BaseException:
         _end_progress_bars(trainer)
         raise
-    last_run = getattr(trainer.strategy, "last_run", None)
+    last_run = trainer.strategy.last_run if isinstance(trainer.strategy, HetPipeStrategy) else None
     checkpoint: Any = trainer.checkpoint_callback
     best: str = getattr(checkpoint, "best_model_path", "")
     metrics = dict(trainer.callback_metrics)
@@ -104,30 +119,55 @@ def run(config: DictConfig) -> float | None:
         trainer.test(model, datamodule=data, ckpt_path=best or None, verbose=False)
         metrics = dict(trainer.callback_metrics)
     if trainer.is_global_zero:
-        print(summary(last_run, metrics, checkpoint=best, log_dir=trainer.log_dir if trainer.loggers else None))
+        print(
+            summary(
+                last_run,
+                metrics,
+                torch_threads=None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads(),
+                checkpoint=best,
+                log_dir=trainer.log_dir if trainer.loggers else None,
+            )
+        )
     score = getattr(checkpoint, "best_model_score", None)
     return None if score is None else float(score)
 
 
-def _built(config: DictConfig, key: str, **arguments: Any) -> Any:
+def _built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
+    """What the section at ``path`` stands for, of which the run needs that it is a ``kind``."""
+    node: DictConfig = OmegaConf.select(config, path)
     try:
-        return instantiate(config[key], _convert_="all", **arguments)
+        built = instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
-        raise refused(error, key) from None
+        raise unwrapped(error) from None
+    if not isinstance(built, kind):
+        made = type(built)
+        raise SettingError(
+            f"{path}._target_={node['_target_']} makes a {made.__module__}.{made.__qualname__}, but {path} must be"
+            f" a lightning.{kind.__name__}; name such a class, or a function that makes one."
+        )
+    return built
 
 
 def _callbacks(config: DictConfig) -> dict[str, Any]:
     """Lightning takes a list of callbacks; in the configuration they have names, so that each can be overridden."""
-    callbacks = config.trainer.get("callbacks")
-    if not isinstance(callbacks, DictConfig):
+    named = config.trainer.get("callbacks")
+    if not isinstance(named, DictConfig):
         return {}
-    chosen = [_built(callbacks, str(name)) for name, node in callbacks.items() if node is not None]
+    given = [name for name in map(str, named) if named[name] is not None]
+    chosen = [_built(config, f"trainer.callbacks.{name}", L.Callback) for name in given]
     for switch, kind in _SWITCHES.items():
-        if config.trainer.get(switch) is False:
+        if config.trainer.get(switch) is False or config.trainer.get(switch) == []:
             chosen = [callback for callback in chosen if not isinstance(callback, kind)]
     with open_dict(config):
         del config.trainer["callbacks"]  # instantiate merges, and a mapping does not merge with a list
     return {"callbacks": chosen}
+
+
+def _strip(config: DictConfig) -> None:
+    """Switches off what `trainer.barebones` excludes and the configuration has; Lightning itself lists what that is."""
+    if config.trainer.get("barebones") is True:
+        with open_dict(config):
+            config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
 
 
 def _end_progress_bars(trainer: L.Trainer) -> None:

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
 __all__ = ["Chance", "RandomnessError", "attach", "drawn"]
@@ -162,7 +163,10 @@ def _is_torchs_own(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if isinstance(forward, _Forward):
         forward = forward.replaced
-    return forward is None and type(module).__module__.startswith("torch.nn.modules.")
+    # A graph's random operators say themselves what they draw from, see `drawn`.
+    return forward is None and (
+        isinstance(module, GraphLayer) or type(module).__module__.startswith("torch.nn.modules.")
+    )
 
 
 class _Thread(threading.local):

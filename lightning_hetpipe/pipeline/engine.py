@@ -307,7 +307,9 @@ class Engine:
                 self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:
             self._cancel()
-            self._lost_lock = self.patience.given_up is not None or not ticket.wait(JOIN_SECONDS)
+            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
+            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
+            self._lost_lock = self.patience.given_up is not None or not granted
             raise
         finally:
             if self._lost_lock:

@@ -34,12 +34,14 @@ class Step:
             raise.
         context: Opened once around all of it, in the minibatch's thread.
         stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
+        entered: Called where a stretch of it begins.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
     stretch: Stretch | None
+    entered: Callable[[], None] = lambda: None
 
 
 class Minibatch:
@@ -240,13 +242,14 @@ class Minibatch:
         if missing:
             raise SettingError(
                 f"training_step did not call the pipelined module '{missing[0]}' this time; call the same modules in"
-                " every minibatch"
+                " every minibatch, or pipeline only those that are (module=[...])"
             )
 
     def _enter(self) -> None:
         self.in_user_code = True
         if self._step.stretch is not None:
             self._step.stretch.enter()
+        self._step.entered()
 
     def _leave(self) -> None:
         if not self.in_user_code:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,8 @@ class Ring:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_of(live: M, device: torch.device) -> M:
-    """A copy of ``live`` on ``device``.
+def copy_of(live: M, device: torch.device | None) -> M:
+    """A copy of ``live`` on ``device``; with None one that shares the live parameters, where they are.
 
     Raises:
         SettingError: where a layer holds what cannot be copied.
@@ -127,8 +127,12 @@ def copy_of(live: M, device: torch.device) -> M:
     # What torch.nn.utils computes from parameters before each forward (as weight norm does) is no leaf, and only leaves
     # can be deep-copied; the copy computes its own.
     computed = [v for m in live.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    if device is None:
+        copies.update((id(parameter), parameter) for parameter in live.parameters())
     try:
-        return copy.deepcopy(live, {id(tensor): tensor.detach().clone() for tensor in computed}).to(device)
+        made = copy.deepcopy(live, copies)
+        return made if device is None else made.to(device)
     except Exception as error:
         raise SettingError(
             f"the pipelined layers cannot be copied for weight stashing ({error}); give them only attributes that"

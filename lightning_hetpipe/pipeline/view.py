@@ -125,7 +125,8 @@ class View(TorchFunctionMode):
         if weights and func is torch.autograd.grad:
             raise SettingError(
                 f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
-                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step"
+                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step, or"
+                " train with another strategy where the loss itself needs them"
             )
         if weights and (name in _LASTING or kind in ("__set__", "__delete__") or name == "grad"):
             if name == "grad" and not self._ahead:

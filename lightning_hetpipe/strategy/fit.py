@@ -73,6 +73,7 @@ class Fit:
         self._outside: Outside | None = None
         self._outsiders: Outsiders | None = None
         self._form: Form | None = None
+        self._modes: list[bool] = []
         self._finished: Minibatch | None = None
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
@@ -353,6 +354,7 @@ class Fit:
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
             stretch=None if self._outsiders is None else self._outsiders.stretch(number),
+            entered=self._take_modes,
         )
         self.engine.submit(number, step)
 
@@ -376,17 +378,35 @@ class Fit:
             inside = torch.get_default_dtype()
         return None if inside is torch.get_default_dtype() else inside
 
+    def _take_modes(self) -> None:
+        """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
+        assert self._form is not None
+        self._modes = self._form.modes()
+
+    def _check_form(self, index: int, name: str) -> None:
+        """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
+        assert self._form is not None
+        if not self._form.with_own_parameters(index):
+            raise SettingError(
+                f"training_step calls '{name}' with other parameters than its own (as with"
+                " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
+            )
+        changed = self._form.changed()
+        if changed is None and (other := self._form.other_mode(self._modes)) is not None:
+            changed = f"{other}.training"
+        if changed is not None:
+            raise SettingError(
+                f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
+                " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
+            )
+
     def _forward(self, index: int, piece: Piece, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
         assert self._layout is not None
         minibatch = current()
         if minibatch is not None:
             assert self._form is not None
-            if not self._form.with_own_parameters(index):
-                raise SettingError(
-                    f"training_step calls '{piece.name}' with other parameters than its own (as with"
-                    " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
-                )
+            self._check_form(index, piece.name)
 
             def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
                 with redirect.aside():  # an input of a new kind is captured now
@@ -396,8 +416,7 @@ class Fit:
         if len(set(self._layout.devices)) == 1:
             return redirect.original(*args, **kwargs)
         with redirect.aside():
-            value = piece.value(args, kwargs)
-        return self._layout.run_across_devices(piece.layers, value)
+            return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
 
 
 def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,29 @@ def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
     return progress.total.ready, progress.current.ready
 
 
+Counters = tuple[int, int, int]
+"""Minibatches begun in the run, and in the epoch, and steps of the optimizer, which is ``global_step``."""
+
+
+def counters(trainer: L.Trainer) -> Counters:
+    """What ``trainer``'s loop counts now."""
+    return (*begun_minibatches(trainer), trainer.global_step)
+
+
+def counters_ahead(trainer: L.Trainer, minibatch: int) -> Counters:
+    """What a plain run would count in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
+    begun, in_epoch, steps = counters(trainer)
+    between = range(in_epoch + 1, in_epoch + minibatch - begun)  # of the epoch, counted from 1
+    accumulate = trainer.accumulate_grad_batches
+    return minibatch, in_epoch + minibatch - begun, steps + sum(number % accumulate == 0 for number in between)
+
+
+def set_counters(trainer: L.Trainer, values: Counters) -> None:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    epoch_loop.batch_progress.total.ready, epoch_loop.batch_progress.current.ready, steps.completed = values
+
+
 def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """The arguments with which Lightning calls ``training_step``."""
     kwargs: OrderedDict[str, Any] = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)

@@ -6,12 +6,14 @@ import lightning as L
 
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.strategy.attributes import Attributes
+from lightning_hetpipe.strategy.private import counters, counters_ahead, set_counters
 
 
 class TrainerStretch(Stretch):
     """Also keeps apart what ``minibatch`` sets on the trainer and on the LightningModule.
 
-    ``trainer.should_stop`` of minibatch p takes effect at step p (law L9).
+    ``trainer.should_stop`` of minibatch p takes effect at step p (law L9). ``trainer.global_step`` and the loop's
+    counters show it what they would in a plain run. Made in Lightning's thread, before the minibatch starts.
     """
 
     def __init__(self, state: ProcessState, trainer: L.Trainer, attributes: Attributes, minibatch: int) -> None:
@@ -22,14 +24,19 @@ class TrainerStretch(Stretch):
         self._attributes = attributes
         self._minibatch = minibatch
         self._entered = 0
+        self._counters = counters_ahead(trainer, minibatch)
+        self._loops_counters = self._counters
 
     def enter(self) -> None:
         super().enter()
         self._trainers, self._trainer.should_stop = self._trainer.should_stop, self.should_stop
+        self._loops_counters = counters(self._trainer)
+        set_counters(self._trainer, self._counters)
         self._entered += 1
         self._attributes.enter(self._minibatch, self._entered)
 
     def leave(self) -> None:
         self._attributes.leave()
+        set_counters(self._trainer, self._loops_counters)
         self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._trainers
         super().leave()

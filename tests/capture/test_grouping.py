@@ -34,6 +34,33 @@ def test_blocks_are_the_modules_that_hold_no_list_of_others() -> None:
     assert blocks(nn.Linear(3, 3), torch.randn(2, 3)) == [""]
 
 
+def test_a_sequential_inside_a_block_is_part_of_it() -> None:
+    """As the MLP in nanoGPT's blocks, and the downsampling in torchvision's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(3), nn.Sequential(nn.Linear(3, 6), nn.GELU(), nn.Linear(6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.mlp(self.norm(x))
+            return y
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            self.first, self.second = nn.Sequential(Block(), Block()), nn.ModuleList([Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(self.stem(x))
+            for block in self.second:
+                x = block(x)
+            return x
+
+    assert blocks(Stages(), torch.randn(2, 3)) == ["stem.0", "stem.1", "first.0", "first.1", "second.0"]
+
+
 def test_a_change_in_place_joins_layers() -> None:
     """conv1, bn1 and their in-place ReLU are one layer, as the ReLU changes what bn1 gives."""
     found = blocks(ResNet(), IMAGE)

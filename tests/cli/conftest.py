@@ -12,7 +12,6 @@ from lightning_hetpipe.cli.train import main
 
 USERS_MODEL = """
 import os
-import signal
 
 import lightning as L
 import torch
@@ -21,18 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Model(L.LightningModule):
-    def __init__(self, fails=None, interrupts=False, refuses=False):
+    def __init__(self, fails=None, signal=None, refuses=False, width: int = 8):
         super().__init__()
         if refuses:
             raise ValueError("a bug in __init__")
-        self.fails, self.interrupts = fails, interrupts
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.fails, self.signal = fails, signal
+        self.net = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 1))
 
     def training_step(self, batch, batch_idx):
         if batch_idx == self.fails:
             raise ValueError("a bug in training_step")
-        if self.interrupts and batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+        if self.signal is not None and batch_idx == 1:
+            os.kill(os.getpid(), self.signal)
         loss = self.net(batch[0]).square().mean()
         self.log("train_loss", loss)
         return loss

@@ -1,7 +1,8 @@
-"""A wrong setting ends in one sentence and exit code 2, a bug in its traceback and 1, Ctrl-C in 130."""
+"""A wrong setting ends in one sentence and exit code 2, a bug in its traceback and 1, a signal in its own code."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +29,36 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["model._target_=no_such.Model"], "model._target_=no_such.Model cannot be found"),
         (["strategy.stages=[1"], "strategy.stages=[1 cannot be read; write section.key=value"),
         (["--config-dir", "nowhere"], "Additional config directory"),
-        (["experiment=null"], "Config group override must be a string or a list"),
-        (["trainer.accelerator=abacus"], "trainer: You selected an invalid accelerator name: `accelerator='abacus'`"),
+        (["experiment=null"], "experiment=null names no option of experiment; choose one of those that"),
+        (["model=3"], "model=3 names no option of model; choose one of those that hetpipe-train --help lists."),
+        (["strategy.stages=1,2"], "strategy.stages=1,2 is several values; add -m to train with each of them, or write"),
+        (["model=gpt"], "model.context: Interpolation key 'data.context' not found; choose experiment=gpt, which"),
+        (["+model=gpt"], "model is chosen twice; write model=gpt without a +"),
+        (["trainer.logger=[]"], "trainer.logger=[] cannot replace a whole section; write '~trainer.logger'"),
+        (["hydra.job.num=abc"], "hydra.job.num=abc is refused: Value 'abc' of type 'str' could not be converted"),
+        (["hydra.foo=3"], "Could not override 'hydra.foo'. To append to your config use +hydra.foo=3"),
+        (["~strategy.nothing"], "~strategy.nothing takes nothing away, as there is no strategy.nothing"),
+        (["trainer.accelerator=abacus"], "trainer.accelerator=abacus: You selected an invalid accelerator name"),
+        (["trainer.devices=-3"], "trainer.devices=-3: `devices` selected with `CPUAccelerator` should be an int > 0."),
+        (["trainer.max_time=abc"], "trainer.max_time=abc: `Timer(duration='abc')` is not a valid duration."),
+        (["trainer.max_time={days: 1, hoors: 2}"], "trainer: 'hoors' is an invalid keyword argument"),
+        (["trainer.strategy=fsdp"], "trainer.strategy=fsdp: The strategy `fsdp` requires a GPU accelerator"),
+        (["trainer.logger=3"], "trainer.logger=3 must be a Logger or [a Logger, ...] or true or false or null."),
+        (["trainer.callbacks.x._target_=torch.nn.Identity"], "trainer.callbacks.x._target_=torch.nn.Identity makes a"),
+        (["trainer._target_=torch.nn.Identity"], "trainer._target_=torch.nn.Identity makes a torch.nn.modules.linear"),
+        (["trainer.num_nodes=2"], "trainer.num_nodes=2 is not available yet"),
+        (["strategy.stages=0"], "strategy.stages=0 must be a whole number of at least 1, or 'auto'"),
+        (["strategy.compile=true"], "strategy.compile=true is not available yet: this release has layers as they are;"),
         (["trainer.max_epochs=abc"], "trainer.max_epochs=abc must be a whole number or null."),
         (["data.batch_size=abc"], "data.batch_size=abc must be a whole number."),
-        (["data.batch_size=0"], "batch_size=0 must be at least 1"),
-        (["experiment=gpt", "model.heads=5"], "width=96 must be a multiple of heads=5"),
+        (["data.batch_size=0"], "data.batch_size=0 must be at least 1"),
+        (["experiment=gpt", "data.context=0"], "data.context=0 must be at least 1"),
+        (["experiment=gpt", "model.heads=5"], "model.width=96 must be a multiple of model.heads=5"),
         (["strategy.stages=two"], "strategy.stages=two must be a whole number or 'auto'."),
         (["seed=abc"], "seed=abc must be a whole number or null."),
         (["ckpt_path=nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist; give the path of a checkpoint"),
-        (["trainer.max_epochs=-5"], "`max_epochs` must be a non-negative integer or -1. You passed in -5."),
+        (["seed=-1"], "seed=-1 must be from 0 to 4294967295, or null to draw one."),
+        (["trainer.max_epochs=-5"], "trainer.max_epochs=-5: `max_epochs` must be a non-negative integer or -1."),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(ends: Ends, arguments: list[str], said: str) -> None:
@@ -68,7 +89,8 @@ def test_an_error_begins_on_a_line_of_its_own(ends: Ends) -> None:
     output, error = ends(2, *MINE, "strategy.stages=50")
     assert "Epoch 0" in output
     said, hint = error.splitlines()[-2:]
-    assert said.startswith("hetpipe-train: stages=50 is more than the 3 layers")
+    assert said.startswith("hetpipe-train: strategy.stages=50 is more than the 3 layers")
+    assert "set strategy.stages to at most 3" in said
     assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
 
 
@@ -95,7 +117,74 @@ def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
 @pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=2"])
 def test_what_the_strategy_refuses_is_one_sentence(ends: Ends, override: str) -> None:
     _, error = ends(2, override, "trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
-    assert override.lstrip("+").removeprefix("strategy.").split("=")[0] in error
+    assert f"hetpipe-train: {override.lstrip('+')} " in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "output_dir=taken/x",
+        "hydra.run.dir=taken/x",
+        "trainer.logger.save_dir=taken/x",
+        "trainer.callbacks.checkpoint.dirpath=taken/x",
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_named_with_its_setting(ends: Ends, folder: Path, argument: str) -> None:
+    (folder / "taken").write_text("a file")
+    _, error = ends(2, *MINE, argument)
+    said = error.splitlines()[-2]
+    assert argument.split("=")[0] in said
+    assert "taken/x cannot be used (Not a directory" in said
+    assert "Traceback" not in error
+
+
+def test_a_file_that_the_users_code_does_not_find_is_named_with_its_setting(ends: Ends, folder: Path) -> None:
+    """Only where the setting says that very path: another one's error keeps its traceback."""
+    (folder / "files.py").write_text(
+        "from pathlib import Path\n"
+        "import users_model\n\n\n"
+        "class Data(users_model.Data):\n"
+        "    def __init__(self, path, name=''):\n"
+        "        Path(path, name).read_text()\n"
+    )
+    _, error = ends(2, *MINE, "data._target_=files.Data", "data.path=nowhere.txt")
+    assert "hetpipe-train: data.path=nowhere.txt cannot be used (No such file or directory" in error
+    _, error = ends(1, *MINE, "data._target_=files.Data", "data.path=mine", "data.name=nowhere.txt")
+    assert "files.py" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# @package _global_\nmodel: [x\nseed: 3\n", "line 3, is no YAML that can be read (expected ',' or ']'"),
+        ("# @package _global_\nseed: 3\nseed: 4\n", "line 3, is no YAML that can be read (found duplicate key seed)"),
+        (
+            "model:\n  width: 3\n",
+            "experiment.model is not read there; if a file of yours sets it, begin that file with",
+        ),
+        ("", "experiment is not read there; if a file of yours sets it, begin that file with the line '# @package"),
+    ],
+)
+def test_a_users_file_that_cannot_be_read_is_one_sentence(ends: Ends, folder: Path, text: str, said: str) -> None:
+    (folder / "mine" / "experiment" / "mine.yaml").write_text(text)
+    _, error = ends(2, *MINE)
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_barebones_leaves_out_what_it_excludes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning alone refuses the logger, the callbacks and the logging interval, which the configuration sets."""
+    train(*MINE, "trainer.barebones=true")
+    shown = "".join(capsys.readouterr())
+    assert "samples per second" in shown
+    assert "Epoch 0" not in shown
+
+
+def test_what_lightning_finds_out_while_it_trains_is_one_sentence(ends: Ends) -> None:
+    stop = "trainer.callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+    _, error = ends(2, *MINE, stop, "trainer.callbacks.stop.monitor=val_los")
+    assert "hetpipe-train: trainer.callbacks.stop.monitor=val_los: Early stopping conditioned on metric" in error
     assert "Traceback" not in error
 
 
@@ -126,11 +215,14 @@ def test_an_import_that_fails_in_the_users_file_shows_its_line(ends: Ends, folde
     assert 'users_model.py", line 1' in error
 
 
-def test_ctrl_c_while_it_trains_ends_with_130(folder: Path) -> None:
-    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", *MINE, "model.interrupts=true"]
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_while_it_trains_ends_with_its_code(folder: Path, number: int, code: int, said: str) -> None:
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", *MINE, f"model.signal={int(number)}"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 130, run.stderr
-    assert "hetpipe-train: interrupted." in run.stderr
+    assert run.returncode == code, run.stderr
+    assert f"hetpipe-train: {said}." in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PosixPath
+from typing import Any, Literal, Protocol, SupportsIndex, TypeVar
 
 import pytest
 
-from lightning_hetpipe.cli.kinds import expected, hints
+from lightning_hetpipe.cli.kinds import Built, expected, hints
 
 
 @pytest.mark.parametrize(
@@ -34,11 +35,57 @@ from lightning_hetpipe.cli.kinds import expected, hints
         ("5", timedelta | float, None),
         ("abc", Path, None),
         ("abc", list[int], None),
-        ([1], int, None),
+        ([1], int, "a whole number"),
+        ({"a": 1}, float, "a number"),
+        ([1], list[str], None),
+        (Built(Path), int, None),
     ],
 )
 def test_what_a_value_should_have_been(value: Any, hint: Any, said: str | None) -> None:
     assert expected(value, hint if hint is not None else type(None)) == said
+
+
+class Quacks(Protocol):
+    def quack(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "said"),
+    [
+        (3, Path | bool | None, "a Path or true or false or null"),
+        (3, OSError, "an OSError"),
+        (3, str | Path, "text"),
+        ("abc", timedelta | float, "a timedelta or a number"),
+        ("abc", list[int], "[a whole number, ...]"),
+        ("abc", Iterable[str], "[text, ...]"),
+        ([1, "abc"], list[int] | None, "[a whole number, ...] or null"),
+        ([1], tuple[float, float], "[a number, a number]"),
+        (3, dict[str, int], "a mapping"),
+        (Built(str), Path, "a Path"),
+        (Built(Path), int, "a whole number"),
+        ([Built(Path)], list[Path], None),
+        (Built(PosixPath), Path, None),
+        (Built(PosixPath), str | Path, None),
+        (Built(None), Path, None),
+        (Built(int), float, None),
+        ([1, 2], tuple[float, float], None),
+        ([1, 2, 3], tuple[int, ...], None),
+        ([1, "abc"], Sequence[Any], None),
+        ([1], list, None),
+        ({"a": 1}, Mapping[str, int], None),
+        (3, Any, None),
+        (3, object, None),
+        (3, Callable[[int], int], None),
+        (3, type[int], None),
+        (3, SupportsIndex, None),
+        (3, Quacks, None),
+        (3, TypeVar("T"), None),
+    ],
+)
+def test_classes_and_containers_are_judged_where_annotations_are_known_to_hold(
+    value: Any, hint: Any, said: str
+) -> None:
+    assert expected(value, hint, classes=True) == said
 
 
 class Annotated:

@@ -10,18 +10,31 @@ def test_settings_may_be_overridden_or_added_alike() -> None:
 
 def test_the_rest_is_left_to_hydra() -> None:
     arguments = [
+        "--config-dir",
+        "a.b/mine",
+        "-m",
         "experiment=gpt",
         "seed=3",
         "hydra.run.dir=there",
         "+strategy.weights=stash",
         "++strategy.stages=2",
         "~trainer.callbacks.progress",
-        "--config-dir",
-        "a.b/mine",
-        "-m",
         "experiment@there=gpt",
     ]
     assert settled(arguments) == arguments
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option() -> None:
+    """Hydra alone takes them in one row only."""
+    assert settled(["seed=3", "~model.width", "--config-dir", "a=b", "-m", "--cfg=job", "data=digits"]) == [
+        "--config-dir",
+        "a=b",
+        "-m",
+        "--cfg=job",
+        "seed=3",
+        "~model.width",
+        "data=digits",
+    ]
 
 
 def test_a_value_with_an_equals_sign_is_quoted() -> None:
@@ -34,5 +47,5 @@ def test_a_value_with_an_equals_sign_is_quoted() -> None:
 
 
 def test_hydras_own_ways_to_write_an_equals_sign_are_left_to_it() -> None:
-    arguments = ["ckpt_path='a=b'", 'ckpt_path="a=b"', r"ckpt_path=a\=b", "seed=choice(1,2)", "key={a: b=c}", "-a=b=c"]
+    arguments = ["ckpt_path='a=b'", 'ckpt_path="a=b"', r"ckpt_path=a\=b", "seed=choice(1,2)", "key={a: b=c}"]
     assert settled(arguments) == arguments

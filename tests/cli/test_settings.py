@@ -77,9 +77,47 @@ def test_what_the_target_takes_may_be_set_although_the_yaml_leaves_it_out(overri
     check(composed(override))
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0 must be at least 1."),
+        ("trainer.accumulate_grad_batches=-1", "trainer.accumulate_grad_batches=-1 must be at least 1."),
+        ("trainer.gradient_clip_val=-0.5", "trainer.gradient_clip_val=-0.5 must be at least 0."),
+        ("trainer.callbacks.checkpoint._target_=null", "trainer.callbacks.checkpoint._target_=null names nothing"),
+        ("output_dir=3", "output_dir=3 must be text."),
+        ("seed=4294967296", "seed=4294967296 must be from 0 to 4294967295, or null to draw one."),
+        ("seed=true", "seed=true must be a whole number or null."),
+        ("model.width.x=3", "model.width={'x': 3} must be a whole number."),
+        ("trainer.profiler=3", "trainer.profiler=3 must be a Profiler or text or null."),
+        ("trainer.profiler._target_=torch.nn.Identity", "trainer.profiler._target_=Identity must be a Profiler or"),
+        ("strategy.timeout=abc", "strategy.timeout=abc must be a timedelta or a number."),
+        ("strategy.accelerator=gpu", "strategy.accelerator=gpu comes from the Trainer; give trainer.accelerator=..."),
+        ("strategy.parallel_devices=3", "strategy.parallel_devices=3 comes from the Trainer; give trainer.devices=..."),
+        ("~strategy", "strategy has no _target_; choose strategy=hetpipe, or strategy=plain."),
+        (
+            "strategy._target_=lightning.pytorch.strategies.DDPStrategy",
+            "strategy.stages is a setting of HetPipeStrategy, and strategy._target_=lightning.pytorch.strategies."
+            "DDPStrategy takes none of it; for another strategy give its name to the Trainer, as in strategy=plain",
+        ),
+    ],
+)
+def test_a_value_that_nothing_can_work_with_is_refused(override: str, said: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(composed(override))
+    assert str(caught.value).startswith(said)
+
+
+def test_a_setting_of_the_strategy_is_checked_where_it_is_not_used() -> None:
+    check(composed("strategy=plain", "strategy.in_flight=3"))
+    with pytest.raises(SettingError, match=r"strategy\.in_fligt is not a setting; did you mean strategy\.in_flight"):
+        check(composed("strategy=plain", "strategy.in_fligt=3"))
+
+
 def test_targets_inside_a_list_are_checked_too() -> None:
-    override = "trainer.plugins=[{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: x, patienc: 1}]"
-    with pytest.raises(SettingError, match=r"trainer\.plugins\.0\.patienc is not .* trainer\.plugins\.0\.patience\?"):
+    override = (
+        "trainer.plugins=[{_target_: lightning.pytorch.plugins.MixedPrecision, precision: bf16-mixed, devic: cpu}]"
+    )
+    with pytest.raises(SettingError, match=r"trainer\.plugins\.0\.devic is not .* trainer\.plugins\.0\.device\?"):
         check(composed(override))
 
 

@@ -21,6 +21,7 @@ class Stage:
 class Run:
     stages: list[Stage]
     in_flight: int = 1
+    minibatches: int = 10
     samples_per_second: float = 3120.4
 
 
@@ -35,6 +36,23 @@ def test_the_table_shows_each_stage_aligned() -> None:
     assert len(header) == len(first) == len(second)
     assert second.index("net.3") == first.index("net.0") == header.index("layers")
     assert "samples per second   3,120" in lines
+
+
+def test_the_table_says_what_its_times_are() -> None:
+    assert "ms per minibatch: forward and backward" in summary(Run([Stage(["net.0"], ["Linear"])]), {})
+
+
+def test_a_dash_stands_where_nothing_was_measured() -> None:
+    run = Run([Stage(["net.0"], ["Linear"], time_s=0.0, busy=0.0)], minibatches=0, samples_per_second=0.0)
+    lines = summary(run, {}).splitlines()
+    assert lines[4].split()[-3:] == ["1,234", "–", "–"]
+    assert "samples per second   –" in lines
+
+
+def test_a_run_without_the_pipeline_says_its_threads() -> None:
+    assert "torch threads   4; stages of a pipeline use OMP_NUM_THREADS each, by default 1" in summary(
+        None, {}, torch_threads=4
+    )
 
 
 def test_the_results_are_those_of_the_last_part_that_logged_any() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -34,8 +35,9 @@ def test_the_digits_leave_logs_a_checkpoint_and_a_summary(
 def test_without_the_strategy_there_is_no_table(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("strategy=plain", *FAST)
     said = capsys.readouterr().out
-    assert "pipeline" not in said
+    assert "Trained as a pipeline" not in said
     assert "test accuracy" in said
+    assert re.search(r"torch threads +1; stages of a pipeline use OMP_NUM_THREADS", said)
 
 
 def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +45,7 @@ def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys
     said = capsys.readouterr().out
     assert "test accuracy" in said
     assert "\ncheckpoint" not in said
+    assert "samples per second   –" in said
 
 
 def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

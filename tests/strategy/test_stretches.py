@@ -216,3 +216,49 @@ def test_attributes_that_training_step_sets_belong_to_its_minibatch() -> None:
         assert module.wrong == []
         assert (module.begun, module.ended) == (14, 14)
         assert module.mean == modules[0].mean
+
+
+# Counters of Lightning's loop.
+
+
+class Counts(Learner):
+    """Takes down what the loop's counters say, before and after it calls the model."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.seen: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        before = self.look()
+        logits = self.net(batch[0])
+        assert self.look() == before
+        self.seen.append((batch_idx, *before))
+        return {"loss": F.cross_entropy(logits, batch[1])}
+
+    def look(self) -> tuple[int, ...]:
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        return self.global_step, self.current_epoch, epoch_loop.batch_idx, epoch_loop.total_batch_idx
+
+
+class Watches(L.Callback):
+    """The same, as callbacks see it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        self.seen.append(pl_module.look())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_counters_are_those_of_a_plain_run(seed: int, accumulate: int) -> None:
+    """A weight annealed by self.global_step made runs differ."""
+    found = []
+    for strategy in ("auto", delayed(even(3, 3, 4), seed)):
+        module, watches = Counts(), Watches()
+        fit(module, vectors(30, 4), [watches], strategy=strategy, max_epochs=3, accumulate_grad_batches=accumulate)
+        found.append((sorted(module.seen, key=lambda seen: seen[-1]), watches.seen))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 24

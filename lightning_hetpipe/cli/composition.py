@@ -1,0 +1,98 @@
+"""Refusals of Hydra, from before a configuration is composed, in the words of this command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_hetpipe.cli.settings import READ, unknown
+from lightning_hetpipe.cli.targets import closest
+
+_NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
+
+
+def refusal(error: BaseException, arguments: Sequence[str]) -> str:
+    """What to say about an error that Hydra raised while it read the command line and the files.
+
+    Args:
+        error: of any type; a folder that cannot be made is an OSError, a broken file one of YAML's.
+        arguments: the command line's.
+    """
+    if isinstance(error, MissingConfigException):
+        return _missing_config(error)
+    if isinstance(error, OverrideParseException):
+        # The ++ is what `overrides.settled` put there.
+        override, reason = error.override.replace("++", ""), _first_line(error).replace("++", "")
+        return f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({reason})."
+    if isinstance(error, HydraException):
+        return _composition(error)
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
+    if (mark := getattr(error, "problem_mark", None)) is not None:  # YAML's
+        problem = getattr(error, "problem", None)
+        return f"{mark.name}, line {mark.line + 1}, is no YAML that can be read ({problem}); mend that line."
+    if isinstance(error, UnicodeDecodeError):
+        return f"A configuration file is not text in UTF-8 ({error}); save it as such."
+    for failed in (error, error.__cause__):  # of a log file that cannot be opened, `logging` says in the cause
+        if isinstance(failed, OSError) and failed.filename is not None:
+            return (
+                f"{failed.filename} cannot be used ({failed.strerror}); give a folder that can be written as"
+                " hydra.run.dir=..., or hydra.sweep.dir=... with -m."
+            )
+    if str(error).startswith("Config group override must be"):
+        return _no_option(error, arguments)
+    return _first_line(error)
+
+
+def _missing_config(error: MissingConfigException) -> str:
+    """`group=name` where the group has no such option."""
+    if not error.missing_cfg_file or not error.options:
+        return _first_line(error)
+    group, _, name = error.missing_cfg_file.rpartition("/")
+    near = closest(name, list(error.options))
+    advice = f"did you mean {group}={near}?" if near else "choose one of them."
+    return f"{group}={name} does not exist among {', '.join(error.options)}; {advice}"
+
+
+def _composition(error: HydraException) -> str:
+    """`modle=resnet` is the one that happens: a key without a section. Next come values with a comma."""
+    text = " ".join(str(error).split()).replace("++", "")
+    if match := re.match(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'", text):
+        return str(unknown(match[1], "", [*READ, "experiment"]))
+    if match := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' ", text):
+        return (
+            f"{match[1]}={match[2]} is several values; add -m to train with each of them, or write"
+            f" {match[1]}=[{match[2]}] for a list."
+        )
+    if match := re.match(r"Multiple values for (\S+)\. .*'override (\S+): (\S+)'", text):
+        return (
+            f"{match[1]} is chosen twice; write {match[2]}={match[3]} without a + on the command line, and"
+            f" '- override /{match[2]}: {match[3]}' in a file."
+        )
+    if match := re.match(r"Could not delete from config\. '(\S+)'", text):
+        return f"~{match[1]} takes nothing away, as there is no {match[1]}, or it is null; leave that out."
+    if match := re.match(r"Error merging override ((.*?)(?:=.*)?)$", text):
+        cause = _first_line(error.__cause__ or error)
+        if cause.startswith("Cannot merge"):
+            return f"{match[1]} cannot replace a whole section; write '~{match[2]}' '+{match[1]}'"
+        return f"{match[1]} is refused: {cause}"
+    return text
+
+
+def _no_option(error: BaseException, arguments: Sequence[str]) -> str:
+    """`model=null`: Hydra says neither which group it was nor what to write."""
+    own = {"seed", "test", "ckpt_path", "output_dir"}
+    for argument in arguments:
+        match = _NO_OPTION.fullmatch(argument)
+        if match is not None and match["group"] not in own:
+            return (
+                f"{match[0]} names no option of {match['group']}; choose one of those that hetpipe-train --help lists."
+            )
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

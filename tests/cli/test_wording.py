@@ -1,0 +1,56 @@
+"""A refusal in Python's words, said as the command line writes settings."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hetpipe.cli.wording import as_written, written
+
+
+@pytest.fixture
+def config() -> DictConfig:
+    return OmegaConf.create(
+        {
+            "strategy": {"_target_": "lightning_hetpipe.HetPipeStrategy", "stages": 2},
+            "trainer": {"_target_": "lightning.Trainer", "strategy": "${strategy}"},
+            "model": {"_target_": "lightning_hetpipe.demo.GPT", "context": "${data.context}"},
+            "data": {"_target_": "lightning_hetpipe.demo.SourceText", "context": 8},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        ("stages=0 must be at least 1", "strategy.stages=0 must be at least 1"),
+        ("weights='fresh' is wrong; leave weights out", "strategy.weights=fresh is wrong; leave strategy.weights out"),
+        (
+            "plan=3 is wrong; leave plan out, or set it to None",
+            "strategy.plan=3 is wrong; leave strategy.plan out, or set it to null",
+        ),
+        ("timeout=None must be a number", "strategy.timeout=null must be a number"),
+        ("num_nodes=2 is wrong", "trainer.num_nodes=2 is wrong"),
+        ("width=3 must be a multiple of heads=2", "model.width=3 must be a multiple of model.heads=2"),
+        ("set stages to at most 3, or split a layer", "set strategy.stages to at most 3, or split a layer"),
+        ("context=0 must be at least 1", "data.context=0 must be at least 1"),
+        ("work out of place (inplace=False)", "work out of place (inplace=False)"),
+        ("set automatic_optimization=True", "set automatic_optimization=True"),
+        ("leave it out", "leave it out"),
+        ("set data.folder to a folder", "set data.folder to a folder"),
+    ],
+)
+def test_arguments_become_settings(config: DictConfig, refusal: str, said: str) -> None:
+    assert as_written(refusal, config) == said
+
+
+def test_values_are_written_as_in_yaml() -> None:
+    assert [written(value) for value in (None, True, False, 1, 0, "a", [1])] == [
+        "null",
+        "true",
+        "false",
+        "1",
+        "0",
+        "a",
+        "[1]",
+    ]

@@ -1,0 +1,68 @@
+"""The examples run as a user runs them, learn something, and spread the layers of their models over stages."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+GPT2 = ["wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f"]
+RESNET = ["conv1", "bn1", "layer1.0", "layer1.1"]
+# A block with a Sequential in it, as torchvision's have where they halve the image, is no layer, but its parts are.
+HALVING = ["downsample.0", "downsample.1", "conv1", "bn1", "conv2", "bn2"]
+LAYERS = {
+    "hugging_face": [*(f"model.transformer.{layer}" for layer in GPT2), "model.lm_head"],
+    "resnet": [
+        *(f"model.{layer}" for layer in RESNET),
+        *(f"model.layer2.0.{layer}" for layer in HALVING),
+        "model.layer2.1",
+        "model.fc",
+    ],
+    "autoencoder": ["encoder.l1.0", "encoder.l1.2", "decoder.l1.0", "decoder.l1.2"],
+}
+
+
+def run(name: str, steps: int, folder: Path) -> str:
+    """What the example prints."""
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def metric(name: str, text: str) -> float:
+    """A figure of the table that ``Trainer.test`` prints."""
+    found = re.search(rf"\b{name}\W+([\d.]+)", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "stages", "learned", "at_least", "at_most"),
+    [
+        ("hugging_face", 60, 3, "test_bits_per_byte", 0.5, 6.0),  # 8 without learning
+        ("resnet", 80, 3, "test_acc", 0.5, 1.0),  # 0.1 by guessing
+        ("autoencoder", 300, 2, "test_unexplained", 0.0, 0.9),  # 1 with the mean image
+    ],
+)
+def test_an_example_trains_as_a_pipeline(
+    name: str, steps: int, stages: int, learned: str, at_least: float, at_most: float, tmp_path: Path
+) -> None:
+    text = run(name, steps, tmp_path)
+    assert at_least <= metric(learned, text) <= at_most
+    shown = re.findall(r"^stage \d on cpu: (.*); busy \d+%$", text, re.MULTILINE)
+    assert len(shown) == stages
+    assert ", ".join(shown).split(", ") == LAYERS[name]
+    assert not list(tmp_path.iterdir())  # nothing left where it was started
