@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "ThreadDispatchMode",
     "arguments_of",
     "behind_compile",
+    "behind_functorch",
     "contents",
     "foreach_copy_",
     "graph_leaves",
@@ -147,10 +149,18 @@ def _is_users(hook: Any) -> bool:
 
 
 def contents(module: nn.Module) -> tuple[Any, ...]:
-    """All that ``module`` itself holds: quick to take, and to compare by identity."""
+    """All that ``module`` itself holds, lists and dicts with what is in them: to be compared by identity."""
     held = vars(module)
-    parts = (held["_parameters"], held["_buffers"], held["_modules"], *_hooks(module))
-    return (*held, *held.values(), *(item for part in parts for pair in part.items() for item in pair))
+    found = [*held, *held.values()]
+    for value in held.values():
+        if type(value) in _CONTAINERS and value:
+            found += value
+            if type(value) not in (list, set):
+                found += value.values()
+    return tuple(found)
+
+
+_CONTAINERS = {dict, OrderedDict, list, set}
 
 
 def has_global_hooks() -> bool:
@@ -163,6 +173,14 @@ def behind_compile(module: nn.Module) -> nn.Module | None:
     """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
     behind = vars(module)["_modules"].get("_orig_mod")
     return behind if isinstance(behind, nn.Module) else None
+
+
+def behind_functorch(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``torch.func`` has wrapped as ``tensor``, through all its levels; None if it has not."""
+    functorch, inner = torch._C._functorch, tensor
+    while functorch.is_functorch_wrapped_tensor(inner):
+        inner = functorch.get_unwrapped(inner)
+    return None if inner is tensor else inner
 
 
 def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:

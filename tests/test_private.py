@@ -195,6 +195,21 @@ def test_compiled_modules() -> None:
     assert private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
 
 
+@guards("_C", "_functorch")
+def test_tensors_that_torch_func_wraps() -> None:
+    weight, seen = nn.Parameter(torch.ones(2, 2)), []
+
+    def look(row: Tensor) -> Tensor:
+        seen.append(private.behind_functorch(row))
+        return row.sum()
+
+    torch.vmap(look)(weight)
+    torch.func.grad(look)(weight)
+    assert all(found is weight for found in seen), "training_step would read live weights through torch.func"
+    assert len(seen) == 2
+    assert private.behind_functorch(weight) is None
+
+
 @guards("variable")
 def test_leaves_of_a_graph() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

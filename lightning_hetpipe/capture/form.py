@@ -6,10 +6,12 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_hetpipe.capture.attributes import changed_attribute, plain_attributes
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import contents, has_hooks
+from lightning_hetpipe.private import contents, has_hooks, version_counter
 
 
 class Form:
@@ -24,7 +26,8 @@ class Form:
         """The layers are as they should be now."""
         self._seen = list(self._now())
         self._modules = [module for piece in self.pieces for module in piece.module.modules()]
-        self._contents = [contents(module) for module in self._modules]
+        self._beside = list(self._found_beside())
+        self._contents = self._held()
         self._parameters = [_parameters(piece) for piece in self.pieces]
 
     def with_own_parameters(self, piece: int) -> bool:
@@ -33,9 +36,12 @@ class Form:
 
     def changed(self) -> str | None:
         """The name of what has changed since :meth:`take`; None if nothing has."""
-        held = [contents(module) for module in self._modules]
+        held = self._held()
         if all(map(_identical, held, self._contents)):
             return None
+        for (path, thing), one, other in zip(self._beside, held, self._contents, strict=False):
+            if not _identical(one, other):
+                return path if isinstance(thing, Tensor) else f"{path}.{_different(thing, one, other)}"
         now = list(self._now())
         for (path, *parts, attributes), (_, *parts_before, attributes_before) in zip(now, self._seen, strict=False):
             if parts != parts_before:
@@ -46,6 +52,26 @@ class Form:
             return self.pieces[-1].name
         self._contents = held  # other objects, which are equal
         return None
+
+    def _held(self) -> list[tuple[Any, ...]]:
+        """All that may tell of a change, quick to compare: first of things beside the modules, then of each module."""
+        beside = [
+            (_SMALL.setdefault(version_counter(thing), version_counter(thing)),)
+            if isinstance(thing, Tensor)
+            else (*vars(thing), *vars(thing).values())
+            for _, thing in self._beside
+        ]
+        return beside + [contents(module) for module in self._modules]
+
+    def _found_beside(self) -> Iterator[tuple[str, Any]]:
+        """What modules hold in plain attributes and may be changed in place: tensors, and objects (configurations)."""
+        seen: set[int] = set()
+        for piece in self.pieces:
+            for name, module in piece.module.named_modules():
+                for attribute, value in plain_attributes(module).items():
+                    if id(value) not in seen and (isinstance(value, Tensor) or _is_plain_object(value)):
+                        seen.add(id(value))
+                        yield ".".join(part for part in (piece.name, name, attribute) if part), value
 
     def modes(self) -> list[bool]:
         """Which modules are being trained, and which evaluated."""
@@ -93,7 +119,25 @@ class Form:
                     graph = (module.training, [id(buffer) for buffer in module.buffers(recurse=False)])
                 hooks = module is not piece.module and has_hooks(module)
                 path = f"{piece.name}.{name}" if name else piece.name
-                yield path, id(module), parameters, buffers, hooks, graph, plain_attributes(module)
+                yield path, id(module), parameters, buffers, hooks, graph, attributes_with_contents(module)
+
+
+_SMALL: dict[int, int] = {}
+"""One object for each number, so that counters, too, are compared by identity."""
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of a user's that holds settings: no module, function, class, or torch's or Python's."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins", "lightning", "lightning_hetpipe", "enum")
+
+
+def _different(thing: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """The name of the first attribute of ``thing`` in which two states of it differ."""
+    now, before = (dict(zip(state[: len(state) // 2], state[len(state) // 2 :], strict=True)) for state in (one, other))
+    return next((name for name in (*now, *before) if now.get(name, thing) is not before.get(name, thing)), "attributes")
 
 
 def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.private import foreach_copy_, version_counter
 
@@ -28,6 +29,11 @@ def places(layers: Iterable[nn.Module]) -> list[Place]:
         for name, tensor in module.named_buffers(recurse=False)
         if tensor is not None
     ]
+
+
+def may_change(module: nn.Module, name: str) -> bool:
+    """Whether a forward may change this buffer, as far as its module tells: a graph does."""
+    return not isinstance(module, GraphLayer) or name in module.code.changes
 
 
 class Buffers:
@@ -76,6 +82,8 @@ class Buffers:
     def show(self, minibatch: int) -> None:
         """Copies into the live buffers what forward ``minibatch`` left."""
         for place, left in zip(self._live, self._of(minibatch), strict=True):
+            if not may_change(*place):
+                continue
             live = _tensor(place)
             if live.shape == left.shape and live.dtype == left.dtype:
                 live.copy_(left)

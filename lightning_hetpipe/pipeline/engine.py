@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.buffers import may_change
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
@@ -88,6 +88,7 @@ class Engine:
         ]
         self._root = root if root is not None else nn.Module()
         self._changing = changing
+        self._outside: list[Ring] = []
         self._find_weights()
         self._torch_threads = settings.torch_threads
         self._runners: list[Worker[Minibatch]] = []
@@ -101,7 +102,7 @@ class Engine:
         for stage in self.stages:
             stage.start()
         self._runners = [
-            Worker(f"hetpipe-runner-{index}", Minibatch.run, self._torch_threads, self.stages[-1].device)
+            Worker(f"hetpipe-runner-{index}", _run, self._torch_threads, self.stages[-1].device)
             for index in range(self.in_flight)
         ]
         self._take_lock()
@@ -114,6 +115,7 @@ class Engine:
             forwards: The last minibatch whose forward the live buffers have seen; by default that of ``version``.
         """
         self.discard()
+        self._find_weights()
         self._empty_at = version
         for stage in self.stages:
             stage.begin(version, version if forwards is None else forwards)
@@ -125,7 +127,6 @@ class Engine:
         self.discard()
         for stage in self.stages:
             stage.copy_layers()
-        self._find_weights()
 
     def versioned(self) -> set[int]:
         """The ``id`` of each live parameter that has versions."""
@@ -228,17 +229,22 @@ class Engine:
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _find_weights(self) -> None:
-        """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings."""
+        """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings.
+
+        Whenever the pipeline starts empty, as there may be other parameters than before.
+        """
         rings = [stage.ring for stage in self.stages]
         inside = {id(parameter) for ring in rings for parameter in ring.parameters}
         outside: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in self._root.parameters():
             if parameter.requires_grad and id(parameter) not in inside:
                 outside.setdefault(parameter.device, []).append(parameter)
-        self._outside = [
-            Ring(nn.ModuleList([nn.ParameterList(parameters)]), self.in_flight, device)
-            for device, parameters in outside.items()
-        ]
+        before = [id(parameter) for ring in self._outside for parameter in ring.parameters]
+        if before != [id(parameter) for parameters in outside.values() for parameter in parameters]:
+            self._outside = [
+                Ring(nn.ModuleList([nn.ParameterList(parameters)]), self.in_flight, device)
+                for device, parameters in outside.items()
+            ]
         layers = [layer.module for stage in self.stages for layer in stage.layers]
         self._weights = Weights(self._root, [*rings, *self._outside], layers, self._changing)
 
@@ -320,6 +326,10 @@ class Engine:
             minibatch.cancelled = True
 
 
+def _run(minibatch: Minibatch) -> None:
+    minibatch.context.run(minibatch.run)
+
+
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
     """Refuses buffers that stand on both sides of a cut and may change: forwards would not see them in order of p."""
     owners: dict[int, tuple[str, bool]] = {}
@@ -343,4 +353,4 @@ def _buffers(layer: nn.Module) -> Iterator[tuple[Tensor, bool]]:
     """The buffers of ``layer``, and whether it may change them."""
     for module in layer.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            yield buffer, not isinstance(module, GraphLayer) or name in module.code.changes
+            yield buffer, may_change(module, name)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.lock import Rank, Ticket
-from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.piece_call import PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
 from lightning_hetpipe.pipeline.view import View
@@ -61,6 +62,8 @@ class Minibatch:
         self.in_user_code = False
         self.turn: queue.SimpleQueue[Gradients | Discarded] = queue.SimpleQueue()
         self.start = Ticket(Rank.START, number)
+        self.context = contextvars.copy_context()
+        """What the thread that submits it has set for the code that it calls."""
         self._engine = engine
         self._step = step
         self._view = view
@@ -144,11 +147,9 @@ class Minibatch:
                     raise self.failure
                 self._check_calls()
                 self._view.check()
-                direct = self._view.leaves()
-                self._step.check(
-                    total, {id(ours) for ours in (*(c.anchor for c in self._calls), *dict(direct).values())}
-                )
-                self._backward(total, direct)
+                self._step.check(total, {*self._view.ids(), *(id(call.anchor) for call in self._calls)})
+                with self._view:  # for hooks, and what is computed again
+                    self._backward(total)
         except BaseException as error:
             failure = error
         finally:
@@ -175,34 +176,34 @@ class Minibatch:
         call = PieceCall(piece, Value.of(inputs), Autocast.current())
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
+        self._view.region = len(self._calls)
         return call.connect(tensors_of(inputs), outputs)
 
-    def _backward(self, total: Tensor, direct: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Starts the backward pass; ``direct`` are parameters that the loss uses itself, with the copies it used."""
-        leaves = [leaf for _, leaf in direct]
-        # One pass through the user's graph gives their gradients too, where all of it lies above the one piece.
-        apart = bool(direct) and (len(self._calls) > 1 or self._calls[0].needs_input_gradients)
+    def _backward(self, total: Tensor) -> None:
+        """Starts the backward pass, from the user's code after the last call down to that before the first."""
         above: PieceCall | None = None
         for call in reversed(self._calls):
-            gradients = call.collect(total, above, keep_graph=apart or call.piece > 0, also=() if apart else leaves)
-            self._add_direct(direct, call.also_gradients)
-
-            def start(call: PieceCall = call, gradients: Gradients = gradients) -> None:
-                self._engine.backward(self, call, gradients)
-
-            if call.piece == 0 and not apart:
-                start()
-            else:
+            first = call.piece == 0
+            # What the first piece's inputs do not depend on need not wait for its backward.
+            before = first and not call.needs_input_gradients
+            direct = self._view.leaves(call.piece + 1) + (self._view.leaves(0) if before else [])
+            waits = not first or (not before and bool(self._view.leaves(0)))
+            leaves = [leaf for _, leaf in direct]
+            gradients, found = call.collect(total, above, leaves, keep_graph=waits)
+            self._add(direct, found)
+            start = partial(self._engine.backward, self, call, gradients)
+            if waits:
                 call.input_gradients = self._through_pipeline(start, f"the backward of piece {call.piece}")
+            else:
+                start()
             above = call
-        if apart:
-            self._add_direct(direct, torch.autograd.grad(total, leaves, allow_unused=True))
+        if waits:
+            direct = self._view.leaves(0)
+            self._add(direct, below(total, above, [leaf for _, leaf in direct], keep_graph=False))
             self.end()
 
-    def _add_direct(
-        self, direct: Sequence[tuple[nn.Parameter, nn.Parameter]], gradients: Sequence[Tensor | None]
-    ) -> None:
-        for (live, _), gradient in zip(direct, gradients, strict=False):
+    def _add(self, direct: Sequence[tuple[nn.Parameter, Tensor]], gradients: Sequence[Tensor | None]) -> None:
+        for (live, _), gradient in zip(direct, gradients, strict=True):
             if gradient is not None:
                 self.add_gradient(live, gradient)
 

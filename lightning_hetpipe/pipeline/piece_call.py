@@ -34,7 +34,6 @@ class PieceCall:
         self._node: Node | None = None
         self.output_gradients: Gradients | None = None
         self.input_gradients: Gradients | None = None
-        self.also_gradients: Sequence[Tensor | None] = ()
 
     @property
     def needs_input_gradients(self) -> bool:
@@ -52,32 +51,47 @@ class PieceCall:
         return outputs.tree(joined)
 
     def collect(
-        self, total: Tensor, above: PieceCall | None, keep_graph: bool, also: Sequence[Tensor] = ()
-    ) -> Gradients:
-        """Gradients of ``total`` with respect to this call's outputs; ``also_gradients`` are those of ``also``.
+        self, total: Tensor, above: PieceCall | None, leaves: Sequence[Tensor], keep_graph: bool
+    ) -> tuple[Gradients, Sequence[Tensor | None]]:
+        """Gradients of ``total`` with respect to this call's outputs, and to ``leaves`` that came after it.
 
-        What lies above the call ``above``, whose input gradients are there, is gone through again only where ``total``
-        depends on these outputs also past it; otherwise the user's tensor hooks there run once, as in a plain backward.
+        Args:
+            total: What is differentiated.
+            above: The next call, whose input gradients are there; None for the last one.
+            leaves: Used by user code between this call and ``above``.
+            keep_graph: Whether the graph is gone through again, further down.
         """
         self.collecting = True
-        if above is None or above.input_gradients is None or _reaches(total.grad_fn, self._node, above._node):
-            wanted = (self.anchor, *also)
-            self.also_gradients = torch.autograd.grad(total, wanted, retain_graph=keep_graph, allow_unused=True)[1:]
-        else:
+        targets = [self.anchor, *leaves]
+        _, *found = below(total, above, targets, keep_graph, self._node)
+        self.collecting = False
+        return self.output_gradients or [None] * self.outputs, found
+
+
+def below(
+    total: Tensor, above: PieceCall | None, leaves: Sequence[Tensor], keep_graph: bool, call: Node | None = None
+) -> Sequence[Tensor | None]:
+    """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``.
+
+    What lies above that call, whose input gradients are there, is gone through again only where ``total`` depends on
+    the leaves (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
+    backward. All is given as edges: with tensors, torch would put the minibatch's view of its parameters aside, which
+    hooks and recomputed checkpoints need.
+    """
+    targets = [get_gradient_edge(leaf) for leaf in leaves]
+    starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
+    if above is not None and above.input_gradients is not None:
+        wanted = {call, *(target.node for target in targets if target.node is not None)}
+        if not any(node in wanted for node in graph_nodes([total.grad_fn], [above._node])):
             pairs = zip(above._given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-            if reached:
-                edges, gradients = zip(*reached, strict=True)
-                torch.autograd.grad(
-                    edges, self.anchor, grad_outputs=gradients, retain_graph=keep_graph, allow_unused=True
-                )
-        self.collecting = False
-        return self.output_gradients or [None] * self.outputs
-
-
-def _reaches(start: Node | None, target: Node | None, barred: Node | None) -> bool:
-    """Whether the graph of ``start`` leads to ``target`` on a way that does not go through ``barred``."""
-    return any(node is target for node in graph_nodes([start], [barred]))
+            if not reached:
+                return [None] * len(leaves)
+            starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        starts, targets, grad_outputs=gradients, retain_graph=keep_graph, allow_unused=True
+    )
+    return found
 
 
 class _Seam(torch.autograd.Function):

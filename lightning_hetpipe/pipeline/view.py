@@ -8,6 +8,7 @@ such copies belong to the live parameters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.private import version_counter
+from lightning_hetpipe.private import behind_functorch, version_counter
 
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__"}
@@ -67,6 +68,17 @@ class Weights:
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
 
 
+@dataclass(frozen=True)
+class _Leaf:
+    weight: _Weight
+    copy: nn.Parameter
+    counter: int  # how often the copy had been changed in place when it was made
+
+    def check(self) -> None:
+        if version_counter(self.copy) != self.counter:
+            raise changes_parameter(self.weight.name)
+
+
 class View(TorchFunctionMode):
     """Gives torch's functions the parameters of ``version``; opened in the thread of one minibatch.
 
@@ -81,7 +93,9 @@ class View(TorchFunctionMode):
         self._weights = weights
         self._version = version
         self._ahead = ahead
-        self._leaves: dict[int, tuple[_Weight, nn.Parameter, int]] = {}
+        self.region = 0
+        """How many calls of pieces lie behind: each has gradients of its own for what is used after it."""
+        self._leaves: dict[tuple[int, int], _Leaf] = {}
         self._resting = False
 
     @contextmanager
@@ -93,9 +107,17 @@ class View(TorchFunctionMode):
         finally:
             self._resting = before
 
-    def leaves(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Live parameters that were used, each with the copy that stood in for it and needs a gradient."""
-        return [(weight.live, leaf) for weight, leaf, _ in self._leaves.values() if leaf.requires_grad]
+    def leaves(self, region: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Live parameters that were used in ``region``, each with the copy that stood in for it, if it is trained."""
+        return [
+            (leaf.weight.live, leaf.copy)
+            for (where, _), leaf in self._leaves.items()
+            if where == region and leaf.copy.requires_grad
+        ]
+
+    def ids(self) -> set[int]:
+        """The ``id`` of every copy that was used."""
+        return {id(leaf.copy) for leaf in self._leaves.values()}
 
     def check(self) -> None:
         """Refuses changes of a parameter, which only this version's copy has seen.
@@ -103,9 +125,8 @@ class View(TorchFunctionMode):
         Raises:
             SettingError: which names it.
         """
-        for weight, leaf, counter in self._leaves.values():
-            if version_counter(leaf) != counter:
-                raise changes_parameter(weight.name)
+        for leaf in self._leaves.values():
+            leaf.check()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -141,10 +162,11 @@ class View(TorchFunctionMode):
                 )
         before = [version_counter(buffer.live) for buffer in buffers]
         if name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
-            result = self._leaf(weights[0]).detach() if weights else func(*args, **kwargs)
+            result = self._leaf(weights[0]).copy.detach() if weights else func(*args, **kwargs)
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))
-        self.check()
+        for weight in weights:
+            self._leaf(weight).check()
         for buffer, counter in zip(buffers, before, strict=True):
             if version_counter(buffer.live) != counter:
                 raise SettingError(
@@ -159,6 +181,11 @@ class View(TorchFunctionMode):
             if isinstance(value, Tensor):
                 if (found := known.get(id(value))) is not None:
                     yield found
+                elif (inner := behind_functorch(value)) is not None and (found := known.get(id(inner))) is not None:
+                    raise SettingError(
+                        f"training_step gives '{found.name}' to a function of torch.func, where the pipeline cannot put"
+                        f" this minibatch's version in its place; give it {found.name}.clone()"
+                    )
             elif isinstance(value, list | tuple):
                 yield from self._concerned(value)
             elif isinstance(value, dict):
@@ -168,20 +195,24 @@ class View(TorchFunctionMode):
         """``value`` with copies in the place of live parameters."""
         if isinstance(value, Tensor):
             found = self._weights.known.get(id(value))
-            return self._leaf(found) if isinstance(found, _Weight) else value
-        if type(value) in (list, tuple):
-            return type(value)(self.replaced(part) for part in value)
-        if type(value) is dict:
+            return self._leaf(found).copy if isinstance(found, _Weight) else value
+        if isinstance(value, list | tuple):
+            parts = [self.replaced(part) for part in value]
+            if all(map(operator.is_, parts, value)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, dict):
             return {key: self.replaced(part) for key, part in value.items()}
         return value
 
-    def _leaf(self, weight: _Weight) -> nn.Parameter:
-        if (known := self._leaves.get(id(weight.live))) is None:
+    def _leaf(self, weight: _Weight) -> _Leaf:
+        key = (self.region, id(weight.live))
+        if (known := self._leaves.get(key)) is None:
             held = weight.ring.parameter(weight.place, self._version)
             with torch.inference_mode(False):
-                leaf = nn.Parameter(held.detach(), held.requires_grad)
-            self._leaves[id(weight.live)] = known = (weight, leaf, version_counter(leaf))
-        return known[1]
+                copy = nn.Parameter(held.detach(), held.requires_grad)
+            self._leaves[key] = known = _Leaf(weight, copy, version_counter(copy))
+        return known
 
 
 def changes_parameter(name: str) -> SettingError:

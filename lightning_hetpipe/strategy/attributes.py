@@ -5,9 +5,10 @@ flight, whoever reads such an attribute would find what somebody else has left t
 has a time, and each reader sees those before a time of its own:
 
 - Lightning's loop and callbacks, between steps p and p + 1: what ``training_step`` of minibatches up to p has set.
-- ``training_step`` of minibatch p: what it has set itself; what callbacks have set by version max(v_e, p - Nm), the one
-  that its weights are of; and of earlier minibatches what they had set at the same place, between the same two calls of
-  pipelined modules. (What comes later there may not have run yet.)
+- ``training_step`` of minibatch p: what it has set itself; of earlier minibatches what they had set at the same place,
+  between the same two calls of pipelined modules (what comes later there may not have run yet); and what callbacks have
+  set by version max(v_e, p - Nm), the one that its weights are of. A callback's assignment after step v so comes before
+  minibatch v + Nm, and replaces what minibatches before that one have set: a counter that is reset starts anew there.
 
 Assignments count, not changes inside a list or another object: those everybody sees at once.
 """
@@ -27,7 +28,7 @@ Time = tuple[int, float]
 
 _ABSENT = object()
 _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
-_CALLBACKS = float("inf")  # after every stretch of the minibatch
+_CALLBACKS = -1.0  # before every stretch of the minibatch
 
 
 class Attributes:
@@ -54,7 +55,7 @@ class Attributes:
         for name in now.keys() | self._published.keys():
             before, value = self._published.get(name, _ABSENT), now.get(name, _ABSENT)
             if value is not before:
-                self._record(name, (version, _CALLBACKS), before, value)
+                self._record(name, (version + self._in_flight, _CALLBACKS), before, value)
         self._published = now
         seen_by_all = version_of(version + 1, self._in_flight, self._empty_at)
         for name, assignments in self._set.items():
@@ -64,8 +65,8 @@ class Attributes:
     def show(self, minibatch: int) -> None:
         """Lightning's loop is at step ``minibatch``, and sees what that has set."""
         for name, assignments in self._set.items():
-            for (owner, _), value in assignments:
-                if owner == minibatch:
+            for (owner, stretch), value in assignments:
+                if owner == minibatch and stretch != _CALLBACKS:
                     self._put(name, value)
                     _assign(self._published, name, value)
 
@@ -109,7 +110,7 @@ class Attributes:
         return newest
 
     def _record(self, name: str, time: Time, before: Any, value: Any) -> None:
-        assignments = self._set.setdefault(name, [((self._empty_at, -1.0), before)])
+        assignments = self._set.setdefault(name, [((self._empty_at, _CALLBACKS), before)])
         assignments[:] = [(then, old) for then, old in assignments if then != time]
         assignments.append((time, value))
         assignments.sort(key=lambda assignment: assignment[0])

@@ -169,7 +169,8 @@ class Fit:
         with self._watch.watching(), self._own_random_numbers(number):
             output = native(*args)
         loss = self._loss_of(output)
-        self._watch.check(loss)
+        with self._precision.train_step_context():
+            self._watch.check(loss)
         layers = sum(len(piece.layers) for piece in self._watch.pieces)
         self._stages = stage_count(self._settings.stages, len(self._settings.devices), layers)
         return output
@@ -322,7 +323,7 @@ class Fit:
             self._epoch_begins = False
             self.engine.begin(version)
             if self._outsiders is not None:
-                self._outsiders.begin(version)
+                self._outsiders.begin(version, self.engine.versioned())
             return
         if self._outsiders is not None:
             self._outsiders.publish(version)
@@ -339,6 +340,7 @@ class Fit:
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"
             )
         with ExitStack() as stack:
+            stack.enter_context(self._precision.train_step_context())
             for call in self._calls:
                 stack.enter_context(call.aside())
             self._form.follow()

@@ -24,20 +24,30 @@ class Outside:
     """
 
     def __init__(self, module: L.LightningModule) -> None:
-        self._owners = list(module.named_modules())
-        self.leave_out([part for part in module.modules() if isinstance(part, Metric)])
+        self._module = module
+        self._inside: set[int] = set()
         self.begin()
 
-    def begin(self) -> None:
-        """Everything is as it should be now."""
+    def begin(self, versioned: Collection[int] = ()) -> None:
+        """Everything is as it should be now; there may be other modules than before.
+
+        Args:
+            versioned: The ``id`` of tensors that have versions, and may change.
+        """
+        self._versioned = versioned
+        self._owners = [
+            (name, part)
+            for name, part in self._module.named_modules()
+            if id(part) not in self._inside and not isinstance(part, Metric)
+        ]
         # The tensor itself is kept, so that no other one can have its id.
         self._seen = {name: (tensor, *_state(tensor)) for name, tensor in self._tensors()}
 
-    def leave_out(self, roots: Collection[nn.Module], tensors: Collection[int] = ()) -> None:
-        """Forgets what is inside ``roots``, such as the pieces, and ``tensors``, given by their ``id``."""
-        self._versioned = tensors
-        inside = {id(part) for root in roots for part in root.modules()}
-        self._owners = [(name, part) for name, part in self._owners if id(part) not in inside]
+    def leave_out(self, roots: Collection[nn.Module], versioned: Collection[int]) -> None:
+        """Forgets what is inside ``roots``, the pieces, and what has versions."""
+        self._versioned = versioned
+        self._inside = {id(part) for root in roots for part in root.modules()}
+        self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
 
     def check_step(self) -> None:
         """Refuses what ``training_step`` itself has changed since :meth:`begin`."""
@@ -64,8 +74,13 @@ class Outside:
                 )
 
 
-def _state(tensor: Tensor) -> tuple[int, int, bytes]:
-    """What tells whether ``tensor`` was changed: as changes through ``.data`` are not counted, also a few values."""
+def _state(tensor: Tensor) -> tuple[int, int, float]:
+    """What tells whether ``tensor`` was changed: as changes through ``.data`` are not counted, also a sum of values.
+
+    Of all values in a small tensor, of some thousand in a large one: such changes are of the whole, as a rule.
+    """
     flat = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
-    some = flat[:: max(1, flat.numel() // 8)].cpu().contiguous()
-    return version_counter(tensor), tensor.data_ptr(), bytes(some.view(torch.uint8).tolist())
+    some = flat[:: max(1, flat.numel() // 4096)]
+    weights = torch.arange(1, some.numel() + 1, device=some.device)
+    value = (some if some.dtype in (torch.float64, torch.int64) else some.float()) * weights
+    return version_counter(tensor), tensor.data_ptr(), value.nan_to_num().sum().item()

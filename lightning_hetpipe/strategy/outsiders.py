@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import lightning as L
@@ -75,9 +75,9 @@ class Outsiders:
         if (record := self._records.pop(minibatch, None)) is not None:
             self._replay.replay(record)
 
-    def begin(self, version: int) -> None:
-        """The pipeline starts empty at ``version``."""
-        self._outside.begin()
+    def begin(self, version: int, versioned: Collection[int]) -> None:
+        """The pipeline starts empty at ``version``; ``versioned`` are the tensors that have versions."""
+        self._outside.begin(versioned)
         self._attributes.begin(version)
 
     def publish(self, version: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same, expect, fit
@@ -335,3 +336,87 @@ def test_buffers_that_training_step_uses() -> None:
 def test_buffers_that_it_may_read(act: Callable[[Any], Any], in_flight: int) -> None:
     task, loader = Acts(act), vectors(26, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 2), in_flight)))
+
+
+class Recomputes(Task):
+    """Reads parameters in its backward pass: in a hook, and where a checkpoint computes again."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(net(), recipe)
+        self.scale, self.slope = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(CLASSES))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        logits = self.net(x)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient * self.scale.detach())
+        again: Any = checkpoint(lambda z: torch.tanh(z * self.slope) * self.scale, logits, use_reentrant=False)
+        return {"loss": F.cross_entropy(again, y)}
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_parameters_that_the_backward_pass_reads(in_flight: int) -> None:
+    task, loader = Recomputes(), vectors(26, 4)
+    assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 3, in_flight)))
+
+
+class Hooked(Around):
+    """Counts its hooks' calls: above, between and below the pieces."""
+
+    def __init__(self, recipe: Recipe = SGD) -> None:
+        super().__init__(recipe)
+        self.calls: list[str] = []
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        given = x * self.below
+        z = self.encoder(given) + self.between
+        y = self.decoder(z) * self.above
+        for name, tensor in (("given", given), ("z", z), ("y", y)):
+            tensor.register_hook(lambda gradient, name=name: self.calls.append(name))
+        return {"loss": F.mse_loss(y, x)}
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_hooks_of_tensors_run_once(in_flight: int) -> None:
+    """They ran twice where a parameter was used below a piece."""
+    task, loader = Hooked(), vectors(26, 4)
+    expected = expect(task, loader, in_flight)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight)))
+    assert sorted(task.calls) == sorted(["given", "z", "y"] * 14)
+
+
+class Mapped(Penalty):
+    """Gives a weight to a function of torch.func, or in a named tuple."""
+
+    def __init__(self, use: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        weight = self.get_parameter("net.0.weight")
+        with torch.no_grad():
+            norm = self.use(weight)
+        return {"loss": F.cross_entropy(self.net(x), y) / (1 + norm), "norm": norm}
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_what_torch_func_is_given(in_flight: int) -> None:
+    def each(weight: Any) -> Tensor:
+        found: Tensor = torch.vmap(torch.sum)(weight).sum()
+        return found
+
+    refuse(Mapped(each), in_flight, "'net.0.weight' to a function of torch.func", "net.0.weight.clone()")
+    task, loader = Mapped(lambda weight: each(weight.clone())), vectors(26, 4)
+    assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 2, in_flight)))
+
+
+def test_parameters_in_named_tuples() -> None:
+    task, loader = Mapped(lambda weight: torch.cat(cast(Any, Pair(weight, weight))).norm()), vectors(26, 4)
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(5, 2, 3)))

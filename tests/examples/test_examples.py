@@ -14,13 +14,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 GPT2 = ["wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f"]
 RESNET = ["conv1", "bn1", "layer1.0", "layer1.1"]
-# A block with a Sequential in it, as torchvision's have where they halve the image, is no layer, but its parts are.
-HALVING = ["downsample.0", "downsample.1", "conv1", "bn1", "conv2", "bn2"]
+
 LAYERS = {
     "hugging_face": [*(f"model.transformer.{layer}" for layer in GPT2), "model.lm_head"],
     "resnet": [
         *(f"model.{layer}" for layer in RESNET),
-        *(f"model.layer2.0.{layer}" for layer in HALVING),
+        "model.layer2.0",
         "model.layer2.1",
         "model.fc",
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.piece_call import PieceCall
-from lightning_hetpipe.pipeline.values import Value, tensors_of
+from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
 
 
 def run(piece: int, inputs: Any, outputs: Any) -> tuple[PieceCall, Any]:
@@ -22,6 +22,11 @@ def run(piece: int, inputs: Any, outputs: Any) -> tuple[PieceCall, Any]:
 def grown(*values: float) -> Tensor:
     """An output that a gradient can go through."""
     return torch.tensor(values, requires_grad=True) * 1.0
+
+
+def collect(call: PieceCall, total: Tensor, above: PieceCall | None, keep_graph: bool) -> Gradients:
+    """Gradients of the call's outputs, where the user's code uses no parameter."""
+    return call.collect(total, above, (), keep_graph)[0]
 
 
 def lists(gradients: list[Tensor | None]) -> list[list[float] | None]:
@@ -46,20 +51,20 @@ def test_gradients_come_down_to_the_outputs() -> None:
     call, (first, second, unused) = run(0, torch.zeros(2), (grown(1.0, 2.0), grown(3.0), grown(4.0)))
     assert unused.requires_grad
     loss = (first * torch.tensor([10.0, 20.0])).sum() * second.sum()
-    assert lists(call.collect(loss, None, keep_graph=False)) == [[30.0, 60.0], [50.0], None]
+    assert lists(collect(call, loss, None, keep_graph=False)) == [[30.0, 60.0], [50.0], None]
 
 
 def test_a_loss_that_does_not_need_the_piece() -> None:
     call, _ = run(0, torch.zeros(2), (grown(1.0), grown(2.0)))
     other = torch.ones(1, requires_grad=True)
-    assert call.collect((other * 2).sum(), None, keep_graph=False) == [None, None]
+    assert collect(call, (other * 2).sum(), None, keep_graph=False) == [None, None]
 
 
 def test_leaves_in_user_code_get_no_gradient() -> None:
     """It is the pipeline that delivers gradients."""
     scale = torch.ones(1, requires_grad=True)
     call, output = run(0, scale * 2, grown(1.0))
-    call.collect((output * scale).sum(), None, keep_graph=True)
+    collect(call, (output * scale).sum(), None, keep_graph=True)
     assert scale.grad is None
 
 
@@ -68,9 +73,9 @@ def test_pieces_are_collected_from_the_last_to_the_first() -> None:
     encoder, z = run(0, torch.ones(1), grown(3.0))
     decoder, y = run(1, z * z, grown(5.0))
     loss = (y * 7.0).sum() + z.sum()
-    assert lists(decoder.collect(loss, None, keep_graph=True)) == [[7.0]]
+    assert lists(collect(decoder, loss, None, keep_graph=True)) == [[7.0]]
     decoder.input_gradients = [torch.tensor([100.0])]  # d y / d (z * z), times 7, as the pipeline has it
-    assert lists(encoder.collect(loss, decoder, keep_graph=False)) == [[100.0 * 2 * 3 + 1.0]]
+    assert lists(collect(encoder, loss, decoder, keep_graph=False)) == [[100.0 * 2 * 3 + 1.0]]
 
 
 def test_collecting_the_last_piece_does_not_go_beyond_it() -> None:
@@ -80,7 +85,7 @@ def test_collecting_the_last_piece_does_not_go_beyond_it() -> None:
     between = z * z
     decoder, y = run(1, between, grown(5.0))
     y.register_hook(lambda _: visited.append("y"))
-    decoder.collect((y * 2.0).sum(), None, keep_graph=True)
+    collect(decoder, (y * 2.0).sum(), None, keep_graph=True)
     assert visited == ["y"]
     assert encoder.output_gradients is None
 
@@ -96,9 +101,9 @@ def test_hooks_of_the_user_run_once() -> None:
     encoder, z = run(0, torch.ones(1), grown(3.0))
     decoder, y = run(1, hook("between", hook("z", z) * 2), grown(5.0))
     loss = (hook("y", y) * 7.0).sum()
-    assert lists(decoder.collect(loss, None, keep_graph=True)) == [[7.0]]
+    assert lists(collect(decoder, loss, None, keep_graph=True)) == [[7.0]]
     decoder.input_gradients = [torch.tensor([100.0])]
-    assert lists(encoder.collect(loss, decoder, keep_graph=False)) == [[200.0]]
+    assert lists(collect(encoder, loss, decoder, keep_graph=False)) == [[200.0]]
     assert visited == [("y", 7.0), ("between", 100.0), ("z", 200.0)]
 
 
@@ -108,27 +113,27 @@ def test_an_input_that_is_changed_in_place_after_the_call() -> None:
     decoder, y = run(1, between, grown(5.0))
     between.mul_(1000.0)
     loss = y.sum()
-    decoder.collect(loss, None, keep_graph=True)
+    collect(decoder, loss, None, keep_graph=True)
     decoder.input_gradients = [torch.tensor([100.0])]
-    assert lists(encoder.collect(loss, decoder, keep_graph=False)) == [[200.0]]
+    assert lists(collect(encoder, loss, decoder, keep_graph=False)) == [[200.0]]
 
 
 def test_pieces_that_do_not_depend_on_each_other() -> None:
     first, a = run(0, torch.ones(1), grown(3.0))
     second, b = run(1, torch.ones(1), grown(5.0))
     loss = (a * b).sum()
-    assert lists(second.collect(loss, None, keep_graph=True)) == [[3.0]]
+    assert lists(collect(second, loss, None, keep_graph=True)) == [[3.0]]
     second.input_gradients = [None]
-    assert lists(first.collect(loss, second, keep_graph=False)) == [[5.0]]
+    assert lists(collect(first, loss, second, keep_graph=False)) == [[5.0]]
 
 
 def test_a_piece_whose_output_is_not_used_by_the_next() -> None:
     encoder, _ = run(0, torch.ones(1), grown(3.0))
     decoder, y = run(1, torch.ones(1), grown(5.0))
     loss = y.sum()
-    assert lists(decoder.collect(loss, None, keep_graph=True)) == [[1.0]]
+    assert lists(collect(decoder, loss, None, keep_graph=True)) == [[1.0]]
     decoder.input_gradients = [None]
-    assert encoder.collect(loss, decoder, keep_graph=False) == [None]
+    assert collect(encoder, loss, decoder, keep_graph=False) == [None]
 
 
 def test_a_users_own_gradient_through_a_piece_is_refused() -> None:
@@ -141,7 +146,7 @@ def test_a_users_own_gradient_through_a_piece_is_refused() -> None:
 def test_user_code_may_change_outputs_in_place() -> None:
     call, (first, second) = run(0, torch.zeros(2), (grown(1.0, 2.0), grown(3.0)))
     first *= 2.0
-    assert lists(call.collect((first.sum() * second).sum(), None, keep_graph=False)) == [[6.0, 6.0], [6.0]]
+    assert lists(collect(call, (first.sum() * second).sum(), None, keep_graph=False)) == [[6.0, 6.0], [6.0]]
 
 
 def test_a_change_of_an_output_that_the_pipelines_backward_needs_is_noticed_there() -> None:

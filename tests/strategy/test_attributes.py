@@ -70,7 +70,7 @@ def test_what_callbacks_set_belongs_to_their_version() -> None:
             assert module.beta == version
 
 
-def test_a_callback_has_the_last_word_of_its_step() -> None:
+def test_what_a_callback_sets_comes_before_the_minibatch_that_sees_it() -> None:
     module, attributes = begun(in_flight=2, x=0)
     with attributes.stretch(1, 1):
         module.x = 1
@@ -79,13 +79,34 @@ def test_a_callback_has_the_last_word_of_its_step() -> None:
     attributes.show(1)
     module.x = -1
     attributes.publish(1)
+    with attributes.stretch(2, 2):
+        assert module.x == 2
     with attributes.stretch(3, 1):
-        assert module.x == 2  # minibatch 2 comes after the callback
+        assert module.x == -1  # as of version 1
+        module.x = 3
     attributes.show(2)
+    assert module.x == 2
     module.x = -2
     attributes.publish(2)
     with attributes.stretch(4, 1):
         assert module.x == -2
+    attributes.show(3)
+    assert module.x == 3
+
+
+def test_a_counter_that_a_callback_resets_starts_anew() -> None:
+    module, attributes = begun(in_flight=3, count=0)
+    seen = []
+    for step in range(1, 13):
+        for minibatch in {1: (1, 2, 3)}.get(step, (step + 2,)):
+            with attributes.stretch(minibatch, 1):
+                module.count += 1
+                seen.append(module.count)
+        attributes.show(step)
+        if step % 5 == 0:
+            module.count = 0
+        attributes.publish(step)
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 1, 2]
 
 
 def test_new_and_deleted_attributes() -> None:
