@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.private import behind_functorch, version_counter
+from lightning_hetpipe.private import behind_functorch, pytree, version_counter
 
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__"}
@@ -200,7 +200,7 @@ class View(TorchFunctionMode):
             parts = [self.replaced(part) for part in value]
             if all(map(operator.is_, parts, value)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            return type(value)(*parts) if pytree.is_namedtuple_instance(value) else type(value)(parts)
         if isinstance(value, dict):
             return {key: self.replaced(part) for key, part in value.items()}
         return value
