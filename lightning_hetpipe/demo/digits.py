@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe.demo.sizes import at_least_one
+from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
 
 CLASSES = 10
@@ -27,7 +27,8 @@ class Digits(L.LightningDataModule):
         split_seed: seed of the split.
 
     Raises:
-        SettingError: for a batch size below 1; in `setup`, if scikit-learn is not installed.
+        SettingError: for a batch size below 1, or shares that leave a part empty; in `setup`, if scikit-learn is not
+            installed.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Digits(L.LightningDataModule):
     ) -> None:
         super().__init__()
         at_least_one(batch_size=batch_size)
+        within(0.01, 0.98, val_share=val_share, test_share=test_share)
+        within(0, 0.99, **{"val_share + test_share": val_share + test_share})
         self.batch_size = batch_size
         self.val_share = val_share
         self.test_share = test_share

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.demo.sizes import at_least_one
+from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
 
 VOCABULARY = 256  # bytes
@@ -99,6 +99,9 @@ class GPT(L.LightningModule):
     ) -> None:
         super().__init__()
         at_least_one(context=context, width=width, blocks=blocks, heads=heads)
+        within(0, 1, dropout=dropout)
+        within(0, 0.9999999, **{f"betas[{index}]": beta for index, beta in enumerate(betas)})
+        within(0, float("inf"), lr=lr, warmup=warmup)
         if width % heads:
             raise SettingError(f"width={width} must be a multiple of heads={heads}")
         self.save_hyperparameters()

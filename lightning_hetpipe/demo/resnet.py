@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_hetpipe.demo.sizes import at_least_one
+from lightning_hetpipe.demo.sizes import at_least_one, within
 
 
 class ResidualBlock(nn.Module):
@@ -47,7 +47,7 @@ class ResNet(L.LightningModule):
         weight_decay: AdamW's weight decay.
 
     Raises:
-        SettingError: for a size below 1.
+        SettingError: for a size below 1, or a rate below 0.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class ResNet(L.LightningModule):
     ) -> None:
         super().__init__()
         at_least_one(width=width, blocks=blocks, classes=classes)
+        within(0, math.inf, lr=lr, weight_decay=weight_decay)
         self.save_hyperparameters()
         self.lr = lr
         self.weight_decay = weight_decay
@@ -95,7 +96,7 @@ class ResNet(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        steps = self.trainer.estimated_stepping_batches
+        steps = max(1, self.trainer.estimated_stepping_batches)
         if math.isinf(steps):  # trained until stopped: there is no end to anneal to
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle((step + 1) / steps))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe.demo.sizes import at_least_one
+from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
 
 
@@ -42,6 +42,7 @@ class SourceText(L.LightningDataModule):
     ) -> None:
         super().__init__()
         at_least_one(context=context, batch_size=batch_size, max_bytes=max_bytes)
+        within(0.001, 0.45, val_share=val_share)
         self.context = context
         self.batch_size = batch_size
         self.max_bytes = max_bytes

@@ -15,6 +15,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_hetpipe.errors import SettingError
 
+MOST = 1000
+"""The largest number of stages, and of minibatches in flight: each is a thread."""
+
 
 @dataclass(frozen=True)
 class FitSettings:
@@ -62,6 +65,8 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(f"{name}={value!r} must be a whole number of at least 1, or 'auto'")
+    if value > MOST:
+        raise SettingError(f"{name}={value!r} is more than {MOST}, each of which would take a thread; set fewer")
     return value
 
 

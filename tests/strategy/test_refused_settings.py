@@ -25,6 +25,13 @@ def test_counts(name: str, value: Any) -> None:
         HetPipeStrategy(**arguments)
 
 
+@pytest.mark.parametrize("name", ["stages", "in_flight"])
+def test_counts_that_would_take_too_many_threads(name: str) -> None:
+    arguments: Any = {name: 100_000}
+    with refused(f"{name}=100000 is more than 1000", "set fewer"):
+        HetPipeStrategy(**arguments)
+
+
 @pytest.mark.parametrize("value", [0, -1, 0.0, -2.5, timedelta(0), timedelta(seconds=-1), float("nan")])
 def test_a_timeout_that_is_no_time(value: Any) -> None:
     with refused(f"timeout={value!r}", "must be longer than nothing"):
