@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.chance import drawn
 from lightning_hetpipe.pipeline.graph_layer import Run
-from lightning_hetpipe.private import outputs_of, pytree
+from lightning_hetpipe.private import OperatorOverload, arguments_of, outputs_of, pytree
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Maker:
         return functools.partial(module.forward, *self._regions)
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        args, kwargs = self._mapped(node.args), self._mapped(_with_dtype(node))
         target: Any = node.target
         if _may_draw(node):
             target, args = drawn, (*self._draw(node), *args)
@@ -165,9 +165,11 @@ class _Maker:
         return path, ordinal, node.target
 
     def _prepare(self, region: fx.GraphModule) -> None:
-        """Lets the random operations of a region draw as the others do."""
+        """Lets the operations of a region draw, and make new tensors, as the others do."""
         for part in region.modules():
             if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    node.kwargs = _with_dtype(node)
                 for node in filter(_may_draw, list(part.graph.nodes)):
                     node.args, node.target = (*self._draw(node), *node.args), drawn
                 part.recompile()
@@ -185,6 +187,19 @@ class _Maker:
 def _attributes(group: Group) -> Iterator[fx.Node]:
     nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
     return iter(nodes)
+
+
+def _with_dtype(node: fx.Node) -> dict[str, Any]:
+    """The keywords of ``node``, with the dtype of the tensor that it makes of none, where it names none.
+
+    That would be the default dtype of the process, which need not be the one of ``training_step`` while a stage runs.
+    """
+    made, target = node.meta.get("val"), node.target
+    if not isinstance(made, Tensor) or not isinstance(target, OperatorOverload) or node.kwargs.get("dtype") is not None:
+        return dict(node.kwargs)
+    takes_dtype = any(name == "dtype" for name, *_ in arguments_of(target))
+    takes_tensors = any(s.op == "get_attr" or isinstance(s.meta.get("val"), Tensor) for s in node.all_input_nodes)
+    return {**node.kwargs, "dtype": made.dtype} if takes_dtype and not takes_tensors else dict(node.kwargs)
 
 
 _INACTIVE = {

@@ -6,6 +6,8 @@ inputs, whether a layer changes its input in place, and what no stage could do a
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -224,7 +226,7 @@ def _run_observed(
     refuse_hooks(name, module)
     if owner := next((part for part in module.modules() if _holds_generator(part)), None):
         raise SettingError(
-            f"layer '{name}' keeps a torch.Generator of its own (in {type(owner).__name__}), which the copies of the"
+            f"layer '{name}' keeps a random generator of its own (in {type(owner).__name__}), which the copies of the"
             " layer would not share; draw without it, then every minibatch has its own random numbers"
         )
     given, parameters, parts = tensors_of(value), list(module.parameters()), list(module.modules())
@@ -269,4 +271,7 @@ def _refuse_strangers(what: str, value: Any) -> None:
 
 
 def _holds_generator(module: nn.Module) -> bool:
-    return any(isinstance(value, torch.Generator) for value in vars(module).values())
+    kinds = [torch.Generator, random.Random]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    return any(isinstance(value, tuple(kinds)) for value in vars(module).values())

@@ -29,10 +29,14 @@ class Autocast:
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Lets it hold in this thread."""
+    def opened(self, *, alone: bool = True) -> Iterator[None]:
+        """Lets it hold in this thread.
+
+        Torch's cache of cast weights belongs to the process, and whoever leaves autocast clears it. So unless this
+        thread is ``alone``, nothing is kept: gradients of a weight that is used again would depend on timing.
+        """
         with ExitStack() as stack:
             for kind, dtype in self.dtypes:
                 if dtype is not None:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache and alone))
             yield

@@ -82,5 +82,6 @@ class GraphLayer(nn.Module):
 
 
 def own_name(path: str) -> str:
-    """The name under which a layer holds what the captured module holds at ``path``; modules allow no dots in it."""
-    return path.replace(".", "/")
+    """The name under which a layer holds what the captured module holds at ``path``: it allows no dots, and must not be
+    that of an attribute of the layer's own."""
+    return "/" + path.replace(".", "/")

@@ -72,6 +72,7 @@ class Minibatch:
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
         self._ended = False
+        self._in_backward = False
         self._when_ended: Callable[[], None] | None = None
 
     # Whoever waits for the minibatch.
@@ -148,6 +149,7 @@ class Minibatch:
                 self._check_calls()
                 self._view.check()
                 self._step.check(total, {*self._view.ids(), *(id(call.anchor) for call in self._calls)})
+                self._in_backward = True
                 with self._view:  # for hooks, and what is computed again
                     self._backward(total)
         except BaseException as error:
@@ -171,6 +173,7 @@ class Minibatch:
             raise SettingError(
                 f"the pipelined module '{name}' was called "
                 + ("twice in one training_step" if piece < expected else "out of order")
+                + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
                 + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
             )
         call = PieceCall(piece, Value.of(inputs), Autocast.current())

@@ -297,7 +297,7 @@ class _Part:
         with (
             self._settings.chance.minibatch(minibatch.number),
             torch.enable_grad(),
-            minibatch.autocast(self._piece).opened(),
+            minibatch.autocast(self._piece).opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):
             for call in self._calls[index]:
