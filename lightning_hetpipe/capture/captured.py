@@ -21,6 +21,9 @@ from lightning_hetpipe.private import GRAPH_GUARDS, keywords_of, pytree
 VARIANTS = 8
 """How many graphs of one piece there may be: one for each kind of input that needs one of its own."""
 
+FITTED = 256
+"""How many combinations of sizes are remembered to fit a graph."""
+
 
 class Captured:
     """The graphs of one module, and the layers that they are cut into.
@@ -128,19 +131,27 @@ class _Variant:
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
         self._guards = getattr(graph, GRAPH_GUARDS, None)
+        self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
 
     def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
         if set(kwargs) != set(self._keywords):
             return None
         leaves, spec = self._flat(args, kwargs)
-        if spec != self._spec or [_kind(leaf) for leaf in leaves] != self._kinds:
+        if spec != self._spec:
             return None
-        if self._guards is not None:
+        kinds = [_kind(leaf) for leaf in leaves]
+        if kinds != self._kinds:
+            return None
+        sizes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+        if self._guards is not None and sizes not in self._fitted:
             try:
                 self._guards(*leaves)
             except (AssertionError, RuntimeError):
                 return None
+            if len(self._fitted) == FITTED:
+                del self._fitted[next(iter(self._fitted))]
+            self._fitted[sizes] = None
         return leaves
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
