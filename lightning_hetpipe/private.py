@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from typing_extensions import Self
 
 __all__ = [
+    "COMPILED_CALL",
     "GRAPH_GUARDS",
     "OperatorOverload",
     "ThreadDispatchMode",
     "arguments_of",
     "behind_compile",
     "behind_functorch",
+    "call_uncompiled",
     "contents",
     "foreach_copy_",
     "graph_leaves",
@@ -173,6 +175,16 @@ def behind_compile(module: nn.Module) -> nn.Module | None:
     """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
     behind = vars(module)["_modules"].get("_orig_mod")
     return behind if isinstance(behind, nn.Module) else None
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""What ``module.compile()`` sets, to be called instead of the module's own hooks and ``forward``."""
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``module``, with its hooks, as if it had not been compiled in place."""
+    call: Any = module._call_impl  # torch has no types here
+    return call(*args, **kwargs)
 
 
 def behind_functorch(tensor: Tensor) -> Tensor | None:

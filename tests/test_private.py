@@ -186,6 +186,16 @@ def test_hooks_of_all_modules(register: str) -> None:
     assert found, "hooks on all modules would run in stages, at the same time as other user code"
 
 
+@guards("_compiled_call_impl", "_call_impl")
+def test_modules_compiled_in_place() -> None:
+    module = nn.Linear(2, 2)
+    assert vars(module).get(private.COMPILED_CALL) is None
+    expected = module(torch.ones(1, 2))
+    module.compile(backend="eager")
+    assert vars(module).get(private.COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
+    assert torch.equal(private.call_uncompiled(module, torch.ones(1, 2)), expected)
+
+
 @guards("_orig_mod", "_modules")
 def test_compiled_modules() -> None:
     plain = nn.Sequential(nn.Linear(2, 2))

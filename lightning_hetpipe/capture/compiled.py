@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import behind_compile
+from lightning_hetpipe.private import COMPILED_CALL, behind_compile, call_uncompiled
 
 
 def look_through(root: nn.Module) -> list[Redirect]:
@@ -17,18 +17,26 @@ def look_through(root: nn.Module) -> list[Redirect]:
 
     Frozen ones stay compiled: they are no pieces.
     """
-    wrappers = {name: module for name, module in root.named_modules() if is_looked_through(module)}
-    if wrappers:
+    found = {name: module for name, module in root.named_modules() if name and is_looked_through(module)}
+    if found:
         warnings.warn(
-            f"'{next(iter(wrappers))}' is compiled by torch.compile; while HetPipeStrategy trains, its layers run as"
+            f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, its layers run as"
             " they were written, not compiled",
             stacklevel=2,
         )
-    return [Redirect(module, "forward", _run_behind) for module in wrappers.values()]
+    return [
+        Redirect(module, COMPILED_CALL, _call) if behind_compile(module) is None else Redirect(module, "forward", _run)
+        for module in found.values()
+    ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gives, or was compiled in place."""
+    return behind_compile(module) is not None or vars(module).get(COMPILED_CALL) is not None
 
 
 def is_looked_through(module: nn.Module) -> bool:
-    return behind_compile(module) is not None and any(p.requires_grad for p in module.parameters())
+    return is_compiled(module) and any(p.requires_grad for p in module.parameters())
 
 
 def refuse_compiled(name: str, layer: nn.Module) -> None:
@@ -40,7 +48,11 @@ def refuse_compiled(name: str, layer: nn.Module) -> None:
         )
 
 
-def _run_behind(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+def _call(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+    return call_uncompiled(redirect.owner, *args, **kwargs)
+
+
+def _run(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
     behind = behind_compile(redirect.owner)
     assert behind is not None
     return behind(*args, **kwargs)

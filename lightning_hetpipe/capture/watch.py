@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
-from lightning_hetpipe.capture.compiled import is_looked_through, refuse_compiled
+from lightning_hetpipe.capture.compiled import is_compiled, is_looked_through, refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
@@ -71,8 +71,9 @@ class Watch:
         """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
         left_alone: set[nn.Module] = {self._root}
         for module in self._root.modules():
-            if behind_compile(module) is not None:
-                left_alone.update([module] if is_looked_through(module) else module.modules())
+            if module is not self._root and is_compiled(module):
+                wrapper = [module] if behind_compile(module) is not None else []
+                left_alone.update(wrapper if is_looked_through(module) else module.modules())
         redirects: list[Redirect] = []
         for name, module in self._root.named_modules():
             if module not in left_alone:

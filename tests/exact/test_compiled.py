@@ -38,8 +38,14 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 5))
 
 
+def in_place(module: nn.Sequential) -> nn.Sequential:
+    module.compile(backend="eager")
+    return module
+
+
 KINDS: dict[str, tuple[Callable[[], Learner], Any, int, str | None]] = {
     "sequential": (lambda: Task(compiled(layers())), vectors(22, 4), 4, None),
+    "in place": (lambda: Task(in_place(layers())), vectors(22, 4), 4, None),
     "named": (lambda: Task(compiled(layers())), vectors(22, 4), 4, "net"),
     "resnet": (lambda: Whole(compiled(ResNet())), images(14, 4), 6, None),
     "a part": (lambda: Whole(Half()), vectors(22, 4), 2, None),
