@@ -171,7 +171,7 @@ def test_a_layer_with_a_generator_of_its_own() -> None:
             return x + torch.rand(x.shape, generator=self.generator)
 
     module = Learner(net=nn.Sequential(nn.Linear(6, 8), Draws(), nn.Linear(8, 3)))
-    assert_refused(module, "layer 'net.1' keeps a torch.Generator of its own (in Draws)", "draw without it")
+    assert_refused(module, "layer 'net.1' keeps a random generator of its own (in Draws)", "draw without it")
 
 
 def test_a_layer_that_changes_its_own_weights() -> None:
