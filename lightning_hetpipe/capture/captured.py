@@ -162,4 +162,5 @@ def _kind(leaf: Any) -> Any:
     """What must be the same for a graph to fit: of a tensor its dtype and dimensions, and which of them are 0 or 1."""
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
-    return "NaN" if isinstance(leaf, float) and leaf != leaf else leaf  # which is not equal to itself
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
+    return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)

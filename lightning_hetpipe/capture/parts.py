@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.chance import drawn
-from lightning_hetpipe.pipeline.graph_layer import Run
+from lightning_hetpipe.pipeline.graph_layer import Run, here
 from lightning_hetpipe.private import OperatorOverload, arguments_of, outputs_of, pytree
 
 
@@ -168,11 +168,22 @@ class _Maker:
         """Lets the operations of a region draw, and make new tensors, as the others do."""
         for part in region.modules():
             if isinstance(part, fx.GraphModule):
-                for node in part.graph.nodes:
-                    node.kwargs = _with_dtype(node)
+                self._place(part.graph)
                 for node in filter(_may_draw, list(part.graph.nodes)):
                     node.args, node.target = (*self._draw(node), *node.args), drawn
                 part.recompile()
+
+    def _place(self, graph: fx.Graph) -> None:
+        """Lets the operations of a region make tensors where the layer is."""
+        nodes = list(graph.nodes)
+        with graph.inserting_before(next(node for node in nodes if node.op != "placeholder")):
+            place = graph.call_function(here)
+
+        def placed(value: Any) -> Any:
+            return place if isinstance(value, torch.device) and value == self._captured_on else value
+
+        for node in nodes:
+            node.args, node.kwargs = map_aggregate(node.args, placed), map_aggregate(_with_dtype(node), placed)
 
     def _mapped(self, value: Any) -> Any:
         return map_aggregate(value, self._mapped_leaf)

@@ -33,10 +33,17 @@ class Autocast:
         """Lets it hold in this thread.
 
         Torch's cache of cast weights belongs to the process, and whoever leaves autocast clears it. So unless this
-        thread is ``alone``, nothing is kept: gradients of a weight that is used again would depend on timing.
+        thread is ``alone``, nothing is kept, not even by layers that open autocast themselves: gradients of a weight
+        that is used again would depend on timing.
         """
-        with ExitStack() as stack:
-            for kind, dtype in self.dtypes:
-                if dtype is not None:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache and alone))
-            yield
+        before = torch.is_autocast_cache_enabled()  # of this thread, and what autocast takes unless it is told
+        if not alone:
+            torch.set_autocast_cache_enabled(False)
+        try:
+            with ExitStack() as stack:
+                for kind, dtype in self.dtypes:
+                    if dtype is not None:
+                        stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache and alone))
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(before)

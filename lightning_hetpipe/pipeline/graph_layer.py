@@ -6,6 +6,7 @@ code of a layer is shared by its copies; weights and buffers are each copy's own
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,18 @@ from typing_extensions import Self
 
 Run = Callable[..., Any]
 """Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
+
+
+class _Here(threading.local):
+    device = torch.device("cpu")
+
+
+_here = _Here()
+
+
+def here() -> torch.device:
+    """The device of the layer that runs in this thread, for regions of its graph, to which nobody hands it."""
+    return _here.device
 
 
 class Code:
@@ -72,6 +85,7 @@ class GraphLayer(nn.Module):
 
     def forward(self, values: tuple[Any, ...]) -> Any:
         variant, *given = values
+        _here.device = self.device
         run, names = self.code.variants[variant]
         return run(variant, self.device, *(getattr(self, name) for name in names), *given)
 

@@ -113,3 +113,42 @@ def test_pieces_may_differ() -> None:
         engine.submit(1, line.step(run))
         engine.finish(1)
     assert seen == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_casts_are_kept_only_where_nothing_else_runs(in_flight: int, outside: bool) -> None:
+    """Whoever leaves autocast clears the cache of all threads, so what it holds would depend on timing."""
+    kept: list[bool] = []
+
+    class Looks(nn.Linear):
+        """Opens autocast itself, as training_step may have done."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bf16():
+                kept.append(torch.is_autocast_cache_enabled())
+                return super().forward(x).float()
+
+    line = Line(nn.Sequential(Looks(4, 4), Looks(4, 4)), cuts=(0, 1), in_flight=in_flight)
+
+    def run() -> Tensor:
+        with bf16(enabled=outside):
+            output: Tensor = line.call(X)
+        assert torch.is_autocast_cache_enabled()
+        return output.sum()
+
+    with line.running() as engine:
+        for p in (1, 2):
+            engine.submit(p, line.step(run))
+            engine.finish(p)
+    assert kept == [in_flight == 1] * 4
+
+
+@pytest.mark.parametrize("autocast", [OFF, Autocast((("cpu", torch.bfloat16),), True)])
+def test_the_thread_keeps_casts_as_before(autocast: Autocast) -> None:
+    with pytest.raises(ArithmeticError), autocast.opened(alone=False):
+        assert not torch.is_autocast_cache_enabled()
+        raise ArithmeticError
+    assert torch.is_autocast_cache_enabled()
+    with autocast.opened():
+        assert torch.is_autocast_cache_enabled()

@@ -1,0 +1,98 @@
+"""A graph is used again for calls that it fits, and for no others; what it creates is as where it was captured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.captured import Captured
+from lightning_hetpipe.pipeline.autocast import Autocast
+
+X = torch.arange(12.0).reshape(4, 3) / 10
+OFF = Autocast((("cpu", None),), True)
+
+
+class Tells(nn.Module):
+    """Computes something else for each kind of argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, scale: Any) -> Tensor:
+        y: Tensor = self.linear(x)
+        if isinstance(scale, (bool, str)):
+            return y * len(str(scale))
+        if isinstance(scale, complex):
+            return y - 1
+        return y + 7 if scale != scale else y * math.copysign(2, scale) + (5 if isinstance(scale, int) else scale)
+
+
+def run(captured: Captured, *args: Any) -> Any:
+    """What the stages compute for a call of the module."""
+    value: Any = captured.value(args, {})
+    for layer in captured.layers:
+        value = layer.module(value)
+    return value
+
+
+def captured(module: nn.Module, *args: Any) -> Captured:
+    return Captured("net", module, args, {}, OFF)
+
+
+@pytest.mark.parametrize("scale", ["nan", "-0.0", "1.5"])
+def test_a_call_with_the_same_number_needs_no_other_graph(scale: str) -> None:
+    graphs = captured(Tells(), X, float(scale))
+    for _ in range(20):
+        assert graphs.value((X, float(scale)), {})[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(math.nan, "nan"), (math.nan, "NaN"), (True, 1), (1, 1.0), (False, 0), (0.0, -0.0), (math.nan, complex("nan"))],
+)
+def test_arguments_that_are_alike_have_graphs_of_their_own(first: Any, second: Any) -> None:
+    module = Tells()
+    graphs = captured(module, X, first)
+    for scale in (first, second, first):
+        assert torch.equal(run(graphs, X, scale), module(X, scale))
+
+
+class Creates(nn.Module):
+    """Makes tensors without naming a dtype: of whole numbers, of others, and in a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            region = torch.ones(3) / 3 + torch.linspace(0, 1, 3)
+        return self.linear(x) * region, torch.full((3,), 1 / 3) + torch.zeros(3), torch.arange(3) + torch.full((3,), 2)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """Set back to what it was."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.usefixtures("default_dtype")
+def test_tensors_are_created_of_the_dtype_where_they_were_captured(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    module, x = Creates(), X.to(dtype)
+    expected = module(x)
+    graphs = captured(module, x)
+    torch.set_default_dtype(torch.float32)  # as in another thread, at another moment
+    found = run(graphs, x)
+    assert [tensor.dtype for tensor in found] == [dtype, dtype, torch.int64]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

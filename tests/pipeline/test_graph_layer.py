@@ -1,0 +1,62 @@
+"""A layer of a captured model holds tensors by their paths there, whatever they are called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+
+PATHS = ["take", "held", "code", "device", "training", "forward", "register_buffer", "_parameters", "block.0.weight"]
+
+
+def doubling(variant: int, device: torch.device, own: Tensor, given: Tensor) -> Any:
+    return (variant, given * own * 2)
+
+
+def layer_of(path: str, tensor: Tensor) -> GraphLayer:
+    layer = GraphLayer(torch.device("cpu"))
+    layer.take({path: tensor})
+    layer.code.add(doubling, [path], [path])
+    return layer
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.clone])
+def test_a_tensor_may_be_called_like_an_attribute_of_the_layer(path: str, kind: Any) -> None:
+    tensor = kind(torch.tensor([2.0, 3.0]))
+    layer = layer_of(path, tensor)
+    assert layer.held(path) is tensor
+    assert layer.training is True
+    assert layer.device == torch.device("cpu")
+    for each in (layer, copy.deepcopy(layer)):
+        variant, result = each((0, torch.tensor([1.0, 10.0])))
+        assert variant == 0
+        assert result.tolist() == [4.0, 60.0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_it_does_not_hold(path: str) -> None:
+    """Not even where it has an attribute of that name."""
+    assert GraphLayer(torch.device("cpu")).held(path) is None
+
+
+def test_it_takes_others() -> None:
+    layer = layer_of("take", nn.Parameter(torch.ones(2)))
+    other = torch.zeros(2)
+    layer.take({"held": other})
+    assert layer.held("take") is None
+    assert layer.held("held") is other
+    assert list(layer.parameters()) == []
+
+
+def test_paths_with_dots_do_not_meet_those_without() -> None:
+    layer = GraphLayer(torch.device("cpu"))
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    layer.take({"a.b": one, "a_b": two})
+    assert layer.held("a.b") is one
+    assert layer.held("a_b") is two
