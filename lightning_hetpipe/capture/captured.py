@@ -163,4 +163,4 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
-    return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+    return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)

@@ -28,8 +28,6 @@ class Tells(nn.Module):
         y: Tensor = self.linear(x)
         if isinstance(scale, (bool, str)):
             return y * len(str(scale))
-        if isinstance(scale, complex):
-            return y - 1
         return y + 7 if scale != scale else y * math.copysign(2, scale) + (5 if isinstance(scale, int) else scale)
 
 
@@ -54,7 +52,7 @@ def test_a_call_with_the_same_number_needs_no_other_graph(scale: str) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(math.nan, "nan"), (math.nan, "NaN"), (True, 1), (1, 1.0), (False, 0), (0.0, -0.0), (math.nan, complex("nan"))],
+    [(math.nan, "nan"), (math.nan, "NaN"), (True, 1), (1, 1.0), (False, 0), (0.0, -0.0)],
 )
 def test_arguments_that_are_alike_have_graphs_of_their_own(first: Any, second: Any) -> None:
     module = Tells()
