@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,8 @@ def parts(
         node: max((layer.get(user, last) for user in node.users if user.op != "call_module"), default=-1)
         for node in (*inputs, *layer)
     }
+    firsts = {id(part): path for path, part in module.named_modules()}
+    owners = {path: firsts[id(part)] for path, part in module.named_modules(remove_duplicate=False)}
     ordinals: dict[str, int] = {}
     names: dict[str, int] = {}
     given: list[fx.Node] = inputs
@@ -77,7 +79,7 @@ def parts(
         kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
         path = ".".join(part for part in (name, group.block) if part)
         names[path] = names.get(path, 0) + 1
-        maker = _Maker(graph, given, group, name, ordinals, device)
+        maker = _Maker(graph, given, group, name, owners, ordinals, device)
         if index < last:
             run = _passing_on(maker.function(tuple(kept)))
         else:
@@ -116,12 +118,14 @@ class _Maker:
         given: Sequence[fx.Node],
         group: Group,
         name: str,
+        owners: Mapping[str, str],
         ordinals: dict[str, int],
         device: torch.device,
     ) -> None:
         self.own: list[str] = []
         self._regions: list[fx.GraphModule] = []
         self._name = name
+        self._owners = owners  # the first path of the module at each, as a shared one has several
         self._ordinals = ordinals
         self._captured_on = device
         self._graph = fx.Graph()
@@ -159,7 +163,8 @@ class _Maker:
 
     def _draw(self, node: fx.Node) -> tuple[Any, ...]:
         """What :func:`drawn` takes before the arguments of ``node``, a random operation."""
-        path = ".".join(part for part in (self._name, path_of(node)) if part)
+        owner = self._owners.get(path_of(node), path_of(node))
+        path = ".".join(part for part in (self._name, owner) if part)
         ordinal = self._ordinals.get(path, 0)
         self._ordinals[path] = ordinal + 1
         return path, ordinal, node.target

@@ -7,7 +7,7 @@ any other module they are parts of its graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,14 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
         if not any(True for _ in modules[name].parameters()):
             raise SettingError(f"module={name!r} has no parameters, so that nothing is gained; leave it out of module")
     return [first_names[id(behind_compile(modules[name]) or modules[name])] for name in names]
+
+
+def never_called(names: Collection[str], name: str) -> SettingError:
+    """The ``module`` setting has a name that is never called."""
+    return SettingError(
+        f"module={list(names)!r} names '{name}', which training_step did not call, or only inside another pipelined"
+        " module; leave it out of module, or call it in every training_step"
+    )
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

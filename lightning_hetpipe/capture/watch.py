@@ -20,7 +20,7 @@ from lightning_hetpipe.capture.attributes import attributes_with_contents, refus
 from lightning_hetpipe.capture.compiled import is_compiled, is_looked_through, refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
-from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, never_called, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.single import Single, is_single
 from lightning_hetpipe.capture.strangers import stranger_in
@@ -90,10 +90,7 @@ class Watch:
         """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
         called = [piece.name for piece in self.pieces]
         if missing := [name for name in self._names or () if name not in called]:
-            raise SettingError(
-                f"module={list(self._names or ())!r} names '{missing[0]}', which training_step did not call, or only"
-                " inside another pipelined module; leave it out of module, or call it in every training_step"
-            )
+            raise never_called(self._names or (), missing[0])
         if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
             asked = f" (of module={list(self._names)!r})" if self._names else ""
             raise SettingError(

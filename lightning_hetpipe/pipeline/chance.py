@@ -39,7 +39,7 @@ from torch import nn
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach", "drawn"]
+__all__ = ["Chance", "RandomnessError", "attach", "drawn", "may_draw"]
 
 
 class Chance:
@@ -115,19 +115,28 @@ def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
     return _attach(layer, path, [])
 
 
+def may_draw(layer: nn.Module) -> bool:
+    """Whether ``layer`` or anything in it may draw random numbers."""
+    return any(map(_may_draw_itself, layer.modules()))
+
+
+def _may_draw_itself(module: nn.Module) -> bool:
+    return not _is_torchs_own(module) or type(module) in _ACTIVE
+
+
 def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[..., Any]:
     modules = dict(layer.named_modules())
-    may_draw = [name for name, module in modules.items() if not _is_torchs_own(module) or type(module) in _ACTIVE]
-    for name in may_draw:
+    drawing = [name for name, module in modules.items() if _may_draw_itself(module)]
+    for name in drawing:
         forward = vars(modules[name]).get("forward")
         if not isinstance(forward, _Drawing):
             forward = _Drawing(modules[name])
             installed.append(forward)
         forward.names[path] = f"{path}.{name}" if name else path
-    if any(not _is_torchs_own(modules[name]) for name in may_draw):
-        others = [module for name, module in modules.items() if name not in may_draw]
+    if any(not _is_torchs_own(modules[name]) for name in drawing):
+        others = [module for name, module in modules.items() if name not in drawing]
         installed += [_Still(other) for other in others if not isinstance(vars(other).get("forward"), _Forward)]
-    return _Positioned(layer, path) if may_draw else layer
+    return _Positioned(layer, path) if drawing else layer
 
 
 def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

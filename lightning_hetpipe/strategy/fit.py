@@ -50,7 +50,7 @@ from lightning_hetpipe.strategy.private import (
     with_workers,
 )
 from lightning_hetpipe.strategy.release import released_step
-from lightning_hetpipe.strategy.settings import FitSettings
+from lightning_hetpipe.strategy.settings import FitSettings, returned_none
 from lightning_hetpipe.strategy.telemetry import Telemetry
 
 
@@ -368,10 +368,7 @@ class Fit:
     def _loss_of(self, output: Any) -> Tensor:
         loss = closure_loss(output, self._trainer.accumulate_grad_batches)
         if loss is None:
-            raise SettingError(
-                "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
-                " step, does not do; return a loss, such as one multiplied by zero"
-            )
+            raise returned_none()
         return loss
 
     def _default_dtype(self) -> torch.dtype | None:

@@ -130,6 +130,14 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
         )
 
 
+def returned_none() -> SettingError:
+    """``training_step`` wants its step skipped."""
+    return SettingError(
+        "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
+        " step, does not do; return a loss, such as one multiplied by zero"
+    )
+
+
 def several_optimizers() -> SettingError:
     """Lightning itself refuses them, but advises manual optimization."""
     return SettingError(

@@ -21,6 +21,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.private import StrategyRegistry, synchronises_batchnorm, wants_several_optimizers
@@ -106,7 +107,7 @@ class HetPipeStrategy(ParallelStrategy):
         self.module = settings.module_names(module)
         self.timeout = settings.seconds(timeout)
         self.last_run: RunReport | None = None
-        self._fit: Fit | None = None
+        self._fit: Fit | Alone | None = None
         self._before_task: Callable[[int, str, int], None] | None = None
         self._num_nodes = 1
 
@@ -193,7 +194,9 @@ class HetPipeStrategy(ParallelStrategy):
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
         super().setup(trainer)
         if fitting:
-            self._fit = Fit(trainer, self.precision_plugin, self._fit_settings(), _run_seed())
+            asked, seed = self._fit_settings(), _run_seed()
+            alone = is_alone(asked)
+            self._fit = Alone(trainer, asked, seed) if alone else Fit(trainer, self.precision_plugin, asked, seed)
             self._fit.open()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:

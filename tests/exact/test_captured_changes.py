@@ -191,9 +191,15 @@ class Quantized(nn.Module):
         (Decides, ["'model' decides by the values of its data", "return y if y.sum() > 0 else -y", "torch.where"]),
     ],
 )
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[str], in_flight: int) -> None:
-    assert_refused(Whole(model()), *fragments, strategy=Pinned((0,), in_flight), loader=vectors(20, 4))
+def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[str]) -> None:
+    assert_refused(Whole(model()), *fragments, strategy=Pinned((0,), 3), loader=vectors(20, 4))
+
+
+@pytest.mark.parametrize("model", [Quantized, Hidden, Decides])
+def test_one_stage_with_one_in_flight_needs_no_graph(model: Callable[[], nn.Module]) -> None:
+    """Lightning's own steps run there."""
+    plain = run(lambda: Whole(model()), vectors(20, 4), "auto")
+    assert_same(plain, run(lambda: Whole(model()), vectors(20, 4), Pinned((0,), 1)))
 
 
 def test_a_backward_of_ones_own_between_two_modules() -> None:
