@@ -10,11 +10,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,23 +18,18 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import may_change
-from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
-from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
-from lightning_hetpipe.pipeline.threads import Patience, Worker
 from lightning_hetpipe.pipeline.values import Gradients
 from lightning_hetpipe.pipeline.view import View, Weights
 from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
-JOIN_SECONDS = 5.0
-"""How long closing waits for a thread before it says that the thread is stuck."""
 
-
-class Engine:
+class Engine(Crew[Minibatch]):
     """One virtual worker's pipeline.
 
     Args:
@@ -52,6 +43,8 @@ class Engine:
         changing: The ``id`` of each live buffer that forwards change.
     """
 
+    stages: list[Stage]
+
     def __init__(
         self,
         pieces: Sequence[tuple[str, Sequence[Layer]]],
@@ -62,12 +55,8 @@ class Engine:
         root: nn.Module | None = None,
         changing: Collection[int] = (),
     ) -> None:
+        super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
         self.piece_names = [name for name, _ in pieces]
-        self.in_flight = settings.in_flight
-        self.lock = UserLock()
-        self.patience = Patience(timeout, lambda: self.lock.held, self.describe)
-        self.quiet = Quiet(self.patience)
-        self.minibatches: dict[int, Minibatch] = {}
         layers = [layer for _, own in pieces for layer in own]
         self._parts = segments([len(own) for _, own in pieces], cuts)
         _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
@@ -90,22 +79,9 @@ class Engine:
         self._changing = changing
         self._outside: list[Ring] = []
         self._find_weights()
-        self._torch_threads = settings.torch_threads
-        self._runners: list[Worker[Minibatch]] = []
         self._empty_at = 0
-        self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
 
     # Lightning's thread.
-
-    def start(self) -> None:
-        """Starts the threads; the calling thread takes the lock over user code."""
-        for stage in self.stages:
-            stage.start()
-        self._runners = [
-            Worker(f"hetpipe-runner-{index}", _run, self._torch_threads, self.stages[-1].device)
-            for index in range(self.in_flight)
-        ]
-        self._take_lock()
 
     def begin(self, version: int, forwards: int | None = None) -> None:
         """The pipeline starts empty at ``version``, which the live weights are.
@@ -136,23 +112,7 @@ class Engine:
         """Starts minibatch ``number``, the next one."""
         version = version_of(number, self.in_flight, self._empty_at)
         view = View(self._weights, version, ahead=self.in_flight > 1)
-        minibatch = Minibatch(self, number, version, step, view)
-        self.minibatches[number] = minibatch
-        self.lock.request(minibatch.start)
-        self._runners[number % self.in_flight].put(minibatch)
-
-    def finish(self, number: int) -> Minibatch:
-        """Waits for minibatch ``number``, and takes it out of the pipeline.
-
-        Raises:
-            BaseException: what it failed with, with the traceback of the thread in which it happened.
-        """
-        minibatch = self.minibatches[number]
-        self._wait_for(minibatch)
-        del self.minibatches[number]
-        if minibatch.failure is not None:
-            raise minibatch.failure
-        return minibatch
+        self.launch(Minibatch(self, number, version, step, view))
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
@@ -166,67 +126,6 @@ class Engine:
         """Makes the live buffers and computed weights what forward ``minibatch`` left."""
         for stage in self.stages:
             stage.show(minibatch)
-
-    def drain(self) -> None:
-        """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
-        for number in sorted(self.minibatches):
-            self._wait_for(self.minibatches[number])
-
-    def discard(self) -> None:
-        """Drops every minibatch in flight; their user code unwinds."""
-        self._cancel()
-        self.drain()
-        self.minibatches.clear()
-
-    @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
-        if self._lost_lock:
-            yield
-            return
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self._take_lock()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread computes."""
-        with self.unlocked(), self.quiet.computing():
-            yield
-
-    def offer(self) -> None:
-        """Lets whoever waits for the lock over user code go first."""
-        if self.lock.wanted() and not self._lost_lock:
-            with self.unlocked():
-                pass
-
-    def close(self) -> None:
-        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer or in user code."""
-        workers: list[Any] = [*self._runners, *self.stages]
-        if not workers:
-            return
-        deadline = time.monotonic() + JOIN_SECONDS
-        try:
-            self._cancel()
-            if self.patience.given_up is None:
-                for minibatch in self.minibatches.values():
-                    self._wait_for(minibatch, deadline)
-        finally:
-            for worker in workers:
-                worker.close()
-            stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
-            if stuck:
-                warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
-            self._runners, self.minibatches = [], {}
-
-    def describe(self) -> str:
-        """What every stage and every minibatch in flight does, for people."""
-        flying = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
-        running = [f"training_step of minibatch {m.number} is running" for m in flying if m.in_user_code]
-        numbers = ", ".join(str(minibatch.number) for minibatch in flying) or "none"
-        return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _find_weights(self) -> None:
         """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings.
@@ -277,57 +176,6 @@ class Engine:
             self._send(following, task.minibatch, result)
         else:
             task.minibatch.deliver(result)
-
-    # Waiting.
-
-    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
-        if minibatch.ended or self._lost_lock:
-            self.offer()
-            return
-        ticket = Ticket(Rank.MAIN, minibatch.number)
-        ask = partial(minibatch.when_ended, lambda: self.lock.request(ticket))
-        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", release=True, deadline=deadline)
-
-    def _take_lock(self) -> None:
-        ticket = Ticket(Rank.MAIN, 0)
-        ask = partial(self.lock.request, ticket)
-        self._await(ticket, ask, "Lightning's thread for user code to pause", release=False)
-
-    def _await(
-        self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
-    ) -> None:
-        """Waits in Lightning's thread until ``ticket`` holds the lock over user code; until ``deadline`` if given.
-
-        Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
-        is user code too. Where the lock does not come back, Lightning's thread goes on without it.
-        """
-        self._lost_lock = True
-        try:
-            if release:
-                self.lock.release()
-            ask()
-            if deadline is None:
-                self.patience.wait(ticket.wait, who)
-                self._lost_lock = False
-            else:
-                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
-        except BaseException:
-            self._cancel()
-            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
-            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
-            self._lost_lock = self.patience.given_up is not None or not granted
-            raise
-        finally:
-            if self._lost_lock:
-                self.lock.abandon(ticket)
-
-    def _cancel(self) -> None:
-        for minibatch in self.minibatches.values():
-            minibatch.cancelled = True
-
-
-def _run(minibatch: Minibatch) -> None:
-    minibatch.context.run(minibatch.run)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

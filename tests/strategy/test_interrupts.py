@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline import engine as engine_module
+from lightning_hetpipe.pipeline import crew as crew_module
 from tests.exact.pipelines import even
 from tests.strategy.refusing import Learner, assert_clean, batches, layers, plain_step, quiet_trainer
 
@@ -24,7 +24,7 @@ HANGING = r"could not end all its threads: .*training_step of minibatch {} is ru
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And Ctrl-C works afterwards: Lightning ignores it while it shuts down."""
-    monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(crew_module, "JOIN_SECONDS", 0.3)
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
