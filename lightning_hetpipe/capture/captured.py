@@ -76,19 +76,20 @@ class Captured:
         self._capture(*self._example)
 
     def _of_this_mode(self) -> list[tuple[int, _Variant]]:
-        return [(n, variant) for n, variant in enumerate(self._variants) if variant.training is self._module.training]
+        mode = (self._module.training, torch.is_grad_enabled())
+        return [(n, variant) for n, variant in enumerate(self._variants) if variant.mode == mode]
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        again = bool(self._of_this_mode())
+        again, gradients = bool(self._of_this_mode()), torch.is_grad_enabled()
         with (
             self.alone(),
             torch.inference_mode(False),
-            torch.enable_grad(),
+            torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
             self._autocast.opened(),
             on_one_device(self._module, self._device),
         ):
             graph = graph_of(self._name, self._module, args, kwargs, images_vary=again)
-        variant = _Variant(graph, args, kwargs, self._module.training)
+        variant = _Variant(graph, args, kwargs, (self._module.training, gradients))
         found = parts(graph, self._module, self._name, self._device, self._calls)
         if found is None:
             raise SettingError(
@@ -123,10 +124,16 @@ def graph_layer(layer: Layer) -> GraphLayer:
 
 
 class _Variant:
-    """Which calls a graph is for, and whether the module was to be trained by them."""
+    """Which calls a graph is for.
 
-    def __init__(self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> None:
-        self.training = training
+    Attributes:
+        mode: Whether the module was to be trained, and whether gradients were wanted.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], mode: tuple[bool, bool]
+    ) -> None:
+        self.mode = mode
         self._keywords = keywords_of(graph)
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]

@@ -12,19 +12,26 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
-from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
+from lightning_hetpipe.pipeline.values import Value, gradients, move, tensors_of
 from lightning_hetpipe.planning.profile import layer_times
 
 
 def measure(
-    pieces: Sequence[Piece], chance: Chance, default_dtype: torch.dtype | None, device: torch.device
+    pieces: Sequence[Piece],
+    chance: Chance,
+    default_dtype: torch.dtype | None,
+    device: torch.device,
+    backward: bool = True,
 ) -> list[float]:
-    """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs."""
+    """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs.
+
+    Without ``backward``, forward only, in the mode of gradients that holds here.
+    """
     state = ProcessState.current()
     try:
         return layer_times(
             [
-                _rehearsal(layer, value, piece, chance, default_dtype, device)
+                _rehearsal(layer, value, piece, chance, default_dtype, device, backward)
                 for piece in pieces
                 for layer, value in zip(piece.layers, piece.inputs, strict=True)
             ]
@@ -40,10 +47,17 @@ def _rehearsal(
     chance: Chance,
     default_dtype: torch.dtype | None,
     device: torch.device,
+    backward: bool,
 ) -> Callable[[], None]:
     scratch = copy_of(layer.module, None)
     call = attach(scratch, layer.name)
     parameters = list(scratch.parameters())
+
+    def run_forward() -> None:
+        with chance.minibatch(0), piece.autocast.opened(), creating(default_dtype):
+            call(value.tree([move(tensor, device).clone() for tensor in value.tensors]))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def run() -> None:
         inputs = value.leaves(device)
@@ -56,4 +70,4 @@ def _rehearsal(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return run
+    return run if backward else run_forward

@@ -39,7 +39,7 @@ from torch import nn
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach", "drawn", "may_draw"]
+__all__ = ["Chance", "RandomnessError", "attach", "attached", "drawn", "may_draw"]
 
 
 class Chance:
@@ -57,7 +57,7 @@ class Chance:
         self.virtual_worker = virtual_worker
         self.deterministic = deterministic
 
-    def generator(self, minibatch: int, path: str, ordinal: int, device: torch.device) -> torch.Generator:
+    def generator(self, minibatch: int | str, path: str, ordinal: int, device: torch.device) -> torch.Generator:
         """A fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``."""
         name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -65,8 +65,8 @@ class Chance:
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
     @contextmanager
-    def minibatch(self, minibatch: int) -> Iterator[None]:
-        """Within it, what this thread runs of attached layers is part of minibatch ``minibatch``.
+    def minibatch(self, minibatch: int | str) -> Iterator[None]:
+        """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name).
 
         A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
         attached.
@@ -79,7 +79,7 @@ class Chance:
             _thread.draws = outer
 
     @contextmanager
-    def watch(self, layers: Mapping[str, nn.Module], minibatch: int) -> Iterator[dict[str, Callable[..., Any]]]:
+    def watch(self, layers: Mapping[str, nn.Module], minibatch: int | str) -> Iterator[dict[str, Callable[..., Any]]]:
         """``minibatch`` on modules of the user's own, which carry no trace of it afterwards.
 
         Args:
@@ -90,14 +90,23 @@ class Chance:
             What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
             shared between layers.)
         """
-        installed: list[_Forward] = []
-        try:
-            run = {path: _attach(layer, path, installed) for path, layer in layers.items()}
-            with self.minibatch(minibatch):
-                yield run
-        finally:
-            for forward in reversed(installed):
-                forward.remove()
+        with attached(layers) as run, self.minibatch(minibatch):
+            yield run
+
+
+@contextmanager
+def attached(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Within it, ``layers`` are attached. They may be the user's own: they carry no trace of it afterwards.
+
+    Yields:
+        What to call instead of each layer, by its path.
+    """
+    installed: list[_Forward] = []
+    try:
+        yield {path: _attach(layer, path, installed) for path, layer in layers.items()}
+    finally:
+        for forward in reversed(installed):
+            forward.remove()
 
 
 def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
@@ -270,7 +279,7 @@ class _Positioned:
 class _Draws(RandomOperators):
     """The draws of one minibatch in one thread."""
 
-    def __init__(self, chance: Chance, minibatch: int) -> None:
+    def __init__(self, chance: Chance, minibatch: int | str) -> None:
         super().__init__(fused=not chance.deterministic)
         self.chance = chance
         self.minibatch = minibatch

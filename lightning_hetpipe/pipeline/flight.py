@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import Discarded
@@ -170,3 +171,25 @@ class Flight:
             self._stretch.leave()
         self.in_user_code = False
         self._pipeline.lock.release()
+
+
+class _Current(threading.local):
+    flight: Flight | None = None
+
+
+_current = _Current()
+
+
+def current() -> Flight | None:
+    """The flight whose user code runs in this thread, if any."""
+    return _current.flight
+
+
+@contextmanager
+def running(flight: Flight) -> Iterator[None]:
+    """Within it, this thread runs the user code of ``flight``."""
+    _current.flight = flight
+    try:
+        yield
+    finally:
+        _current.flight = None

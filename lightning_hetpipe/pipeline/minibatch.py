@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.flight import Flight
+from lightning_hetpipe.pipeline.flight import Flight, running
 from lightning_hetpipe.pipeline.piece_call import PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
@@ -77,7 +76,7 @@ class Minibatch(Flight):
     # The runner's side.
 
     def _fly(self) -> None:
-        with _running(self), self._step.context():
+        with running(self), self._step.context():
             with self._view:
                 self.output, total = self._step.run()
             self._check_cancelled()
@@ -152,24 +151,3 @@ class Minibatch(Flight):
                 f"training_step did not call the pipelined module '{missing[0]}' this time; call the same modules in"
                 " every minibatch, or pipeline only those that are (module=[...])"
             )
-
-
-class _Current(threading.local):
-    minibatch: Minibatch | None = None
-
-
-_current = _Current()
-
-
-def current() -> Minibatch | None:
-    """The minibatch whose ``training_step`` runs in this thread, if any."""
-    return _current.minibatch
-
-
-@contextmanager
-def _running(minibatch: Minibatch) -> Iterator[None]:
-    _current.minibatch = minibatch
-    try:
-        yield
-    finally:
-        _current.minibatch = None

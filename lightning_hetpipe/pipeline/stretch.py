@@ -53,8 +53,8 @@ class ProcessState:
         )
 
     @staticmethod
-    def seeded(run_seed: int, virtual_worker: int, minibatch: int) -> ProcessState:
-        """What ``training_step`` of ``minibatch`` starts with: the process's state, but random state of its own."""
+    def seeded(run_seed: int, virtual_worker: int, minibatch: int | str) -> ProcessState:
+        """What the user's step of ``minibatch`` starts with: the process's state, but random state of its own."""
         name = f"training_step|{run_seed}|{virtual_worker}|{minibatch}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
         numpy = sys.modules.get("numpy")

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.capture.compiled import is_compiled, look_through
+from lightning_hetpipe.capture.drawing import run_drawing
 from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of, named_pieces, never_called
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.single import Single, is_single
 from lightning_hetpipe.pipeline.chance import Chance, may_draw
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
@@ -168,21 +168,6 @@ class Alone:
         self._inside = True
         try:
             with redirect.aside():
-                return self._run_drawing(name, module, minibatch, *args, **kwargs)
+                return run_drawing(name, module, self._chance, minibatch, *args, **kwargs)
         finally:
             self._inside = False
-
-    def _run_drawing(self, name: str, module: nn.Module, minibatch: int, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``module``, not through ``__call__``, whose hooks are running already; draws are named as in stages."""
-        if isinstance(module, nn.Sequential) and is_plain_sequential(module):
-            (value,) = (*args, *kwargs.values())
-            layers = list(layers_of(name, module))
-            with self._chance.watch(dict(layers), minibatch) as calls:
-                for path, _ in layers:
-                    value = calls[path](value)
-            return value
-        if is_single(module):
-            with self._chance.watch({name: Single(module)}, minibatch) as calls:
-                return calls[name]((args, kwargs))
-        with self._chance.watch({name: module}, minibatch):
-            return module.forward(*args, **kwargs)

@@ -29,16 +29,18 @@ from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, current
+from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
-from lightning_hetpipe.strategy.lookahead import LookAhead, ReadyBatch
+from lightning_hetpipe.strategy.lookahead import LookAhead
 from lightning_hetpipe.strategy.outside import Outside
-from lightning_hetpipe.strategy.outsiders import Outsiders
+from lightning_hetpipe.strategy.outsiders import TrainingOutsiders
 from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,
@@ -67,11 +69,12 @@ class Fit:
         self._run_seed = run_seed
         self._chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
         self._names = named_pieces(self._module, settings.module)
+        self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._watch: Watch | None = None
         self._layout: Layout | None = None
         self._telemetry: Telemetry | None = None
         self._outside: Outside | None = None
-        self._outsiders: Outsiders | None = None
+        self._outsiders: TrainingOutsiders | None = None
         self._form: Form | None = None
         self._modes: list[bool] = []
         self._finished: Minibatch | None = None
@@ -88,7 +91,7 @@ class Fit:
         self._redirects = [
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", self._run_validation),
-            Redirect(self._module, BEFORE_TRANSFER, _before_transfer),
+            Redirect(self._module, BEFORE_TRANSFER, before_transfer),
             *look_through(self._module),
         ]
 
@@ -216,13 +219,14 @@ class Fit:
         )
         self._outside.leave_out([piece.module for piece in pieces], engine.versioned())
         if in_flight > 1:
-            self._outsiders = Outsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
+            self._outsiders = TrainingOutsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
         for index, piece in enumerate(pieces):
             self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
                 piece.captured.alone = engine.quiet.alone
         self._form = Form(pieces)
+        self.evaluation.take_over(pieces, self._layout, in_flight)
         self._watch = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout)
         self._telemetry.start()
@@ -257,13 +261,15 @@ class Fit:
         if self.engine is None or self._telemetry is None:
             return redirect.original()
         self.engine.drain()
-        torch.set_num_threads(self._threads_before)
         self._telemetry.stop()
         try:
-            return redirect.original()
+            with ExitStack() as stack:
+                if self.evaluation.is_worth_it():
+                    for call in self._calls:
+                        stack.enter_context(call.aside())
+                return self.evaluation.run(redirect.original)
         finally:
             self._telemetry.start()
-            torch.set_num_threads(self._settings.torch_threads)
 
     # What the look-ahead asks.
 
@@ -282,14 +288,14 @@ class Fit:
             limit = min(limit, (max_steps - self._trainer.global_step) * accumulate - begun)
         return max(1, limit)
 
-    def prepare(self, batch: Any, ahead: int) -> Any:
+    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         number = begun_minibatches(self._trainer)[0] + 1 + ahead
         with nullcontext() if self._outsiders is None else self._outsiders.transfer(number):
             batch = self._precision.convert_input(batch)
             batch = move_before_transfer(self._module, batch)
             return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def submit(self, batch: Any, ahead: int) -> None:
+    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
         if self.engine is None or self.engine.in_flight == 1:
             return
         if batch is None:
@@ -403,7 +409,7 @@ class Fit:
         """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
         assert self._layout is not None
         minibatch = current()
-        if minibatch is not None:
+        if isinstance(minibatch, Minibatch):
             assert self._form is not None
             self._check_form(index, piece.name)
 
@@ -412,14 +418,10 @@ class Fit:
                     return piece.value(*given)
 
             return minibatch.call(index, piece.name, (args, kwargs), prepare)
-        if len(set(self._layout.devices)) == 1:
+        if not self._layout.is_spread():
             return redirect.original(*args, **kwargs)
         with redirect.aside():
             return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
-
-
-def _before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)
 
 
 def _without_graph(output: Any) -> Any:

@@ -34,6 +34,10 @@ class Layout:
     devices: list[torch.device]
     times: list[float]
 
+    def is_spread(self) -> bool:
+        """Whether stages lie on different devices."""
+        return len(set(self.devices)) > 1
+
     def stage_layers(self, stage: int) -> list[Layer]:
         return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
 
@@ -98,7 +102,7 @@ def place(stages: int, devices: Sequence[torch.device]) -> list[torch.device]:
     return [devices[stage * len(devices) // stages] for stage in range(stages)]
 
 
-def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None) -> None:
     """Moves the live weights, their gradients and their optimizer state to their stages' devices."""
     moved = False
     for stage, device in enumerate(layout.devices):
@@ -111,7 +115,7 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer) -> None:
                     moved = True
             if isinstance(layer.module, GraphLayer):
                 layer.module.device = device
-    if moved:
+    if moved and optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
 
 

@@ -44,10 +44,10 @@ class Ahead(Protocol):
     def ahead_limit(self) -> int:
         """How many batches, from the one that Lightning asks for, may be in flight now."""
 
-    def prepare(self, batch: Any, ahead: int) -> Any:
+    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         """Runs the transfer hooks of the batch that is ``ahead`` batches after the one that Lightning asks for."""
 
-    def submit(self, batch: Any, ahead: int) -> None:
+    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
         """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
 
     def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
@@ -65,6 +65,7 @@ class LookAhead(DataFetcher):
         self.fetched = inner.fetched
         self.done = inner.done
         self._inner = inner
+        share_profiling(inner, self)  # where Lightning has told it already
         self._strategy = strategy
         self._waiting: deque[_Fetched] = deque()
         self._states: list[dict[str, Any]] | None = None
@@ -104,7 +105,7 @@ class LookAhead(DataFetcher):
                     raise
                 self._failure = error  # it surfaces at its own batch
                 break
-            self._strategy.submit(fetched.ready.batch, len(self._waiting))
+            self._strategy.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
@@ -119,7 +120,7 @@ class LookAhead(DataFetcher):
     def _fetch(self) -> _Fetched:
         batch, batch_idx, dataloader_idx = next(self._inner)
         return _Fetched(
-            ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting))),
+            ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting), dataloader_idx)),
             batch_idx=batch_idx,
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,

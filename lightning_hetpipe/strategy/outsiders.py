@@ -1,4 +1,4 @@
-"""What outsiders see while ``training_step`` runs ahead of Lightning's loop: step p (law L9)."""
+"""What outsiders see while the user's steps run ahead of Lightning's loop: step p (law L9)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,68 @@ from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.strategy.attributes import Attributes
 from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.replay import Record, Replay
-from lightning_hetpipe.strategy.stretch import TrainerStretch
+from lightning_hetpipe.strategy.stretch import ModuleStretch, TrainerStretch
 
 
 class Outsiders:
-    """Keeps what minibatches in flight log, count and set away from Lightning's loop, until their step.
+    """Keeps what batches in flight log, count and set away from Lightning's loop, until their step.
+
+    Args:
+        module: The LightningModule.
+        in_flight: How many may be in flight, more than 1.
+        version: The step at which the pipeline starts empty.
+    """
+
+    def __init__(self, module: L.LightningModule, in_flight: int, version: int) -> None:
+        self._replay = Replay(module)
+        self._replay.install()
+        self._records: dict[int, Record] = {}
+        self._attributes = Attributes(module, in_flight)
+        self._attributes.begin(version)
+
+    def close(self) -> None:
+        self._replay.uninstall()
+
+    # What runs ahead.
+
+    def transfer(self, batch: int) -> AbstractContextManager[None]:
+        """Around the hooks of the batch's transfer."""
+        return self._attributes.stretch(batch, 0)
+
+    def module_stretch(self, batch: int, state: ProcessState) -> ModuleStretch:
+        """What the user's step for ``batch`` has for itself, beginning with ``state``."""
+        return ModuleStretch(state, self._attributes, batch)
+
+    @contextmanager
+    def recording(self, batch: int) -> Iterator[None]:
+        """Around all of the user's step, in its thread."""
+        with self._replay.recording() as record:
+            self._records[batch] = record
+            yield
+
+    # Lightning's thread.
+
+    def assign(self, batch: int) -> None:
+        """The loop is at ``batch``: what that has set on the LightningModule is there."""
+        self._attributes.show(batch)
+
+    def replay(self, batch: int) -> None:
+        """Logs and counts what ``batch`` has."""
+        if (record := self._records.pop(batch, None)) is not None:
+            self._replay.replay(record)
+
+    def publish(self, version: int) -> None:
+        """Step ``version`` is over, with all its callbacks."""
+        self._attributes.publish(version)
+
+    def discard(self) -> None:
+        """Forgets what was in flight."""
+        while self._records:
+            self._replay.discard(self._records.popitem()[1])
+
+
+class TrainingOutsiders(Outsiders):
+    """Of training: also stop requests, counters, and what no stage has versions of.
 
     Args:
         trainer: Lightning's.
@@ -30,24 +87,11 @@ class Outsiders:
 
     def __init__(self, trainer: L.Trainer, outside: Outside, in_flight: int, run_seed: int, version: int) -> None:
         outside.check_step()
+        super().__init__(trainer.lightning_module, in_flight, version)
         self._trainer = trainer
         self._outside = outside
         self._run_seed = run_seed
-        self._replay = Replay(trainer.lightning_module)
-        self._replay.install()
-        self._records: dict[int, Record] = {}
         self._stretches: dict[int, TrainerStretch] = {}
-        self._attributes = Attributes(trainer.lightning_module, in_flight)
-        self._attributes.begin(version)
-
-    def close(self) -> None:
-        self._replay.uninstall()
-
-    # What runs ahead.
-
-    def transfer(self, minibatch: int) -> AbstractContextManager[None]:
-        """Around the hooks of the minibatch's transfer."""
-        return self._attributes.stretch(minibatch, 0)
 
     def stretch(self, minibatch: int) -> TrainerStretch:
         """What ``training_step`` of ``minibatch`` has for itself."""
@@ -55,25 +99,11 @@ class Outsiders:
         self._stretches[minibatch] = TrainerStretch(state, self._trainer, self._attributes, minibatch)
         return self._stretches[minibatch]
 
-    @contextmanager
-    def recording(self, minibatch: int) -> Iterator[None]:
-        """Around all of ``training_step``, in its thread."""
-        with self._replay.recording() as record:
-            self._records[minibatch] = record
-            yield
-
-    # Lightning's thread.
-
-    def assign(self, minibatch: int) -> None:
-        """The loop is at ``minibatch``: what that has set on the LightningModule and the Trainer is there."""
-        self._attributes.show(minibatch)
-        if (stretch := self._stretches.pop(minibatch, None)) is not None and stretch.should_stop:
+    def assign(self, batch: int) -> None:
+        """The loop is at ``batch``: what that has set on the LightningModule and the Trainer is there."""
+        super().assign(batch)
+        if (stretch := self._stretches.pop(batch, None)) is not None and stretch.should_stop:
             self._trainer.should_stop = True
-
-    def replay(self, minibatch: int) -> None:
-        """Logs and counts what ``minibatch`` has."""
-        if (record := self._records.pop(minibatch, None)) is not None:
-            self._replay.replay(record)
 
     def begin(self, version: int, versioned: Collection[int]) -> None:
         """The pipeline starts empty at ``version``; ``versioned`` are the tensors that have versions."""
@@ -87,10 +117,8 @@ class Outsiders:
             SettingError: for what they changed and later minibatches have read already.
         """
         self._outside.check(version)
-        self._attributes.publish(version)
+        super().publish(version)
 
     def discard(self) -> None:
-        """Forgets what was in flight."""
         self._stretches.clear()
-        while self._records:
-            self._replay.discard(self._records.popitem()[1])
+        super().discard()

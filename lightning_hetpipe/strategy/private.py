@@ -11,9 +11,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -25,13 +27,18 @@ __all__ = [
     "LOADER_STATES",
     "DataFetcher",
     "DataLoaderIterFetcher",
+    "EvaluatingLoop",
     "StrategyRegistry",
     "begun_minibatches",
     "closure_loss",
+    "evaluating_loop",
+    "evaluation_arguments",
+    "fetcher_of",
     "has_gradient_hooks",
     "log_interval",
     "move_before_transfer",
     "run_first",
+    "set_fetcher",
     "share_profiling",
     "step_arguments",
     "synchronises_batchnorm",
@@ -40,6 +47,7 @@ __all__ = [
 ]
 
 DataFetcher = _DataFetcher
+EvaluatingLoop = _EvaluationLoop | _PredictionLoop
 DataLoaderIterFetcher = _DataLoaderIterDataFetcher
 StrategyRegistry = _StrategyRegistry
 
@@ -90,9 +98,36 @@ def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any,
     return tuple(kwargs.values())
 
 
-def move_before_transfer(module: L.LightningModule, batch: Any) -> Any:
+def evaluation_arguments(loop: EvaluatingLoop, hook: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    """The arguments with which ``loop`` calls the step ``hook``."""
+    sequential = loop._is_sequential if isinstance(loop, _EvaluationLoop) else True
+    several = sequential and loop.num_dataloaders > 1
+    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+    return loop._build_step_args_from_hook_kwargs(kwargs, hook)
+
+
+def evaluating_loop(trainer: L.Trainer) -> EvaluatingLoop:
+    """The loop of ``trainer.validate``, ``test`` or ``predict``, whichever runs."""
+    loops: dict[Any, EvaluatingLoop] = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops[trainer.state.fn]
+
+
+def fetcher_of(loop: EvaluatingLoop) -> _DataFetcher | None:
+    """Where ``loop`` gets its batches from."""
+    return loop._data_fetcher
+
+
+def set_fetcher(loop: EvaluatingLoop, fetcher: _DataFetcher | None) -> None:
+    loop._data_fetcher = fetcher
+
+
+def move_before_transfer(module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
     """Runs the user's ``on_before_batch_transfer``."""
-    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
 
 def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:

@@ -22,9 +22,15 @@ from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
+from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
-from lightning_hetpipe.strategy.private import StrategyRegistry, synchronises_batchnorm, wants_several_optimizers
+from lightning_hetpipe.strategy.private import (
+    StrategyRegistry,
+    evaluating_loop,
+    synchronises_batchnorm,
+    wants_several_optimizers,
+)
 
 T = TypeVar("T")
 
@@ -108,6 +114,7 @@ class HetPipeStrategy(ParallelStrategy):
         self.timeout = settings.seconds(timeout)
         self.last_run: RunReport | None = None
         self._fit: Fit | Alone | None = None
+        self._evaluation: Evaluation | None = None
         self._before_task: Callable[[int, str, int], None] | None = None
         self._num_nodes = 1
 
@@ -193,10 +200,17 @@ class HetPipeStrategy(ParallelStrategy):
             settings.check_module(trainer.lightning_module)
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
         super().setup(trainer)
-        if fitting:
-            asked, seed = self._fit_settings(), _run_seed()
-            alone = is_alone(asked)
-            self._fit = Alone(trainer, asked, seed) if alone else Fit(trainer, self.precision_plugin, asked, seed)
+        asked, seed = self._fit_settings(), _run_seed()
+        if not fitting:
+            loop = evaluating_loop(trainer)
+            self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
+            self._evaluation.open()
+        else:
+            if is_alone(asked):
+                self._fit = Alone(trainer, asked, seed)
+            else:
+                self._fit = Fit(trainer, self.precision_plugin, asked, seed)
+                self._evaluation = self._fit.evaluation
             self._fit.open()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -211,7 +225,10 @@ class HetPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Ends every thread and takes every trace out of the module."""
         fit, self._fit = self._fit, None
+        evaluation, self._evaluation = self._evaluation, None
         try:
+            if evaluation is not None:
+                evaluation.close()
             if fit is not None:
                 try:
                     fit.close()
@@ -233,6 +250,20 @@ class HetPipeStrategy(ParallelStrategy):
         assert self._fit is not None
         output: STEP_OUTPUT = self._fit.training_step(super().training_step, *args)
         return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._evaluate("validation_step", super().validation_step, *args)
+        return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._evaluate("test_step", super().test_step, *args)
+        return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, *args)
+
+    def _evaluate(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        return native(*args) if self._evaluation is None else self._evaluation.step(hook, native, *args)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self._fit is not None

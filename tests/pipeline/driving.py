@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.minibatch import Step, current
+from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.minibatch import Step
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 

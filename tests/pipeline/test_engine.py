@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.pipeline.minibatch import current
+from lightning_hetpipe.pipeline.flight import current
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
 
 
