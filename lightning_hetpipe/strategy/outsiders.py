@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import lightning as L
 
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.strategy.attributes import Attributes
 from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.private import counters, counters_ahead, set_counters
 from lightning_hetpipe.strategy.replay import Record, Replay
 from lightning_hetpipe.strategy.stretch import ModuleStretch, TrainerStretch
 
@@ -92,6 +93,18 @@ class TrainingOutsiders(Outsiders):
         self._outside = outside
         self._run_seed = run_seed
         self._stretches: dict[int, TrainerStretch] = {}
+
+    @contextmanager
+    def transfer(self, batch: int) -> Iterator[None]:
+        """Around the hooks of the batch's transfer, which come before it counts as begun."""
+        loops = counters(self._trainer)
+        begun, in_epoch, steps = counters_ahead(self._trainer, batch)
+        with super().transfer(batch):
+            set_counters(self._trainer, (begun - 1, in_epoch - 1, steps))
+            try:
+                yield
+            finally:
+                set_counters(self._trainer, loops)
 
     def stretch(self, minibatch: int) -> TrainerStretch:
         """What ``training_step`` of ``minibatch`` has for itself."""

@@ -1,0 +1,82 @@
+"""Values as plain data that can be compared, bit for bit, with those of another run."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def describe(value: Any, folder: Path | None = None) -> Any:
+    """``value`` as nested dicts and lists of numbers, texts and digests; a place in ``folder`` whatever that is."""
+    if isinstance(value, Tensor):
+        return digest(value)
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, (str, Path)):
+        return str(value).replace(str(folder), "<folder>") if folder is not None else str(value)
+    if isinstance(value, float):
+        return repr(value)  # so that NaN equals NaN
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): describe(item, folder) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *(describe(item, folder) for item in value)]
+    if isinstance(value, (torch.device, torch.dtype, np.generic)):
+        return str(value)
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return type(value).__name__
+
+
+def digest(tensor: Tensor) -> str:
+    """Differs where a bit, the shape or the type of ``tensor`` does."""
+    data = tensor.detach().to_dense().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype}{list(tensor.shape)}{hashlib.blake2b(data, digest_size=6).hexdigest()}"
+
+
+def chance() -> str:
+    """The default random states of torch, Python and numpy."""
+    states = (torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=True))
+    return hashlib.blake2b(repr(states).encode(), digest_size=6).hexdigest()
+
+
+def counts(trainer: L.Trainer) -> dict[str, Any]:
+    """How far a run is, as ``training_step`` may ask."""
+    return {
+        "global_step": trainer.global_step,
+        "current_epoch": trainer.current_epoch,
+        "stage": str(trainer.state.stage),
+        "batch_idx": trainer.fit_loop.batch_idx,
+        "total_batch_idx": trainer.fit_loop.total_batch_idx,
+    }
+
+
+def sight(trainer: L.Trainer, module: nn.Module, metrics: bool) -> dict[str, Any]:
+    """All that a hook can see of a run; of metrics only if told, since looking computes them."""
+    seen = counts(trainer)
+    seen["status"] = [str(trainer.state.fn), str(trainer.state.status), trainer.should_stop, trainer.is_last_batch]
+    seen["loops"] = describe(trainer.fit_loop.state_dict())
+    seen["weights"] = {name: digest(weight) for name, weight in module.named_parameters()}
+    seen["buffers"] = {name: digest(buffer) for name, buffer in module.named_buffers()}
+    seen["gradients"] = {name: describe(weight.grad) for name, weight in module.named_parameters()}
+    seen["trained"] = {name: weight.requires_grad for name, weight in module.named_parameters()}
+    seen["modes"] = {name: part.training for name, part in module.named_modules()}
+    seen["optimizers"] = describe([optimizer.state_dict() for optimizer in trainer.optimizers])
+    seen["schedulers"] = describe([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs])
+    seen["torch"] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.get_default_dtype())]
+    seen["chance"] = chance()
+    if metrics:
+        seen["callback_metrics"] = describe(trainer.callback_metrics)
+        seen["logged_metrics"] = describe(trainer.logged_metrics)
+        seen["progress_bar_metrics"] = describe(trainer.progress_bar_metrics)
+    return seen
