@@ -28,7 +28,7 @@ def describe(value: Any, folder: Path | None = None) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): describe(item, folder) for key, item in value.items()}
+        return {str(describe(key, folder)): describe(item, folder) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, *(describe(item, folder) for item in value)]
     if isinstance(value, (torch.device, torch.dtype, np.generic)):
@@ -46,8 +46,11 @@ def digest(tensor: Tensor) -> str:
 
 def chance() -> str:
     """The default random states of torch, Python and numpy."""
-    states = (torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=True))
-    return hashlib.blake2b(repr(states).encode(), digest_size=6).hexdigest()
+    _, keys, *place = np.random.get_state(legacy=True)
+    states = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=6)
+    states.update(np.asarray(keys).tobytes())
+    states.update(repr((place, hash(random.getstate()))).encode())
+    return states.hexdigest()
 
 
 def counts(trainer: L.Trainer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.models import CLASSES, vectors
@@ -19,7 +20,7 @@ class Watched(L.LightningModule):
     """A classifier with BatchNorm, a metric of its own, and whatever scheduler it is told.
 
     Args:
-        schedule: "step", "epoch" or "plateau"; None for no scheduler.
+        schedule: "step", "epoch", "plateau" or "plateau by step"; None for no scheduler.
         every: Its frequency.
     """
 
@@ -63,9 +64,10 @@ class Watched(L.LightningModule):
         if self.schedule is None:
             return optimizer
         config: dict[str, Any] = {"interval": self.schedule, "frequency": self.every}
-        if self.schedule == "plateau":
+        if self.schedule.startswith("plateau"):
             scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1)
-            config |= {"interval": "epoch", "monitor": "val_loss"}
+            config |= {"interval": "step" if "step" in self.schedule else "epoch", "monitor": "val_loss"}
+            config |= {"frequency": 3 if "step" in self.schedule else 1, "strict": False}
         else:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}
@@ -80,4 +82,4 @@ class Watched(L.LightningModule):
         return vectors(6, 4, seed=10)
 
     def predict_dataloader(self) -> Any:
-        return vectors(6, 4, seed=11)
+        return DataLoader(vectors(6, 4, seed=11).dataset, batch_size=4)  # by name, as Lightning makes it anew

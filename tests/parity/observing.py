@@ -1,4 +1,4 @@
-"""Writes down every hook of a LightningModule, of a Callback and of a Logger: in which order, with what, seeing what."""
+"""Notes down every hook of a LightningModule, of a Callback and of a Logger: in which order, with what, seeing what."""
 
 from __future__ import annotations
 
@@ -87,8 +87,14 @@ class Event:
             return 0
         return 2 if self.hook == "training_step" else int(self.hook in TRANSFERS)
 
+    @property
+    def minibatch(self) -> int:
+        """The minibatch that it belongs to: transfers, and the callbacks' batch start, come before that is counted."""
+        begun: int = self.seen.get("total_batch_idx", -1) + 1
+        return begun + (self.ahead == 1)
+
     def __str__(self) -> str:
-        return f"{self.owner}.{self.hook}{self.arguments!r} at step {self.seen.get('global_step')}"
+        return f"{self.owner}.{self.hook} at minibatch {self.minibatch}"
 
 
 @dataclass

@@ -70,7 +70,7 @@ class Stale(SingleDeviceStrategy):
         weights = dict(self.lightning_module.named_parameters())
         live = {name: weight.data for name, weight in weights.items()}
         for name, weight in weights.items():
-            weight.data = version[name] if name in version else weight.data
+            weight.data = version.get(name, weight.data)
         try:
             yield
         finally:
