@@ -1,0 +1,135 @@
+"""Whatever fails, wherever: the user's own error comes out, as in a plain run, and nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exact.pipelines import even
+from tests.parity.comparing import difference
+from tests.parity.describing import describe
+from tests.parity.faults import (
+    Address,
+    Aftermath,
+    Fault,
+    Mine,
+    build,
+    everything,
+    fail,
+    trainer_for,
+    weights,
+)
+from tests.parity.observing import AHEAD
+from tests.parity.stale import Stale
+
+
+def counted() -> dict[Address, int]:
+    """How often a run that does not fail calls each hook."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Mine(Path(folder))
+        module, data = build(notes)
+        everything(trainer_for(notes, "auto"), module, data)
+    return dict(notes.counted)
+
+
+@functools.cache
+def addresses() -> dict[Address, int]:
+    return counted()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every hook that a run calls; the third call of it, or its last."""
+    if "address" in metafunc.fixturenames:
+        found = sorted(addresses())
+        metafunc.parametrize("address", found, ids=[".".join(address) for address in found])
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In an empty folder; Lightning ignores Ctrl-C once it was pressed, so its handler is put back."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def both(address: Address, in_flight: int, error: Any, folder: Path) -> tuple[Aftermath, Aftermath]:
+    """The same fault in the oracle's run and in the pipeline's."""
+    handler, at = signal.getsignal(signal.SIGINT), min(3, addresses()[address])
+    found = []
+    for name, strategy in (("plain", Stale(in_flight)), ("ours", even(4, 2, in_flight))):
+        found.append(fail(Mine(folder / name, address=address, at=at, error=error), strategy))
+        signal.signal(signal.SIGINT, handler)
+    return found[0], found[1]
+
+
+def assert_alike(plain: Aftermath, ours: Aftermath, in_flight: int) -> None:
+    assert describe(ours.error) == describe(plain.error)
+    if in_flight > 1:
+        ahead = {*AHEAD, "__getitem__"}
+        for aftermath in (plain, ours):
+            aftermath.calls = [address for address in aftermath.calls if address[1] not in ahead]
+    assert ours.calls == plain.calls
+    for part in ("process", "things"):
+        found = difference(getattr(plain, part), getattr(ours, part), part)
+        assert found is None, found
+
+
+@functools.cache
+def expected(in_flight: int) -> dict[str, str]:
+    """The weights after a fit in which nothing fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Mine(Path(folder))
+        module, data = build(notes)
+        trainer_for(notes, Stale(in_flight)).fit(module, data)
+        return weights(module)
+
+
+def assert_fits_again(ours: Aftermath, in_flight: int) -> None:
+    """The same module, and another Trainer: as if nothing had failed."""
+    notes = ours.notes
+    notes.address = None
+    fresh, _ = build(Mine(notes.folder))
+    ours.module.load_state_dict(fresh.state_dict())
+    ours.module.train()  # an evaluation that fails leaves layers in their mode, in a plain run too
+    trainer_for(notes, even(4, 2, in_flight)).fit(ours.module, ours.data)
+    assert weights(ours.module) == expected(in_flight)
+
+
+NM = pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
+
+
+@NM
+def test_an_error_in_a_hook(tmp_path: Path, address: Address, in_flight: int) -> None:
+    plain, ours = both(address, in_flight, Fault, tmp_path)
+    assert isinstance(ours.error, Fault)
+    frames = [frame.name for frame in traceback.extract_tb(ours.error.__traceback__)]
+    assert frames[-2:] == ["observe", "fail"]
+    assert_alike(plain, ours, in_flight)
+    assert_fits_again(ours, in_flight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_control_c_in_a_hook(tmp_path: Path, address: Address, in_flight: int) -> None:
+    plain, ours = both(address, in_flight, KeyboardInterrupt, tmp_path)
+    assert isinstance(ours.error, SystemExit)
+    assert ours.trainer.interrupted
+    assert_alike(plain, ours, in_flight)
+    assert_fits_again(ours, in_flight)
+
+
+def test_the_threads_of_torch_are_the_users(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    plain, ours = both(("callback", "on_train_batch_end"), 3, Fault, tmp_path)
+    assert ours.process["torch"] == plain.process["torch"]
+    assert torch.get_num_threads() == 2
