@@ -119,7 +119,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_of(live: M, device: torch.device | None) -> M:
-    """A copy of ``live`` on ``device``; with None one that shares the live parameters, where they are.
+    """A copy of ``live`` on ``device``; with None one of scratch, whose parameters share the live ones' memory, but
+    not the hooks that users have put on them.
 
     Raises:
         SettingError: where a layer holds what cannot be copied.
@@ -129,7 +130,8 @@ def copy_of(live: M, device: torch.device | None) -> M:
     computed = [v for m in live.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
     if device is None:
-        copies.update((id(parameter), parameter) for parameter in live.parameters())
+        for parameter in live.parameters():
+            copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     try:
         made = copy.deepcopy(live, copies)
         return made if device is None else made.to(device)
