@@ -66,6 +66,7 @@ class Run:
     outputs: list[Outputs] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
 
     @property
     def losses(self) -> list[Tensor]:
@@ -83,6 +84,7 @@ def train(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     restarts: Collection[int] = (),
     stop_after: int | None = None,
     edit: Callable[[int, M], None] | None = None,
@@ -99,6 +101,7 @@ def train(
         clip_norm: clips the gradients by their total norm, if given.
         clip_value: clips each element of the gradients, if given.
         autocast: the forward pass runs under autocast with this dtype, if given.
+        scaler: scales losses, if given: minibatch p's by the scale of the version that it computes on.
         restarts: versions, besides each epoch's first, from which the pipeline started empty.
         stop_after: the last minibatch.
         edit: called with (p, model) when minibatch p is done, as a callback that changes weights would be.
@@ -107,6 +110,8 @@ def train(
     optimizer = recipe.optimizer(model)
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     run = Run(states=[State.of(model, optimizer)])
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    run.scales.append(scaler.get_scale())
     p = 0
     with own_dropouts(model) as minibatch_is:
         for epoch, batches in enumerate(epochs):
@@ -118,16 +123,19 @@ def train(
                     empty_at = p
                 p += 1
                 minibatch_is(p)
-                with weights_of(model, run.states[max(empty_at, p - nm)]):
+                version = max(empty_at, p - nm)
+                scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
+                with weights_of(model, run.states[version]), own_scale(model, run.scales[version], scaler) as scaled:
                     with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, cache_enabled=False):
                         outputs = step(model, batch)
                     loss = outputs["loss"] / every
-                    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                    scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 run.outputs.append({name: value.detach().clone() for name, value in outputs.items()})
                 run.outputs[-1]["loss"] = loss.detach().clone()
 
                 ends_epoch = index + 1 == len(batches)
                 if (index + 1) % every == 0 or ends_epoch:
+                    scaler.unscale_(optimizer)
                     run.gradients[p] = gradients(model)
                     # In the optimizer's order, which is Lightning's: the sum in the norm depends on it.
                     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -135,7 +143,8 @@ def train(
                         nn.utils.clip_grad_norm_(stepped, clip_norm)
                     if clip_value is not None:
                         nn.utils.clip_grad_value_(stepped, clip_value)
-                    optimizer.step()
+                    scaler.step(optimizer)
+                    scaler.update()
                     optimizer.zero_grad()
                     if scheduler is not None and recipe.interval == "step":
                         scheduler.step()
@@ -144,6 +153,7 @@ def train(
                 if edit is not None:
                     edit(p, model)
                 run.states.append(State.of(model, optimizer))
+                run.scales.append(scaler.get_scale())
                 if p == stop_after:
                     return run
     return run
@@ -160,6 +170,22 @@ def weights_of(model: nn.Module, version: State) -> Iterator[None]:
     finally:
         for name, weight in model.named_parameters():
             weight.data = live[name]
+
+
+@contextlib.contextmanager
+def own_scale(model: nn.Module, scale: float, scaler: torch.amp.GradScaler) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gives what scales a loss by ``scale``; its gradients are then brought to the present scale, and accumulated."""
+    if not scaler.is_enabled():
+        yield lambda loss: loss
+        return
+    before = gradients(model)
+    model.zero_grad()
+    yield lambda loss: loss * torch.tensor(scale)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            weight.grad *= scaler.get_scale() / scale
+        if name in before:
+            weight.grad = before[name] if weight.grad is None else before[name] + weight.grad
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -232,6 +258,9 @@ def difference(expected: Any, actual: Any, where: str = "") -> str | None:
             return f"{where}: {expected.layout} != {actual.layout}"
         expected, actual = expected.to_dense(), actual.to_dense()  # the tensor itself, unless it is sparse
         if torch.equal(expected, actual):
+            return None
+        number = ~(expected.isnan() & actual.isnan())  # what is no number is equal to itself here
+        if torch.equal(expected[number], actual[number]):
             return None
         return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"
     if isinstance(expected, State) and isinstance(actual, State):

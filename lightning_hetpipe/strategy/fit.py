@@ -39,6 +39,7 @@ from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
 from lightning_hetpipe.strategy.lookahead import LookAhead
+from lightning_hetpipe.strategy.loss_scale import LossScale
 from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.outsiders import TrainingOutsiders
 from lightning_hetpipe.strategy.private import (
@@ -65,6 +66,7 @@ class Fit:
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
+        self._loss_scale = LossScale(precision, self._unlocked)
         self._settings = settings
         self._run_seed = run_seed
         self._chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
@@ -148,7 +150,7 @@ class Fit:
             native()
             self._set_up()
             return
-        deliver(self._finished.gradients)
+        deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
         self._finished = None
         self.offer()
 
@@ -254,6 +256,7 @@ class Fit:
             self._telemetry.stop()
             self._telemetry.log(begun_minibatches(self._trainer)[0])
             self.engine.discard()
+            self._loss_scale.discard()
         if self._outsiders is not None:
             self._outsiders.discard()
 
@@ -357,8 +360,9 @@ class Fit:
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
         assert self._form is not None
+        self._loss_scale.take(number)
         step = Step(
-            run=partial(self._user_step, args),
+            run=partial(self._user_step, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
             stretch=None if self._outsiders is None else self._outsiders.stretch(number),
@@ -366,10 +370,10 @@ class Fit:
         )
         self.engine.submit(number, step)
 
-    def _user_step(self, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
+    def _user_step(self, number: int, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
         with self._precision.train_step_context():
             output = self._module.training_step(*args)
-        return output, self._loss_of(output)
+        return output, self._loss_scale.scaled(number, self._loss_of(output))
 
     def _loss_of(self, output: Any) -> Tensor:
         loss = closure_loss(output, self._trainer.accumulate_grad_batches)

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from lightning_hetpipe.strategy.private import has_gradient_hooks
 
 
-def deliver(gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Adds ``gradients`` to ``.grad``, and runs hooks that were put on the parameters."""
+def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
+    """Adds ``gradients``, times ``factor``, to ``.grad``, and runs hooks that were put on the parameters."""
     taken: set[int] = set()
     for parameter, gradient in gradients.items():
         if not parameter.requires_grad:  # a callback froze it meanwhile
             continue
         gradient = gradient.to(parameter.device)
+        if factor != 1.0:
+            gradient = gradient * factor  # not in place: autograd may have given one tensor to several
         if has_gradient_hooks(parameter):
             torch.autograd.backward(parameter, gradient)
         elif parameter.grad is None:

@@ -22,7 +22,8 @@ def released_step(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[
 
     def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure")
-        if closure is None:
+        if closure is None:  # a loss scaler has called it
+            released.enter_context(engine.computing())
             return None
 
         def run() -> Any:

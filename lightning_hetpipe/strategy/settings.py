@@ -119,14 +119,10 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
             "sync_batchnorm=True joins statistics of concurrent workers in every step, which a pipeline does not run in"
             " step; leave it out"
         )
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        raise SettingError(
-            f"precision={precision.precision!r} scales losses, which this release does not; use precision='bf16-mixed'"
-        )
     if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         raise SettingError(
             f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
-            " 'bf16-mixed', 'bf16-true' or '16-true'"
+            " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
         )
 
 

@@ -6,9 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -158,11 +157,6 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sync_batchnorm() -> None:
     assert_refused(Learner(), "sync_batchnorm=True", "leave it out", sync_batchnorm=True)
-
-
-def test_a_loss_scaler() -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    assert_refused(Learner(), "precision='16-mixed' scales losses", "use precision='bf16-mixed'", plugins=[plugin])
 
 
 def test_an_unknown_precision() -> None:
