@@ -1,0 +1,1 @@
+"""Parameter servers: the protocol as pure state machines, and the service and client that run them."""
