@@ -1,0 +1,312 @@
+"""A handler behind gRPC: generic methods with bytes, bodies in chunks or in a shared block, TLS and a token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import grpc
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.frames import CHUNK, OVERHEAD, SIGNAL, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.security import Security, split
+from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
+from lightning_hetpipe.server.transport import HEADER_LIMIT, Handler, Refused, Reply
+
+SERVICE = "hetpipe"
+ONE = "One"
+"""gRPC's method for calls without bodies: one message each way."""
+MANY = "Many"
+"""gRPC's method for calls with bodies."""
+TOKEN = "authorization"
+BEARER = "Bearer "
+
+CALLS = 256
+"""Calls that a server serves at once, each in a thread of its own; it turns further ones away."""
+
+_STOP = 10.0  # seconds that threads may take to notice that their calls have ended
+
+LIMITS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", CHUNK + HEADER_LIMIT + OVERHEAD),
+    # Larger frames and reads: fewer pieces to put together. Measured; see benchmarks/README.md.
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_max_read_chunk_size", CHUNK),
+    # A machine that vanished closes no connection: it is missed by the answer to a ping.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """A `Server` at ``host:port``; port 0 takes any free one."""
+
+    def __init__(
+        self, handler: Handler, address: str = "127.0.0.1:0", security: Security | None = None, calls: int = CALLS
+    ) -> None:
+        """Checks only; entering the context takes the port.
+
+        Args:
+            handler: serves the calls.
+            address: where to listen.
+            security: certificates and token; the default has none, and so only loopback addresses.
+            calls: how many to serve at once. One that waits in ``run`` counts.
+
+        Raises:
+            SettingError: if the address is malformed, or open without certificates.
+        """
+        self._security = security or Security()
+        self._security.check(address)
+        self._host, self._port = address.rpartition(":")[0], split(address)[1]
+        self._handler = handler
+        self._calls = calls
+        self._threads: ThreadPoolExecutor | None = None
+        self._server: grpc.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port``, with the port that it got."""
+        return f"{self._host}:{self._port}"
+
+    def __enter__(self) -> Self:
+        """Listens and serves.
+
+        Raises:
+            SettingError: if the address cannot be had, or the certificates cannot be used.
+        """
+        credentials = self._credentials()
+        options = (
+            *LIMITS,
+            ("grpc.so_reuseport", 0),  # or two servers would share a port, and its calls, without a word
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", 0),
+        )
+        self._threads = ThreadPoolExecutor(self._calls, thread_name_prefix="hetpipe-server")
+        server = grpc.server(
+            self._threads,
+            interceptors=(_Doorkeeper(self._security),),
+            options=options,
+            maximum_concurrent_rpcs=self._calls,
+        )
+        handlers = {
+            ONE: grpc.unary_unary_rpc_method_handler(self._one),
+            MANY: grpc.stream_stream_rpc_method_handler(self._many),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            if credentials is None:
+                self._port = server.add_insecure_port(self.address)
+            else:
+                self._port = server.add_secure_port(self.address, credentials)
+        except RuntimeError:
+            self._threads.shutdown()
+            raise SettingError(
+                f"address={self.address} cannot be had: another program has the port, or no network of this machine has"
+                " the host; give another, with port 0 for any free one."
+            ) from None
+        server.start()
+        self._server = server
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the calls under way and gives the port back; waits for the threads that are not held in the handler."""
+        server, self._server = self._server, None
+        if server is None or self._threads is None:
+            return
+        server.stop(None).wait(_STOP)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        if not self._security.encrypted:
+            return None
+        ca, certificate, key = self._security.read()
+        return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
+
+    def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        opening = _opening(message, context)
+        if opening.size or opening.room or opening.block:
+            _malformed(context, "a call of one message has no body")
+        try:
+            body = self._handler.open(opening.method, opening.header, 0)
+            reply = self._handler.run(opening.method, opening.header, body)
+        except Exception as error:
+            return _no(error, opening.method)
+        if reply.done is not None:
+            reply.done()
+        size = total(reply.body)
+        return _misfit(size, 0).pack() if size else Answer(Outcome.REPLY, reply.header).pack()
+
+    def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        opening = _opening(next(messages, b""), context)
+        try:
+            bodies: _Messages | _Slots = _Slots(messages, opening.block) if opening.block else _Messages(messages)
+        except NoBlock as no:
+            yield Answer(Outcome.NO_BLOCK, str(no).encode()).pack()
+            return
+        try:
+            yield from self._answers(opening, bodies)
+        except Malformed as error:
+            _malformed(context, str(error))
+        finally:
+            bodies.close()
+
+    def _answers(self, opening: Opening, bodies: _Messages | _Slots) -> Iterator[bytes]:
+        method, header, size, room, _ = opening
+        try:
+            body = self._handler.open(method, header, size)
+        except Exception as error:
+            yield _no(error, method)
+            return
+        whole = False
+        try:
+            if body.nbytes != size:
+                raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
+            yield from bodies.receive(flat([body]), size)
+            whole = True
+        finally:  # also where the caller is gone: then this generator is closed
+            if not whole:
+                _guarded(lambda: self._handler.abandoned(method, header, body), method)
+        try:
+            reply = self._handler.run(method, header, body)
+        except Exception as error:
+            yield _no(error, method)
+            return
+        try:
+            yield from _reply(reply, bodies, room)
+        finally:
+            if reply.done is not None:
+                _guarded(reply.done, method)
+
+
+def _reply(reply: Reply, bodies: _Messages | _Slots, room: int) -> Iterator[bytes]:
+    size = total(reply.body)
+    if size != room:
+        yield _misfit(size, room).pack()
+        return
+    yield Answer(Outcome.REPLY, reply.header, size).pack()
+    yield from bodies.send(flat(reply.body))
+
+
+class _Messages:
+    """Bodies as chunks in messages."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+
+    def receive(self, into: list[memoryview], size: int) -> Iterator[bytes]:
+        """Fills ``into``; yields what to send to the client meanwhile: nothing."""
+        filling = Filling(into)
+        while filling.left:
+            chunk = next(self._messages, b"")
+            if not chunk or len(chunk) > filling.left:
+                raise Malformed(f"a body of {size} bytes ended, or went on, {filling.left} bytes before its end")
+            filling.write(chunk)
+        yield from ()
+
+    def send(self, body: list[memoryview]) -> Iterator[bytes]:
+        for portion in portions(body, CHUNK):
+            yield b"".join(portion)
+
+    def close(self) -> None:
+        pass
+
+
+class _Slots:
+    """Bodies in the client's block, a signal for each slot."""
+
+    def __init__(self, messages: Iterator[bytes], description: bytes) -> None:
+        self._messages = messages
+        self._block = Block.attach(description)
+
+    def receive(self, into: list[memoryview], size: int) -> Iterator[bytes]:
+        filling = Filling(into)
+        for index, start in enumerate(range(0, size, SLOT)):
+            self._signal()
+            filling.write(self._block.slot(index, min(SLOT, size - start)))
+            yield SIGNAL
+
+    def send(self, body: list[memoryview]) -> Iterator[bytes]:
+        for index, portion in enumerate(portions(body, SLOT)):
+            if index >= SLOTS:
+                self._signal()
+            start = 0
+            for part in portion:
+                copy(self._block.slot(index, SLOT)[start : start + len(part)], part)
+                start += len(part)
+            yield SIGNAL
+
+    def close(self) -> None:
+        self._block.close()
+
+    def _signal(self) -> None:
+        if next(self._messages, b"") != SIGNAL:
+            raise Malformed("something else came where a slot's signal was expected")
+
+
+class _Doorkeeper:
+    """Turns away who does not show the token, before anything that they send is read."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        shown = [value for name, value in details.invocation_metadata if name == TOKEN]
+        token = shown[0].removeprefix(BEARER) if shown else None
+        return continuation(details) if self._security.admits(token) else self._refusal
+
+    @staticmethod
+    def _refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.abort(
+            grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's as HETPIPE_TOKEN"
+        )
+        yield b""
+
+
+def _opening(message: bytes, context: grpc.ServicerContext) -> Opening:
+    if context.time_remaining() is None:
+        _malformed(context, "a call needs a deadline")
+    try:
+        return Opening.unpack(message)
+    except Malformed as error:
+        _malformed(context, str(error))
+
+
+def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
+    raise AssertionError("abort raises")
+
+
+def _no(error: Exception, method: str) -> bytes:
+    """What to answer when the handler raised."""
+    if isinstance(error, Refused):
+        sentence = str(error)
+    else:
+        _LOG.error("hetpipe server: %s failed", method, exc_info=error)
+        sentence = f"the server failed at {method}: {type(error).__name__}: {error}"
+    return Answer(Outcome.REFUSED, sentence.encode()[:HEADER_LIMIT]).pack()
+
+
+def _misfit(size: int, room: int) -> Answer:
+    return Answer(Outcome.REFUSED, f"the reply has a body of {size} bytes, and the caller room for {room}".encode())
+
+
+def _guarded(call: Callable[[], None], method: str) -> None:
+    """Lets no error of the handler's hide why it was called."""
+    try:
+        call()
+    except Exception as error:
+        _LOG.error("hetpipe server: giving back the memory of %s failed", method, exc_info=error)

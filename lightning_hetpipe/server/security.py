@@ -1,0 +1,140 @@
+"""Who may talk to a server: certificates on both sides, a token, and no open door without either."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_hetpipe.errors import SettingError
+
+_FILES = ("ca", "certificate", "key")
+_TOKEN = re.compile(r"[!-~]{1,4096}")  # what a header of HTTP can carry
+
+
+@dataclass(frozen=True)
+class Security:
+    """Certificates and token of a server and of its clients.
+
+    With ``ca``, ``certificate`` and ``key`` (paths of PEM files) connections are encrypted and both sides must show a
+    certificate that the ``ca`` signed; the server's must name the host that is dialled. With ``token`` every call must
+    show it. Anything but a loopback address needs certificates, or ``insecure=True``.
+
+    `from_environment` takes what is None from HETPIPE_CA, HETPIPE_CERTIFICATE, HETPIPE_KEY and HETPIPE_TOKEN. Give a
+    token in no other way where configurations are saved.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+
+    def from_environment(self, environment: Mapping[str, str] | None = None) -> Security:
+        """With the ``HETPIPE_*`` variables of ``environment`` (default: the process's) where this has None."""
+        known = os.environ if environment is None else environment
+
+        def filled(name: str, given: str | None) -> str | None:
+            return known.get(f"HETPIPE_{name}") or None if given is None else given
+
+        return replace(
+            self,
+            ca=filled("CA", self.ca),
+            certificate=filled("CERTIFICATE", self.certificate),
+            key=filled("KEY", self.key),
+            token=filled("TOKEN", self.token),
+        )
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether connections are encrypted and both sides show certificates.
+
+        Raises:
+            SettingError: if some but not all of the three files are given.
+        """
+        missing = [name for name in _FILES if getattr(self, name) is None]
+        if missing and len(missing) < len(_FILES):
+            given = next(name for name in _FILES if name not in missing)
+            raise SettingError(
+                f"security.{given}={getattr(self, given)} needs security.{missing[0]} beside it; give ca, certificate"
+                " and key, or none of them."
+            )
+        return not missing
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """The contents of ca, certificate and key.
+
+        Raises:
+            SettingError: if one of the files cannot be read, or is not PEM.
+        """
+        return _pem("ca", self.ca), _pem("certificate", self.certificate), _pem("key", self.key)
+
+    def check(self, address: str) -> None:
+        """Whether these settings hold together and do for ``address``, ``host:port``.
+
+        Raises:
+            SettingError: if the address is no such thing, or open to others and neither encrypted nor ``insecure``.
+        """
+        host = split(address)[0]
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise SettingError(
+                "security.token must be 1 to 4096 printable ASCII characters without spaces; make another."
+            )
+        if not self.encrypted and not self.insecure and not is_loopback(host):
+            raise SettingError(
+                f"address={address} is open to other machines and security has no certificates; give ca, certificate"
+                " and key, or insecure=True on a network that you trust."
+            )
+
+    def admits(self, shown: str | bytes | None) -> bool:
+        """Whether a caller that shows this token (None: shows none) may call. Takes equally long for any wrong one."""
+        if self.token is None:
+            return True
+        given = shown.encode("utf-8", "replace") if isinstance(shown, str) else shown or b""
+        return hmac.compare_digest(given, self.token.encode())
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, where the host may be an IPv6 address in brackets.
+
+    Raises:
+        SettingError: if it is no such address.
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") and host.endswith("]") else host
+    number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else -1
+    if (
+        not colon
+        or not bare
+        or not 0 <= number < 1 << 16
+        or (":" in bare and bare == host)
+        or re.search(r"[\s/,]", host)
+    ):
+        raise SettingError(f"address={address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
+    return bare, number
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``. A name other than localhost counts as another machine's."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _pem(name: str, path: str | None) -> bytes:
+    try:
+        text = Path(path or "").read_bytes()
+    except OSError as error:
+        raise SettingError(
+            f"security.{name}={path} cannot be read ({error.strerror}); give the path of a file."
+        ) from None
+    if b"-----BEGIN " not in text:
+        raise SettingError(f"security.{name}={path} is no PEM file; give one that has a BEGIN line.")
+    return text

@@ -1,0 +1,242 @@
+"""What every transport keeps, whatever carries it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.server.frames import CHUNK
+from lightning_hetpipe.server.shared_memory import SLOT, SLOTS
+from lightning_hetpipe.server.transport import Channel, Refused, Server, Unreachable
+from tests.server.transports import KINDS, PATIENCE, Desk, connect, eventually, serve
+
+BIG = SLOT * SLOTS + CHUNK + 3  # more than fits a block, or a message
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.go.set()
+
+
+@pytest.fixture
+def server(kind: str, desk: Desk) -> Iterator[Server]:
+    with serve(kind, desk) as server:
+        yield server
+        desk.go.set()
+
+
+@pytest.fixture
+def channel(kind: str, server: Server) -> Iterator[Channel]:
+    with closing(connect(kind, server.address)) as channel:
+        yield channel
+
+
+def pattern(size: int, seed: int = 0) -> bytearray:
+    """Bytes that differ wherever a piece of a body could have been put in a wrong place."""
+    row = bytes((seed + index * 7 + index // 251) % 256 for index in range(65_521))
+    return bytearray((row * (size // len(row) + 1))[:size])
+
+
+def cut(data: bytearray, *sizes: int) -> list[memoryview]:
+    """``data`` as buffers of these sizes and a last one for the rest."""
+    views, start = [], 0
+    for size in (*sizes, len(data) - sum(sizes)):
+        views.append(memoryview(data)[start : start + size])
+        start += size
+    return views
+
+
+@pytest.mark.parametrize(
+    ("size", "sent", "received"),
+    [
+        (0, (), ()),
+        (1, (), ()),
+        (12, (0, 5), (3, 0)),
+        (SLOT, (), ()),
+        (SLOT * SLOTS, (), (SLOT,)),
+        (CHUNK + 1, (CHUNK,), ()),
+        (BIG, (1, 2, 40_000, SLOT), (CHUNK - 1, 5)),
+    ],
+)
+def test_bodies_of_any_size_go_there_and_back(
+    channel: Channel, size: int, sent: tuple[int, ...], received: tuple[int, ...]
+) -> None:
+    body, back = pattern(size), bytearray(size)
+    for _ in range(2):  # a channel's second call uses again what the first one made
+        back[:] = bytes(size)
+        assert channel.call("echo", b"abc", cut(body, *sent), cut(back, *received), PATIENCE) == b"cba"
+        assert back == body
+
+
+def test_bodies_in_one_direction_only(channel: Channel, desk: Desk) -> None:
+    with pytest.raises(Refused, match=f"a body of {BIG} bytes, and the caller room for 0"):
+        channel.call("echo", b"", [memoryview(bytearray(BIG))])
+    with pytest.raises(Refused, match=f"a body of 0 bytes, and the caller room for {BIG}"):
+        channel.call("echo", b"", (), [memoryview(bytearray(BIG))])
+    assert channel.call("echo", b"xy") == b"yx"
+    for _ in range(3):
+        assert desk.done.acquire(timeout=PATIENCE)  # also of replies that do not fit
+
+
+def test_several_threads_call_at_once(channel: Channel, desk: Desk) -> None:
+    count = 6
+    barrier = threading.Barrier(count)
+
+    def call(number: int) -> bool:
+        body = pattern(SLOT * number + number, seed=number)
+        back = bytearray(len(body))
+        barrier.wait(PATIENCE)
+        for _ in range(3):
+            channel.call("echo", b"", [memoryview(body)], [memoryview(back)], PATIENCE)
+        return back == body
+
+    with ThreadPoolExecutor(count) as threads:
+        assert all(threads.map(call, range(count)))
+    assert len(desk.ran()) == 3 * count
+
+
+@pytest.mark.parametrize("size", [0, 9, BIG])
+def test_a_deadline_ends_the_wait_and_not_the_server(channel: Channel, desk: Desk, size: int) -> None:
+    with pytest.raises(Unreachable):
+        channel.call("hold", b"", [memoryview(bytearray(size))], [memoryview(bytearray(size))], timeout=0.3)
+    desk.go.set()
+    assert channel.call("echo", b"ab") == b"ba"
+    for _ in range(len(desk.ran())):
+        assert desk.done.acquire(timeout=PATIENCE)  # nobody received the first one's reply
+
+
+@pytest.mark.parametrize("size", [0, 9, BIG])
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("refuse", "^not today, because of the weather$"),
+        ("decline", "^too late$"),
+        ("fail", "^the server failed at fail: ValueError: a bug$"),
+    ],
+)
+def test_refusals_arrive_with_their_sentence(channel: Channel, desk: Desk, method: str, says: str, size: int) -> None:
+    body, back = pattern(size), bytearray(size)
+    with pytest.raises(Refused, match=says):
+        channel.call(method, b"", [memoryview(body)], [memoryview(back)])
+    taken = [what for what, of, _ in desk.calls if of == method]
+    assert taken == ([] if method == "refuse" else ["open", "run"])
+    assert channel.call("echo", b"", [memoryview(body)], [memoryview(back)]) == b""
+    assert back == body
+
+
+def test_a_caller_that_goes_away_in_mid_body_leaves_nothing(
+    kind: str, server: Server, channel: Channel, desk: Desk
+) -> None:
+    leaving = connect(kind, server.address)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(leaving.call, "hold open", b"", [memoryview(bytearray(BIG))])
+        assert desk.held.acquire(timeout=PATIENCE)
+        leaving.close()
+        assert isinstance(call.exception(PATIENCE), Unreachable)
+    desk.go.set()
+    assert desk.abandonments.acquire(timeout=PATIENCE)
+    assert desk.calls == [("open", "hold open", BIG), ("abandoned", "hold open", BIG)]
+    assert channel.call("echo", b"ab") == b"ba"
+
+
+@pytest.mark.parametrize("size", [0, BIG])
+def test_a_server_that_stops_is_missed_at_once(server: Server, channel: Channel, desk: Desk, size: int) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(channel.call, "hold", b"", [memoryview(bytearray(size))], (), 10 * PATIENCE)
+        assert desk.held.acquire(timeout=PATIENCE)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        assert isinstance(call.exception(PATIENCE), Unreachable)  # long before its deadline
+        desk.go.set()
+        stopping.join(PATIENCE)
+    with pytest.raises(Unreachable):
+        channel.call("echo", b"")
+
+
+def test_a_server_that_comes_back_is_found_again(kind: str, desk: Desk) -> None:
+    with serve(kind, desk) as first:
+        address = first.address
+        channel = connect(kind, address)
+        body, back = pattern(BIG), bytearray(BIG)
+        channel.call("echo", b"", [memoryview(body)], [memoryview(back)])
+    with pytest.raises(Unreachable):
+        channel.call("echo", b"")
+    with serve(kind, desk, address), closing(channel):
+        back[:] = bytes(BIG)
+
+        def answers() -> bool:
+            try:
+                channel.call("echo", b"", [memoryview(body)], [memoryview(back)])
+            except Unreachable:
+                return False
+            return True
+
+        eventually(answers, "the server is back, and the channel does not find it")
+        assert back == body
+
+
+def test_nobody_there(kind: str, desk: Desk) -> None:
+    with serve(kind, desk) as server:
+        address = server.address
+    with closing(connect(kind, address)) as channel, pytest.raises(Unreachable):
+        channel.call("echo", b"")
+
+
+def test_calls_beyond_the_bound_are_turned_away(kind: str, desk: Desk) -> None:
+    with serve(kind, desk, calls=2) as server, closing(connect(kind, server.address)) as channel:
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(channel.call, "hold", b"ab") for _ in range(2)]
+            for _ in calls:
+                assert desk.held.acquire(timeout=PATIENCE)
+            with pytest.raises(Unreachable):
+                channel.call("echo", b"")
+            desk.go.set()
+            assert [call.result(PATIENCE) for call in calls] == [b"ba", b"ba"]
+
+        def answers() -> bool:
+            try:
+                return channel.call("echo", b"ab") == b"ba"
+            except Unreachable:  # the last thread is about to become free
+                return False
+
+        eventually(answers, "the server remains busy")
+
+
+def test_a_closed_channel_says_so(kind: str, channel: Channel) -> None:
+    channel.close()
+    channel.close()
+    for body in (b"", b"x" * BIG):
+        with pytest.raises(Unreachable, match="closed"):
+            channel.call("echo", b"", [memoryview(body)])
+
+
+def test_nothing_is_left(kind: str) -> None:
+    def cycle() -> None:
+        desk = Desk()
+        with serve(kind, desk) as server, closing(connect(kind, server.address)) as channel:
+            back = bytearray(BIG)
+            channel.call("echo", b"", [memoryview(bytearray(BIG))], [memoryview(back)])
+            with pytest.raises(Refused):
+                channel.call("refuse", b"", [memoryview(bytearray(BIG))])
+
+    def left() -> tuple[int, int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len([*Path("/dev/shm").iterdir()])
+
+    cycle()  # gRPC keeps a few descriptors of its own from its first use on
+    eventually(lambda: not any(thread.name.startswith("hetpipe") for thread in threading.enumerate()), "threads")
+    before = left()
+    cycle()
+    eventually(lambda: left() <= before and left()[1] <= before[1], f"{before} before, and more after")

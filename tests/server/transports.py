@@ -1,0 +1,122 @@
+"""The transports side by side, a handler that can be told what to do, and certificates."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.memory_transport import MemoryChannel, MemoryServer
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.transport import Channel, Handler, Refused, Reply, Server
+
+KINDS = ("memory", "grpc", "tls", "block")
+PATIENCE = 30.0
+"""Seconds after which a test fails that waits for something."""
+
+
+class Desk:
+    """A handler that records what it is called for, and waits where a test wants it to.
+
+    Methods: ``echo``; ``refuse`` in open, ``decline`` in run; ``fail`` in run; ``hold`` in run, ``hold open`` in open,
+    until the test sets ``go``.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, int]] = []
+        self.held = threading.Semaphore(0)
+        """Released once for each call that begins to wait."""
+        self.go = threading.Event()
+        self.abandonments = threading.Semaphore(0)
+        self.done = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def _note(self, what: str, method: str, size: int) -> None:
+        with self._lock:
+            self.calls.append((what, method, size))
+
+    def _hold(self) -> None:
+        self.held.release()
+        assert self.go.wait(PATIENCE), "nobody said go"
+
+    def open(self, method: str, header: bytes, size: int) -> memoryview:
+        if method == "refuse":
+            raise Refused("not today, because of the weather")
+        if method == "hold open":
+            self._hold()
+        self._note("open", method, size)
+        return memoryview(bytearray(size))
+
+    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        self._note("run", method, body.nbytes)
+        if method == "decline":
+            raise Refused("too late")
+        if method == "fail":
+            raise ValueError("a bug")
+        if method == "hold":
+            self._hold()
+        return Reply(header[::-1], [body[:7], body[7:7], body[7:]], self.done.release)
+
+    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
+        self._note("abandoned", method, body.nbytes)
+        self.abandonments.release()
+
+    def ran(self) -> list[str]:
+        """The methods that were run, in order."""
+        return [method for what, method, _ in self.calls if what == "run"]
+
+
+def serve(kind: str, handler: Handler, address: str | None = None, calls: int = 64) -> Server:
+    """A server of this kind, to be entered; ``address`` as an earlier one's."""
+    if kind == "memory":
+        return MemoryServer(handler, address, calls)
+    return GrpcServer(handler, address or "127.0.0.1:0", security(kind), calls)
+
+
+def connect(kind: str, address: str) -> Channel:
+    """A channel to a server of this kind."""
+    if kind == "memory":
+        return MemoryChannel(address)
+    return GrpcChannel(address, security(kind), shared_memory=kind == "block")
+
+
+def security(kind: str) -> Security | None:
+    """What servers and channels of this kind are given."""
+    if kind != "tls":
+        return None
+    folder = certificates()
+    return Security(str(folder / "ca.pem"), str(folder / "certificate.pem"), str(folder / "key.pem"), token="a-token")
+
+
+@cache
+def certificates() -> Path:
+    """A folder with ca.pem, and certificate.pem with key.pem, which it signed for 127.0.0.1 and localhost."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates are made with the program openssl, which is not installed")
+    folder = Path(mkdtemp(prefix="hetpipe-certificates-"))
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    ca = [*new_key, "-x509", "-subj", "/CN=hetpipe test authority", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem"]
+    request = [*new_key, "-subj", "/CN=hetpipe test", "-keyout", "key.pem", "-out", "request.pem"]
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    sign = ["-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
+    for command in (["req", *ca], ["req", *request], ["x509", *sign, "-extfile", "names", "-out", "certificate.pem"]):
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=PATIENCE)
+    return folder
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    """Returns once this holds; fails after a while."""
+    deadline = time.monotonic() + PATIENCE
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, what
+        pause.wait(0.01)
