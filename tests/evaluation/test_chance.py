@@ -1,0 +1,68 @@
+"""Random numbers of an evaluation in a pipeline belong to the batch: no timing, stage or cut changes them (law L7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.evaluation.evaluating import Model, same, vectors
+from tests.exact.pipelines import Pinned, delayed
+from tests.exact.running import make_trainer
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + torch.rand_like(x)
+        return y
+
+
+class Captured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Noisy(), Noisy(), Noisy()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Draws(Model):
+    def step(self, x: Tensor, batch_idx: int) -> Any:
+        return super().step(x + torch.randn_like(x), batch_idx) + torch.rand(())
+
+
+def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> Any:
+    torch.manual_seed(6)
+    net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
+    torch.manual_seed(6)
+    return make_trainer(strategy=delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors())
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_draws_belong_to_the_batch(sequential: bool) -> None:
+    first = run(sequential, (0, 1), 2, 1)
+    assert same(first, run(sequential, (0, 1), 2, 2))
+    assert same(first, run(sequential, (0, 2), 4, 3))
+    assert same(first, run(sequential, (0, 1, 2), 3, 4))
+    assert not same(first[1], first[2])
+
+
+def test_the_process_does_not_notice() -> None:
+    class Looks(Draws):
+        def on_predict_start(self) -> None:
+            self.start = torch.get_rng_state()
+
+        def on_predict_end(self) -> None:
+            self.end = torch.get_rng_state()
+
+    module = Looks(nn.Sequential(Noisy(), Noisy()))
+    make_trainer(strategy=Pinned((0, 1), 3)).predict(module, vectors())
+    assert torch.equal(module.start, module.end)
