@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,7 +145,7 @@ def build(notes: Mine) -> tuple[Module, Data]:
 
 def trainer_for(notes: Mine, strategy: Strategy | str, **settings: Any) -> L.Trainer:
     callback = observed(L.Callback, CALLBACK_HOOKS, "callback", notes)()
-    checkpoint = L.pytorch.callbacks.ModelCheckpoint(notes.folder, every_n_train_steps=4)  # type: ignore[attr-defined]
+    checkpoint = ModelCheckpoint(notes.folder, every_n_train_steps=4)
     given: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 1, **settings}
     return make_trainer(
         [callback, checkpoint],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -179,7 +180,7 @@ class Combined(Watched):
 
     def train_dataloader(self) -> Any:
         loaders = {"long": vectors(26, 4), "short": vectors(10, 4, seed=8)}
-        return L.pytorch.utilities.CombinedLoader(loaders, self.mode)  # type: ignore[attr-defined]
+        return CombinedLoader(loaders, cast(Any, self.mode))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         given = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
