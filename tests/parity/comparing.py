@@ -136,7 +136,8 @@ def without_discarded(events: list[Event], in_flight: int) -> list[Event]:
     for index, event in enumerate(events):
         if event.ahead:
             assert begun <= event.minibatch <= begun + in_flight, f"{event} when {begun} minibatches had begun"
-            waiting.append(index)
+            if event.minibatch > begun:
+                waiting.append(index)
         elif event.owner == "callback" and event.hook == "on_train_batch_start":
             begun = event.minibatch
             waiting = [index for index in waiting if events[index].minibatch > begun]

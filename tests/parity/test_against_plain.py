@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import even
 from tests.parity.comparing import Scenario, assert_as_oracle, assert_as_plain
 from tests.parity.modules import Watched
@@ -24,6 +25,10 @@ BASIC = Scenario(Watched, saver, settings={"enable_checkpointing": True, "num_sa
 @pytest.mark.parametrize("stages", [2, 3])
 def test_one_in_flight(tmp_path: Path, stages: int) -> None:
     assert_as_plain(BASIC, even(LAYERS, stages, 1), tmp_path)
+
+
+def test_one_stage_alone(tmp_path: Path) -> None:
+    assert_as_plain(BASIC, HetPipeStrategy(stages=1, in_flight=1), tmp_path)
 
 
 @pytest.mark.parametrize("in_flight", [2, 4])

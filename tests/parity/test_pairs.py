@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
+    timer,
 )
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -151,6 +152,28 @@ def test_where_a_run_ends(tmp_path: Path, case: str, in_flight: int) -> None:
 
 def list_none(folder: Path) -> list[L.Callback]:
     return []
+
+
+class Ticking:
+    """Takes the place of the module ``time`` in the Timer: each look at the clock takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@NM
+def test_time_that_runs_out(tmp_path: Path, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def callbacks(folder: Path) -> list[L.Callback]:
+        monkeypatch.setattr(timer, "time", Ticking())
+        return []
+
+    scenario = Scenario(partial(Watched, "step"), callbacks, settings={"max_time": timedelta(seconds=10)})
+    story = compare(scenario, in_flight, tmp_path)
+    assert 1 < story.end["global_step"] < 14
 
 
 class Asking(L.Callback):
