@@ -122,7 +122,7 @@ def assert_as_oracle(scenario: Scenario, strategy: Any, folder: Path) -> Story:
 
 
 def _apart(story: Story) -> Story:
-    """Transfers, then ``training_step``, then all else, each in its own order."""
+    """What does not run ahead, then each stage's steps and transfers, each stream in its own order."""
     events = sorted(story.events, key=lambda event: event.ahead)
     return Story(events, story.checkpoints, story.end, story.warned)
 
@@ -134,7 +134,7 @@ def without_discarded(events: list[Event], in_flight: int) -> list[Event]:
     """
     begun, discarded, waiting = 0, set(), []
     for index, event in enumerate(events):
-        if event.ahead:
+        if event.ahead_in_training:
             assert begun <= event.minibatch <= begun + in_flight, f"{event} when {begun} minibatches had begun"
             if event.minibatch > begun:
                 waiting.append(index)

@@ -54,8 +54,9 @@ NO_HOOKS = (
 """Methods that Lightning does not call, or that nobody may override here."""
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-AHEAD = (*TRANSFERS, "training_step")
-"""What precedes ``on_train_batch_start`` of its minibatch where several are in flight (DESIGN, section 4)."""
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+AHEAD = (*TRANSFERS, *STEPS)
+"""What precedes ``on_..._batch_start`` of its batch where several are in flight (DESIGN, section 4)."""
 
 
 def methods(*classes: type) -> list[str]:
@@ -81,17 +82,21 @@ class Event:
     returned: Any = None
 
     @property
-    def ahead(self) -> int:
-        """Which of the streams that run ahead it belongs to; 0 for none."""
-        if self.seen["stage"] != str(RunningStage.TRAINING):
-            return 0
-        return 2 if self.hook == "training_step" else int(self.hook in TRANSFERS)
+    def ahead(self) -> tuple[str, str]:
+        """Which of the streams that run ahead it belongs to: those of each stage are two; empty for none."""
+        if self.hook not in AHEAD or self.seen["stage"] is None:
+            return ("", "")
+        return (self.seen["stage"], "transfer" if self.hook in TRANSFERS else "step")
+
+    @property
+    def ahead_in_training(self) -> bool:
+        return self.ahead[0] == str(RunningStage.TRAINING)
 
     @property
     def minibatch(self) -> int:
         """The minibatch that it belongs to: transfers, and the callbacks' batch start, come before that is counted."""
         begun: int = self.seen.get("total_batch_idx", -1) + 1
-        return begun + (self.ahead == 1)
+        return begun + (self.ahead_in_training and self.hook in TRANSFERS)
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.hook} at minibatch {self.minibatch}"
@@ -117,7 +122,7 @@ class Notes:
         trainer = self.trainer
         if trainer is None or trainer.lightning_module is None:
             return {"stage": None}
-        if self.running_ahead and hook in AHEAD and trainer.training:
+        if self.running_ahead and hook in AHEAD:
             return counts(trainer)
         return sight(trainer, trainer.lightning_module, metrics=hook.endswith("_end"))
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from tests.exact.pipelines import even
 from tests.parity.comparing import Scenario, tell
 from tests.parity.modules import BATCHES, Watched
-from tests.parity.observing import AHEAD, CALLBACK_HOOKS, LOGGER_METHODS, MODULE_HOOKS, NO_HOOKS, Event, methods
+from tests.parity.observing import CALLBACK_HOOKS, LOGGER_METHODS, MODULE_HOOKS, NO_HOOKS, TRANSFERS, Event, methods
 
 IN_FLIGHT = 3
 
@@ -49,8 +49,8 @@ def test_what_runs_ahead_does_so_as_far_as_it_may(events: list[Event]) -> None:
 
 
 def test_each_stream_keeps_its_order(events: list[Event]) -> None:
-    for hook in AHEAD:
-        numbers = [event.minibatch for event in events if event.hook == hook and event.ahead]
+    for hook in (*TRANSFERS, "training_step"):
+        numbers = [event.minibatch for event in events if event.hook == hook and event.ahead_in_training]
         assert numbers == list(range(1, BATCHES + 1)), hook
 
 
