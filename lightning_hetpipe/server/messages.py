@@ -270,6 +270,17 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """Updates of a VW that nobody holds any more: ``first`` to ``last``. A ``last`` of -1 says that the coordinator was
+    restarted, too, and cannot know whether there were any."""
+
+    vw: int
+    incarnation: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Joined:
     """The VW is a member.
 
@@ -277,8 +288,7 @@ class Joined:
         base: the point that the generation began with.
         clock: the VW's c_local, without its pending update unless ``base`` includes that.
         cut: the last one that somebody has passed.
-        lost: updates that nobody holds any more. After a restart of the coordinator, which forgets who had pushed,
-            the first that a VW may have lost.
+        lost: what the servers that were lost took with them.
     """
 
     epoch: str
@@ -286,7 +296,7 @@ class Joined:
     base: Point
     clock: int
     cut: int
-    lost: tuple[Mark, ...]
+    lost: tuple[Lost, ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""How a generation begins: from what the VWs report, whose weights are loaded, and who stands where (law L5).
+
+    nobody has pulled yet      all VWs must have joined; VW 0's weights are w_0
+    somebody has               the newest surviving pull is the base. Its members are expected, and whoever is alive;
+                               who does not come within a lease is left out. The lowest VW that holds that pull loads
+                               it; each pushes again what it lacks.
+
+A VW that was no member at the base holds nothing that counts: it may join at a cut if it is new, and is left out if it
+comes from a history that the others have left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lightning_hetpipe.server.messages import Join, Lost
+from lightning_hetpipe.server.order import Order, Standing
+from lightning_hetpipe.server.protocol import Mark, Point
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A generation's beginning; ``holder`` loads the weights at ``base``."""
+
+    base: Point
+    holder: int
+    members: Mapping[int, Standing]
+    cut: int
+    cut_clock: int
+    cut_at: int
+    lost: tuple[Lost, ...]
+
+
+def decide(
+    joins: Mapping[int, Join],
+    alive: Collection[int],
+    gone: Mapping[int, int],
+    former: Order | None,
+    era: int,
+    waited: bool,
+) -> Formation | list[int]:
+    """The generation that follows from ``joins``, or whose joins it needs first.
+
+    Args:
+        joins: by VW, each of its newest incarnation.
+        alive: VWs whose lease has not run out.
+        gone: incarnations that will not come: they have left, or were left out.
+        former: the generation that ended, if this coordinator has seen it.
+        era: the last one that this coordinator knows of.
+        waited: a lease has passed since the first VW came back from a generation that was lost.
+    """
+    points = [join.report.point for join in joins.values() if join.report.point is not None]
+    last = max(points, key=lambda point: point.age, default=None)
+    if last is None:
+        if missing := [vw for vw in range(_number(joins)) if vw not in joins]:
+            return missing
+        belongs = dict.fromkeys(joins, True)
+        holder, count, included = 0, 0, ()
+    else:
+        expected = {mark.vw for mark in last.members if gone.get(mark.vw, -1) < mark.incarnation}
+        missing = sorted((expected | set(alive)) - joins.keys())
+        if missing and not waited:
+            return missing
+        were = {(mark.vw, mark.incarnation) for mark in last.members}
+        belongs = {vw: (vw, join.incarnation) in were for vw, join in joins.items()}
+        at_base = [vw for vw, join in joins.items() if join.report.point is not None and join.report.point == last]
+        holder, count, included = min(at_base), last.count, last.included
+
+    members = {vw: join for vw, join in joins.items() if belongs[vw]}
+    era = 1 + max(era, *(join.report.era for join in members.values()), last.era if last else 0)
+    base = Point(era, count, included, tuple(Mark(vw, members[vw].incarnation, -1) for vw in sorted(members)))
+    cut, cut_clock = max((join.report.cut, join.report.cut_clock) for join in members.values())
+    return Formation(
+        base,
+        holder,
+        {vw: _standing(join, base, cut) for vw, join in members.items()},
+        cut,
+        cut_clock,
+        max(join.report.cut_at for join in members.values()),
+        _lost(members, base, former, last),
+    )
+
+
+def _number(joins: Mapping[int, Join]) -> int:
+    return next((join.signature.virtual_workers for join in joins.values()), 1)
+
+
+def _standing(join: Join, base: Point, cut: int) -> Standing:
+    report = join.report
+    has = report.pending and base.includes(Mark(join.vw, join.incarnation, report.clock))
+    return Standing(
+        incarnation=join.incarnation,
+        clock=report.clock + has,
+        cut=report.cut,
+        owes=report.pending and not has,
+        unpulled=has,
+        behind=report.point is None or report.cut < cut,
+    )
+
+
+def _lost(members: Mapping[int, Join], base: Point, former: Order | None, last: Point | None) -> tuple[Lost, ...]:
+    """Updates that were pushed, as far as anyone knows, and are neither in the base nor pushed again."""
+    included = {mark.vw: mark for mark in base.included}
+
+    def first(vw: int, incarnation: int) -> int:
+        mark = included.get(vw)
+        return mark.clock + 1 if mark is not None and mark.incarnation == incarnation else 0
+
+    if former is not None:
+        held = {vw for vw, join in members.items() if join.report.pending}
+        return tuple(
+            Lost(mark.vw, mark.incarnation, first(mark.vw, mark.incarnation), mark.clock)
+            for mark in former.newest
+            if mark.vw not in held and not base.includes(mark)
+        )
+    gone = [mark for mark in (last.members if last else ()) if mark.vw not in members]
+    return tuple(Lost(mark.vw, mark.incarnation, first(mark.vw, mark.incarnation), -1) for mark in gone)
