@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.security import Security
@@ -76,7 +76,7 @@ def serve(
                 close()
 
 
-def end(code: int) -> None:
+def end(code: int) -> NoReturn:
     """Ends the process, whatever still waits in a handler: nothing of a server's is worth a process that stays."""
     deadline = time.monotonic() + _HELD
     ours = threading.current_thread()

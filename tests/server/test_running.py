@@ -31,7 +31,7 @@ def test_a_signal_ends_it_and_closes_the_handler(number: signal.Signals) -> None
 
 
 def test_a_parent_that_died_before_the_first_look_is_missed() -> None:
-    """The number of the parent was taken after the address had been announced, when the parent could be dead already."""
+    """The number of the parent was taken after the address was announced, when it could be dead already."""
     read, write = os.pipe()  # which somebody still holds open
     try:
         gone = Lifeline(parent=os.getppid() + 1, descriptor=read)

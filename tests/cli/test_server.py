@@ -1,0 +1,131 @@
+"""hetpipe-server: serves until a signal, says what a running server says, and refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.cli.server import main
+from lightning_hetpipe.cli.status import laid_out
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.transport import Reply
+from tests.server.transports import PATIENCE, Desk
+
+SAID = {
+    "epoch": "ab\x1b[2J",
+    "slowest": 3,
+    "weights_bytes": 5 << 20,
+    "members": [{"vw": 0, "clock": 4, "lag": 1}, {"vw": 1, "clock": 3, "lag": 0, "waits_at": None}],
+    "memory": {"staged_bytes": 12, "full": False},
+}
+
+
+class Telling(Desk):
+    """Answers ``status``."""
+
+    said: object = SAID
+
+    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        return Reply(json.dumps(self.said).encode())
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["hetpipe-server", *arguments, *quiet])
+    main()
+
+
+def test_the_layout_shows_every_field_and_commands_no_terminal() -> None:
+    assert laid_out(SAID).splitlines() == [
+        "epoch          ab?[2J",
+        "slowest        3",
+        "weights bytes  5.0 MiB",
+        "",
+        "members",
+        "  vw  clock  lag  waits at",
+        "   0      4    1         -",
+        "   1      3    0         -",
+        "",
+        "memory",
+        "  staged bytes  12 bytes",
+        "  full          no",
+    ]
+
+
+def test_status_of_a_running_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HETPIPE_TOKEN", "open-sesame")
+    with GrpcServer(Telling(), security=Security(token="open-sesame")) as server:
+        run(monkeypatch, "status", f"address={server.address}")
+        assert capsys.readouterr().out.startswith("epoch ")
+        monkeypatch.setenv("HETPIPE_TOKEN", "open-barley")
+        with pytest.raises(SystemExit, match="1"):
+            run(monkeypatch, "status", f"address={server.address}")
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, "status", f"address={server.address}", "timeout=5")
+    refused, gone = capsys.readouterr().err.splitlines()
+    assert refused.endswith("the token is missing or wrong; give the server's as HETPIPE_TOKEN")
+    assert gone.startswith(f"hetpipe-server: the server at {server.address} cannot be reached (unavailable: ")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_answer_that_is_no_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    desk = Telling()
+    desk.said = ["no", "object"]
+    with GrpcServer(desk) as server, pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, "status", f"address={server.address}")
+    assert "answered with no status" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["address=0.0.0.0:7070"], "address=0.0.0.0:7070 is open to other machines and security has no certificates"),
+        (["address=7070"], "address=7070 must be host:port"),
+        (["adress=1"], "adress is not a setting; did you mean address?"),
+        (["+security.tokn=1"], "security.tokn is not a setting; did you mean security.token?"),
+        (["security.token=abc"], "security.token stands in the configuration, where others can read it"),
+        (["security.ca=ca.pem"], "security.ca=ca.pem needs security.certificate beside it"),
+        (["security.insecure=perhaps"], "security.insecure must be true or false."),
+        (["command=sing"], "command=sing must be one of serve, status."),
+        (["status", "timeout=0"], "timeout=0 must be a number of seconds above 0."),
+        (["service._target_=no.such.Service"], "service: Error locating target 'no.such.Service'"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *arguments)
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"hetpipe-server: {says}")
+    assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.server", "address=127.0.0.1:0"]
+    with subprocess.Popen(
+        [*command, "service._target_=tests.cli.test_server.Telling"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("hetpipe-server: serving 127.0.0.1:")
+        server.send_signal(number)
+        assert server.wait(PATIENCE) == code
+    assert not [*tmp_path.iterdir()]
