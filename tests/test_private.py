@@ -312,7 +312,9 @@ def test_states_of_loaders() -> None:
             raise NotImplementedError
 
     fetcher = fetcher_of(Resumable(batches(3).dataset))
+    assert of_lightning.loader_iterator(fetcher.combined_loader) is None
     iter(fetcher)
+    assert of_lightning.loader_iterator(fetcher.combined_loader) is fetcher.combined_loader._iterator is not None
     broken = "a checkpoint would save a resumable DataLoader's state ahead of its step (law L9)"
     assert fetcher.combined_loader._state_dicts() == [{"at": 7}], broken
 

@@ -7,12 +7,15 @@ batch p (law L9). It never looks past the end of an epoch (law L6).
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.strategy.private import LOADER_STATES, DataFetcher, share_profiling
+from lightning_hetpipe.strategy.private import LOADER_STATES, DataFetcher, loader_iterator, share_profiling
 
 
 class ReadyBatch:
@@ -112,10 +115,14 @@ class LookAhead(DataFetcher):
         return current.ready, current.batch_idx, current.dataloader_idx
 
     def close(self) -> None:
-        """Gives up what was fetched ahead."""
-        self._waiting.clear()
+        """Gives up what was fetched ahead. Whoever saves a checkpoint afterwards finds the state at the last batch."""
         for redirect in self._redirects:
             redirect.remove()
+        ahead = bool(self._waiting) or self._failure is not None
+        self._waiting.clear()
+        iterator = loader_iterator(self.combined_loader)
+        if ahead and self._states and iterator is not None:
+            Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
 
     def _fetch(self) -> _Fetched:
         batch, batch_idx, dataloader_idx = next(self._inner)
@@ -125,8 +132,16 @@ class LookAhead(DataFetcher):
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,
             done=self._inner.done,
-            states=self._states_of.original(),
+            states=copy.deepcopy(self._states_of.original()),  # a loader may give what it goes on changing
         )
 
     def _shown_states(self, redirect: Redirect) -> Any:
         return redirect.original() if self._states is None else self._states
+
+
+def _left(iterator: weakref.ref[Any], states: list[dict[str, Any]], redirect: Redirect) -> Any:
+    """``states``, in which an epoch that was cut short has left the loader, until somebody iterates over it again."""
+    if loader_iterator(redirect.owner) in (None, iterator()):
+        return states
+    redirect.remove()
+    return redirect.original()

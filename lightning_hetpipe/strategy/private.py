@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -35,6 +36,7 @@ __all__ = [
     "evaluation_arguments",
     "fetcher_of",
     "has_gradient_hooks",
+    "loader_iterator",
     "log_interval",
     "move_before_transfer",
     "run_first",
@@ -151,6 +153,11 @@ def wants_several_optimizers(error: RuntimeError) -> bool:
     return "multiple optimizers" in str(error)
 
 
+def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
+    """What iterates over ``loader``; None before an epoch and after the run."""
+    return loader._iterator
+
+
 def log_interval(trainer: L.Trainer) -> int:
     """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
     return int(getattr(trainer, "log_every_n_steps", 0))
@@ -178,7 +185,7 @@ def with_workers(
         _open_around_waits(iterator, waiting)
         return iterator
 
-    for iterator in getattr(fetcher.combined_loader._iterator, "iterators", []):
+    for iterator in getattr(loader_iterator(fetcher.combined_loader), "iterators", []):
         _open_around_waits(iterator, waiting)
     loaders = [loader for loader in fetcher.combined_loader.flattened if isinstance(loader, DataLoader)]
     unique = {id(loader): loader for loader in loaders if loader.num_workers}
