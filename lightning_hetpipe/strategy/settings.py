@@ -142,6 +142,14 @@ def several_optimizers() -> SettingError:
     )
 
 
+def saving_ahead() -> SettingError:
+    """``training_step`` runs ahead of Lightning's loop, where no step is over."""
+    return SettingError(
+        "training_step saves a checkpoint while other minibatches are in flight, where the weights and the counters are"
+        " of no one step; save it in on_train_batch_end, or set in_flight=1"
+    )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses one that evaluates a step more than once."""
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -18,6 +19,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
@@ -296,6 +299,11 @@ class HetPipeStrategy(ParallelStrategy):
             return batch.batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._engine is not None and self._engine.in_flight > 1 and isinstance(current(), Minibatch):
+            raise settings.saving_ahead()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizer; torch puts each state on its parameter's device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -326,7 +334,7 @@ class HetPipeStrategy(ParallelStrategy):
 
     @property
     def _engine(self) -> Any:
-        """The running engine; for tests."""
+        """The running engine, if any."""
         return self._fit.engine if self._fit is not None else None
 
 
