@@ -385,6 +385,43 @@ def test_arguments_of_a_step_without_batch_idx() -> None:
     assert looks.arguments == [("batch",)], "training_step(batch) would be given a batch_idx too"
 
 
+class Evaluates(Learner):
+    """Looks at the evaluating loop in its own step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 5) -> None:
+        loop = of_lightning.evaluating_loop(self.trainer)
+        hook = {"validate": "validation_step", "predict": "predict_step"}[self.trainer.state.fn or ""]
+        fetcher = of_lightning.fetcher_of(loop)
+        assert fetcher is not None
+        of_lightning.set_fetcher(loop, fetcher)
+        self.found.append((fetcher.done, of_lightning.evaluation_arguments(loop, hook, "batch", 3, 1)))
+
+    predict_step = validation_step
+
+
+@guards(
+    "_EvaluationLoop",
+    "_PredictionLoop",
+    "_build_kwargs",
+    "_build_step_args_from_hook_kwargs",
+    "_data_fetcher",
+    "_is_sequential",
+)
+@pytest.mark.parametrize("task", ["validate", "predict"])
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_fetcher_and_the_arguments_of_an_evaluation(task: str, loaders: int) -> None:
+    module = Evaluates()
+    given = [batches(2) for _ in range(loaders)]
+    getattr(quiet_trainer("auto"), task)(module, given if loaders > 1 else given[0])
+    args = ("batch", 3, 1) if loaders > 1 else ("batch", 3)
+    assert [a for _, a in module.found] == [args] * 2 * loaders, "the evaluation's step would be given other arguments"
+    assert [done for done, _ in module.found][-2:] == [False, True], "this would not be the loop's own fetcher"
+
+
 @guards("_on_before_batch_transfer")
 def test_hooks_before_the_transfer() -> None:
     class Hooked(Learner):

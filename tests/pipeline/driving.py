@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.flight import current
-from lightning_hetpipe.pipeline.minibatch import Step
+from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 
@@ -53,7 +53,7 @@ class Line:
     def call(self, value: Any, piece: int = 0) -> Any:
         """What a pipelined module does in ``training_step``."""
         minibatch = current()
-        assert minibatch is not None
+        assert isinstance(minibatch, Minibatch)
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
