@@ -304,17 +304,18 @@ class Coordinator:
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {message.vw} is not a member")
         if isinstance(message, Loaded):
             self._loaded(message)
-        if self.phase is not Phase.RUNNING or isinstance(message, Heartbeat | Loaded):
+        if isinstance(message, Heartbeat | Loaded):
             return Done(self.epoch), ()
         order, vw = self.order, message.vw
-        assert order is not None
+        if self.phase is not Phase.RUNNING or order is None:
+            raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
         if isinstance(message, Pushed):
             order.push(vw, message.clock, message.cut)
         elif isinstance(message, Pulled):
             order.pulled(vw, message.turn)
         elif isinstance(message, Pull):
-            why = order.pull(vw, message.turn)
-            return (self._granted(order, message) if why is None else NotYet(self.epoch, why)), ()
+            why = order.pull(vw, message.turn)  # by which it has its turn, or has to wait
+            return self._granted(order, message) if why is None else NotYet(self.epoch, why), ()
         elif isinstance(message, Arrive):
             return self._arrive(order, message), ()
         elif isinstance(message, Gather | Fetch):
@@ -346,7 +347,7 @@ class Coordinator:
             return Gathered(self.epoch, collected), parts
         self._gathers.give(message.vw, name, body, order.clock.keys(), order.waits)
         if missing := self._gathers.missing(name, order.clock.keys(), order.waits):
-            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} in gather {name}")
+            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} in gather {name}"), ()
         return Gathered(self.epoch, self._gathers.result(name)[0]), ()
 
     def _status(self, now: float) -> Status:

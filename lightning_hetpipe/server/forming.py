@@ -56,7 +56,8 @@ def decide(
         if missing := [vw for vw in range(_number(joins)) if vw not in joins]:
             return missing
         belongs = dict.fromkeys(joins, True)
-        holder, count, included = 0, 0, ()
+        holder, count = 0, 0
+        included: tuple[Mark, ...] = ()
     else:
         expected = {mark.vw for mark in last.members if gone.get(mark.vw, -1) < mark.incarnation}
         missing = sorted((expected | set(alive)) - joins.keys())
@@ -74,7 +75,7 @@ def decide(
     return Formation(
         base,
         holder,
-        {vw: _standing(join, base, cut) for vw, join in members.items()},
+        {vw: _standing(join, base, cut, holder) for vw, join in members.items()},
         cut,
         cut_clock,
         max(join.report.cut_at for join in members.values()),
@@ -86,7 +87,7 @@ def _number(joins: Mapping[int, Join]) -> int:
     return next((join.signature.virtual_workers for join in joins.values()), 1)
 
 
-def _standing(join: Join, base: Point, cut: int) -> Standing:
+def _standing(join: Join, base: Point, cut: int, holder: int) -> Standing:
     report = join.report
     has = report.pending and base.includes(Mark(join.vw, join.incarnation, report.clock))
     return Standing(
@@ -95,7 +96,7 @@ def _standing(join: Join, base: Point, cut: int) -> Standing:
         cut=report.cut,
         owes=report.pending and not has,
         unpulled=has,
-        behind=report.point is None or report.cut < cut,
+        behind=report.cut < cut or (report.point is None and join.vw != holder),
     )
 
 

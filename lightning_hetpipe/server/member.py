@@ -25,9 +25,8 @@ to GATHER; or to IDLE. Requests without an answer are sent again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
+from lightning_hetpipe.server.actions import Ask, AskShards, Body, Goal, State
 from lightning_hetpipe.server.messages import (
     Answer,
     Arrive,
@@ -57,71 +56,11 @@ from lightning_hetpipe.server.messages import (
     Read,
     Refused,
     Report,
-    Request,
     ShardRequest,
     Signature,
     Stage,
 )
 from lightning_hetpipe.server.protocol import LocalFault, Mark, PeerFailed, Point, Refusal, RemoteFault
-
-
-class State(Enum):
-    OUTSIDE = "outside"
-    HELLO = "hello"
-    JOIN = "join"
-    LOAD = "load"
-    LOADED = "loaded"
-    STAGE = "stage"
-    PUSH = "push"
-    ARRIVE = "arrive"
-    PULL = "pull"
-    READ = "read"
-    PULLED = "pulled"
-    GATHER = "gather"
-    FETCH = "fetch"
-    IDLE = "idle"
-
-
-class Goal(Enum):
-    """What the VW's owner asked for last, and has not got yet."""
-
-    NONE = "none"
-    START = "start"
-    WAVE = "wave"
-    CUT = "cut"
-    GATHER = "gather"
-
-
-class Body(Enum):
-    """What travels with a request."""
-
-    NONE = "none"
-    UPDATE = "update"
-    WEIGHTS = "weights"
-    """Those of the last pull: sent."""
-    INCOMING = "incoming"
-    """Weights: received."""
-    PART = "part"
-    RESULT = "result"
-    """Of a gather: received."""
-    KEPT = "kept"
-    """The result of the last gather: sent."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request to the coordinator."""
-
-    message: Request
-    body: Body = Body.NONE
-
-
-@dataclass(frozen=True)
-class AskShards:
-    """A request to each of several servers, by their index."""
-
-    messages: Mapping[int, ShardRequest]
-    body: Body = Body.NONE
 
 
 class Member:
@@ -183,7 +122,7 @@ class Member:
 
     def synchronise(self, *, cut: bool = False) -> None:
         """The update of the wave that ends now is pushed, then weights are pulled. ``cut``: as in ``Pushed``."""
-        self._begin("synchronise()", Goal.WAVE)
+        self._begin(Goal.WAVE)
         self._take_update()
         self._wants_cut = cut
         self._resume(None)
@@ -192,14 +131,14 @@ class Member:
         """Waits at ``cut``, with an update of a short wave or without."""
         if cut <= self.cut:
             raise LocalFault(f"cut {cut} comes after cut {self.cut}")
-        self._begin("arrive()", Goal.CUT)
+        self._begin(Goal.CUT)
         if update:
             self._take_update()
         self._arrival = cut, admit
         self._resume(None)
 
     def gather(self, ordinal: int) -> None:
-        self._begin("gather()", Goal.GATHER)
+        self._begin(Goal.GATHER)
         self._name = self.cut, ordinal
         self._resume(None)
 
@@ -216,9 +155,13 @@ class Member:
         self.state = State.OUTSIDE
         return Leave(self.vw, self.incarnation, failure)
 
-    def _begin(self, what: str, goal: Goal) -> None:
+    def check_idle(self) -> None:
+        """Raises a ``LocalFault`` while something is under way, or before the VW has joined."""
         if self.state is not State.IDLE:
-            raise LocalFault(f"{what} is called while the VW is {self.state.value}; it must be idle")
+            raise LocalFault(f"the VW is in state '{self.state.value}', and must be idle for that")
+
+    def _begin(self, goal: Goal) -> None:
+        self.check_idle()
         self.goal = goal
 
     def _take_update(self) -> None:
@@ -244,7 +187,7 @@ class Member:
         match self.state:
             case State.JOIN:
                 assert self._joining is not None
-                return Ask(self._joining, Body.NONE if self._joining.report.collected is None else Body.KEPT)
+                return Ask(self._joining, Body.KEPT if self._joining.report.collected else Body.NONE)
             case State.LOADED:
                 assert self._load is not None
                 return Ask(Loaded(*me, self._load.generation))
@@ -309,7 +252,10 @@ class Member:
             case State.PUSH, Done():
                 assert self._pending is not None
                 self.clock = self._pending + 1
-                self._to_pull() if self.goal is Goal.WAVE else self._to(State.ARRIVE)
+                if self.goal is Goal.CUT:
+                    self.state = State.ARRIVE
+                else:
+                    self._to_pull()
             case State.ARRIVE, Closed():
                 self._closed = answer.clock
                 self._to_pull()
@@ -357,17 +303,13 @@ class Member:
                 self.state = State.PULLED
 
     def _refused(self, answer: Refused) -> None:
-        if answer.refusal is Refusal.GENERATION:
-            self._hello()
-        elif answer.refusal is Refusal.STALE and self.state in (State.JOIN, State.READ, State.PULL, State.PULLED):
+        overtaken = answer.refusal is Refusal.STALE and self.state not in (State.GATHER, State.FETCH)
+        if answer.refusal is Refusal.GENERATION or overtaken:
             self._hello()
         elif answer.refusal is not Refusal.BUSY:
             raise RemoteFault(answer.refusal, answer.why)
 
     # From state to state.
-
-    def _to(self, state: State) -> None:
-        self.state = state
 
     def _ask_shards(self, state: State) -> None:
         self.state = state

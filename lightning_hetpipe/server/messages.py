@@ -346,7 +346,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a shard holds: its epoch if it is fresh, else the generation, and the last update that it knows of the VW."""
+    """What a shard holds: its epoch if it is fresh, else the generation; and the last update that it has of the VW."""
 
     epoch: str
     content: str
@@ -379,9 +379,7 @@ class Status:
 Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave | AskStatus
 """What the coordinator answers."""
 ShardRequest = Hello | Load | Stage | Read
-Answer = (
-    Done | NotYet | Refused | Failed | Joined | LoadNow | Granted | Closed | Gathered | Holding | Status
-)
+Answer = Done | NotYet | Refused | Failed | Joined | LoadNow | Granted | Closed | Gathered | Holding | Status
 Message = Request | ShardRequest | Answer
 
 CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__))

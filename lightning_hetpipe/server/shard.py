@@ -16,7 +16,6 @@ A VW whose bytes still arrive in an earlier request is told to ask again (``BUSY
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.server.messages import Done, Hello, Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
+from lightning_hetpipe.server.messages import Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
 from lightning_hetpipe.server.protocol import Commit, Mark, Refusal, RemoteFault
 
 
@@ -87,7 +86,8 @@ def block_of(size: int) -> Tensor:
 
 def memory_of(block: Tensor) -> memoryview:
     """The bytes of ``block``; they live for as long as either does."""
-    return memoryview(block.numpy())
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = block.numpy()
+    return memoryview(array)  # type: ignore[arg-type]  # arrays are buffers, which numpy says from Python 3.12 on
 
 
 def add(weight: Tensor, update: Tensor, divisor: int) -> None:
@@ -119,7 +119,8 @@ class Shard:
         """The last update of each VW that has been added."""
         self._weight_layout = Layout((), update=False)
         self._update_layout = Layout((), update=True)
-        self._arriving: dict[int, weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]]] = {}
+        self._arriving: set[int] = set()
+        """VWs of which weights or an update are on the way."""
 
     @property
     def bytes_held(self) -> int:
@@ -147,12 +148,17 @@ class Shard:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
         else:
             return memoryview(bytearray())
-        array = block_of(size).numpy()
-        self._arriving[message.vw] = weakref.ref(array)
-        return memoryview(array)
+        self._arriving.add(message.vw)
+        return memory_of(block_of(size))
 
-    def run(self, message: ShardRequest, body: memoryview) -> tuple[Holding | Done | Refused, Sequence[memoryview]]:
+    def abandoned(self, message: ShardRequest) -> None:
+        """What ``open`` made room for will not come."""
+        if isinstance(message, Load | Stage):
+            self._arriving.discard(message.vw)
+
+    def run(self, message: ShardRequest, body: memoryview) -> tuple[Holding | Refused, Sequence[memoryview]]:
         """The answer, and the weights where they were asked for; ``body`` is what ``open`` gave."""
+        self.abandoned(message)
         try:
             if isinstance(message, Load):
                 self._check_load(message, len(body))
@@ -167,8 +173,7 @@ class Shard:
             return Refused(self.epoch, fault.refusal, str(fault)), ()
 
     def _check_idle(self, vw: int) -> None:
-        earlier = self._arriving.get(vw)
-        if earlier is not None and earlier() is not None and vw not in self.staged:
+        if vw in self._arriving:
             raise RemoteFault(Refusal.BUSY, f"VW {vw} still sends in an earlier request")
 
     def _holding(self, vw: int) -> Holding:

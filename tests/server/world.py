@@ -1,0 +1,326 @@
+"""A whole world of VWs and servers without threads, sockets or time of its own: every message is delivered by hand.
+
+What a world checks at every pull, and at its end, are the laws L3 to L5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.server.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.coordinator import Coordinator
+from lightning_hetpipe.server.member import Member
+from lightning_hetpipe.server.messages import (
+    Answer,
+    Granted,
+    Parameter,
+    Refused,
+    Request,
+    ShardRequest,
+    Signature,
+    Stage,
+    decode,
+    encode,
+)
+from lightning_hetpipe.server.protocol import COORDINATOR, Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.shard import Layout, Shard, add, block_of, memory_of
+
+LEASE = 30.0
+LAST_CUT = 1_000_000
+
+
+class Fault(Enum):
+    """What happens to a request."""
+
+    NONE = "none"
+    LOST_REQUEST = "lost request"
+    LOST_REPLY = "lost reply"
+    CUT_OFF = "cut off"
+    """Only half of its body arrives."""
+    TWICE = "twice"
+
+
+def parameter(name: str, shape: Sequence[int] = (3,), dtype: str = "float32", update_dtype: str = "") -> Parameter:
+    return Parameter(name, tuple(shape), dtype, update_dtype or dtype)
+
+
+def signature(n: int, servers: int = 2, distance: int = 0, aggregate: str = "sum") -> Signature:
+    parameters = tuple(parameter(f"layer{server}.weight") for server in range(servers))
+    return Signature("0.1.0", n, distance, aggregate, servers, (), parameters)
+
+
+@dataclass
+class VW:
+    member: Member
+    weights: list[list[Tensor]]
+    update: list[Tensor]
+    waves: int = 0
+    heartbeats: bool = True
+    part: bytes = b""
+    kept: bytes = b""
+
+
+@dataclass
+class Server:
+    shard: Shard
+    coordinator: Coordinator
+
+
+@dataclass
+class World:
+    """``n`` VWs with ``servers`` servers, each of which owns one parameter of three elements."""
+
+    n: int
+    distance: int = 0
+    servers: int = 2
+    aggregate: str = "sum"
+    now: float = 0.0
+    lossy: bool = False
+    """A VW has died: what the updates are divided by, and which there are, is not known beforehand."""
+    vws: dict[int, VW] = field(default_factory=dict)
+    sent: list[tuple[int, Request | ShardRequest, bytes]] = field(default_factory=list)
+    """Every request, with its body: any of them may arrive again."""
+    updates: dict[Mark, list[Tensor]] = field(default_factory=dict)
+    starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)
+        self.signature = signature(self.n, self.servers, self.distance, self.aggregate)
+        self.layouts = [Layout((each,), update=False) for each in self.signature.parameters]
+        self.server = [self._server() for _ in range(self.servers)]
+        for vw in range(self.n):
+            self.begin(vw, 0)
+        self.w0 = [block.clone() for block in self.vws[0].weights[0]]
+
+    def _server(self) -> Server:
+        self.starts += 1
+        epoch = f"epoch{self.starts}"
+        return Server(Shard(epoch), Coordinator(epoch, LEASE))
+
+    def begin(self, vw: int, incarnation: int) -> VW:
+        member = Member(vw, incarnation, self.signature, [(each,) for each in self.signature.parameters])
+        blocks = [[self._random(layout) for layout in self.layouts] for _ in range(2)]
+        self.vws[vw] = VW(member, blocks, [block_of(layout.size) for layout in self.layouts])
+        member.join()
+        return self.vws[vw]
+
+    def _random(self, layout: Layout) -> Tensor:
+        block = block_of(layout.size)
+        for view in layout.views(block):
+            # Sums of small multiples of 1/8 are exact in any order; those of any floats only in one order.
+            exact = self.distance > 0
+            view.copy_(
+                torch.randint(-99, 99, view.shape, generator=self.generator) / 8
+                if exact
+                else torch.randn(view.shape, generator=self.generator)
+            )
+        return block
+
+    # What VWs do.
+
+    def wave(self, vw: int, *, cut: int = 0, update: bool = True, ask_cut: bool = False) -> None:
+        """An idle VW ends a wave, or comes to a cut."""
+        one = self.vws[vw]
+        if update:
+            one.update = [self._random(layout) for layout in self.layouts]
+            mark = Mark(vw, one.member.incarnation, one.member.clock)
+            assert mark not in self.updates
+            self.updates[mark] = one.update
+            one.waves += 1
+        if cut:
+            one.member.arrive(cut, update=update)
+        else:
+            one.member.synchronise(cut=ask_cut)
+
+    def gather(self, vw: int, ordinal: int, part: bytes) -> None:
+        self.vws[vw].part = part
+        self.vws[vw].member.gather(ordinal)
+
+    def step(self, vw: int, fault: Fault = Fault.NONE) -> None:
+        """Sends what the VW has to send, to all servers that it is for."""
+        one = self.vws[vw]
+        action, state = one.member.next(), one.member.state
+        if action is None:
+            return
+        messages: dict[int, Request | ShardRequest] = (
+            {COORDINATOR: action.message} if isinstance(action, Ask) else dict(action.messages)
+        )
+        for server, message in messages.items():
+            if one.member.state is not state:
+                break
+            answer, body = self._send(server, message, self._body(one, action, server), fault)
+            if answer is None:
+                continue
+            if isinstance(answer, Granted):
+                self._check_grant(vw, answer)
+            before = one.member.newest
+            if isinstance(action, AskShards):
+                if action.body is Body.INCOMING and not isinstance(answer, Refused):
+                    one.weights[1 - before][server] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+                one.member.heard_from(server, answer)
+            else:
+                if action.body is Body.RESULT and not isinstance(answer, Refused):
+                    one.kept = body
+                one.member.heard(answer)
+            if one.member.newest != before:
+                self._check_pull(vw)
+
+    def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes:
+        match action.body:
+            case Body.UPDATE:
+                return bytes(memory_of(one.update[server]))
+            case Body.WEIGHTS:
+                return bytes(memory_of(one.weights[one.member.newest][server]))
+            case Body.PART:
+                return one.part
+            case Body.KEPT:
+                return one.kept
+        return b""
+
+    def _send(
+        self, server: int, message: Request | ShardRequest, body: bytes, fault: Fault
+    ) -> tuple[Answer | None, bytes]:
+        self.sent.append((server, message, body))
+        if fault is Fault.LOST_REQUEST:
+            return None, b""
+        answer, reply = self.deliver(server, message, body, half=fault is Fault.CUT_OFF and bool(body))
+        if fault is Fault.TWICE:
+            answer, reply = self.deliver(server, message, body)
+        return (None, b"") if fault in (Fault.LOST_REPLY, Fault.CUT_OFF) else (answer, reply)
+
+    def deliver(
+        self, server: int, message: Request | ShardRequest, body: bytes, half: bool = False
+    ) -> tuple[Answer, bytes]:
+        """A request arrives at a server."""
+        message = decode(encode(message))
+        one = self.server[server]
+        if not isinstance(message, ShardRequest):
+            answer, parts = one.coordinator.handle(message, self.now, body)
+            return answer, b"".join(parts)
+        try:
+            memory = one.shard.open(message, len(body))
+            if half:
+                memory[: len(body) // 2] = body[: len(body) // 2]
+                one.shard.abandoned(message)
+                return Refused("", Refusal.BUSY, "half of it came"), b""
+            memory[:] = body
+            if isinstance(message, Stage):
+                one.shard.examine(message, memory)
+        except RemoteFault as refused:
+            return Refused("", refused.refusal, str(refused)), b""
+        held, views = one.shard.run(message, memory)
+        size = self.layouts[server].size
+        assert one.shard.bytes_held <= (1 + self.n) * size, "a shard keeps more than one update per VW"
+        return held, b"".join(bytes(view) for view in views)
+
+    def again(self, index: int) -> None:
+        """A request of long ago arrives once more, and nobody waits for its answer."""
+        self.deliver(*self.sent[index])
+
+    # What befalls them.
+
+    def restart(self, server: int) -> None:
+        self.server[server] = self._server()
+
+    def kill(self, vw: int) -> None:
+        self.lossy = True
+        del self.vws[vw]
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes; every VW's heartbeat comes in time."""
+        while seconds > 0:
+            self.now += min(seconds, LEASE / 3)
+            seconds -= LEASE / 3
+            for vw in list(self.vws):
+                if self.vws[vw].heartbeats:
+                    self.heartbeat(vw)
+
+    def heartbeat(self, vw: int) -> None:
+        member = self.vws[vw].member
+        answer, _ = self.deliver(COORDINATOR, member.heartbeat(), b"")
+        if isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION and member.state is State.IDLE:
+            member.lose()
+
+    def finish(self) -> None:
+        """All come to a last cut, and nothing goes wrong any more.
+
+        A VW that was left out finds out, and is no more.
+        """
+        for turn in range(3000):
+            for vw in list(self.vws):
+                member = self.vws[vw].member
+                if member.state is State.IDLE and member.goal is Goal.NONE and member.cut < LAST_CUT:
+                    self.wave(vw, cut=LAST_CUT)
+                try:
+                    self.step(vw)
+                except RemoteFault as fault:
+                    if fault.refusal is not Refusal.LEFT_OUT or not self.lossy:
+                        raise
+                    self.kill(vw)
+            if all(one.member.state is State.IDLE and one.member.cut == LAST_CUT for one in self.vws.values()):
+                break
+            if turn % 20 == 19:
+                self.pass_time(LEASE / 3)
+        else:
+            states = {vw: (one.member.state, one.member.next()) for vw, one in self.vws.items()}
+            raise AssertionError(f"the world does not come to its end: {states}")
+        self.check_end()
+
+    # Laws.
+
+    def _check_grant(self, vw: int, granted: Granted) -> None:
+        one = self.vws[vw].member
+        assert granted.clock - granted.slowest <= self.distance
+        if self.distance == 0:
+            marks = [commit.update for commit in granted.tail]
+            assert all((a.clock, a.vw) < (b.clock, b.vw) for a, b in pairwise(marks)), marks
+        mine = [mark for mark in self.updates if mark.vw == vw and mark.incarnation == one.incarnation]
+        assert all(granted.point.includes(mark) for mark in mine), "a pull includes the VW's own updates"
+
+    def _check_pull(self, vw: int) -> None:
+        one = self.vws[vw]
+        point = one.member.point
+        assert point is not None
+        if self.aggregate == "mean" and self.lossy:
+            return
+        expected = self.expected([mark for mark in self.updates if point.includes(mark)])
+        got = one.weights[one.member.newest]
+        for server in range(self.servers):
+            assert torch.equal(got[server].view(torch.float32), expected[server].view(torch.float32)), (
+                f"VW {vw} got other weights from server {server} than the sum of what {point} includes"
+            )
+
+    def expected(self, marks: Sequence[Mark]) -> list[Tensor]:
+        """w_0 plus these updates, wave after wave in VW order."""
+        total = [block.clone() for block in self.w0]
+        for mark in sorted(marks, key=lambda mark: (mark.clock, mark.vw)):
+            add_blocks(self.layouts, total, self.updates[mark], self.n if self.aggregate == "mean" else 1)
+        return total
+
+    def check_end(self) -> None:
+        ends = {vw: one.weights[one.member.newest] for vw, one in self.vws.items()}
+        for end in ends.values():
+            assert all(torch.equal(a, b) for a, b in zip(end, next(iter(ends.values())), strict=True))
+        assert len({one.member.clock for one in self.vws.values()}) <= 1
+        if not self.lossy:
+            expected = self.expected(list(self.updates))
+            for end in ends.values():
+                assert all(torch.equal(a, b) for a, b in zip(end, expected, strict=True)), "an update is missing"
+            assert not any(one.member.lost for one in self.vws.values())
+
+
+def add_blocks(layouts: Sequence[Layout], total: Sequence[Tensor], update: Sequence[Tensor], divisor: int) -> None:
+    for layout, block, more in zip(layouts, total, update, strict=True):
+        for weight, each in zip(layout.views(block), layout.views(more.clone()), strict=True):
+            add(weight, each, divisor)
+
+
+def commits(*marks: tuple[int, int]) -> tuple[Commit, ...]:
+    """The commits of (VW, clock), of incarnation 0."""
+    return tuple(Commit(Mark(vw, 0, clock), 1) for vw, clock in marks)
