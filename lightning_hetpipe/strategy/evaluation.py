@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -91,17 +91,19 @@ class Evaluation:
         """One evaluation: ``original`` is Lightning's own loop."""
         if not self.is_worth_it():
             return original()
-        threads = torch.get_num_threads()
+        threads, around = torch.get_num_threads(), self._run
         torch.set_num_threads(self.settings.torch_threads)
-        self._run = EvaluationRun(self)
-        try:
-            return original()
-        finally:
-            run, self._run = self._run, None
+        # A BatchSizeFinder runs the loop within that loop's own start.
+        with nullcontext() if around is None else around.resting():
+            self._run = run = EvaluationRun(self)
             try:
-                run.close()
+                return original()
             finally:
-                torch.set_num_threads(threads)
+                self._run = around
+                try:
+                    run.close()
+                finally:
+                    torch.set_num_threads(threads)
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """The loop's step ``hook``, of which ``native`` is the strategy's own."""

@@ -53,6 +53,10 @@ class EvaluationRun:
             if self._pipeline is not None:
                 stack.callback(self._pipeline.close)
 
+    def resting(self) -> AbstractContextManager[None]:
+        """Within it, another run of the loop does not go through this one."""
+        return self._reset.aside()
+
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """The loop's next step."""
         if self._ahead is None:  # the user's step fetches batches itself
