@@ -55,7 +55,9 @@ class Evaluation:
         self.precision = precision
         self.settings = settings
         self.run_seed = run_seed
-        self.chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
+        self.chance = Chance(
+            run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
+        )
         self.names = named_pieces(self.module, settings.module)
         self.pieces: Sequence[Piece] = ()
         self.layout: Layout | None = None

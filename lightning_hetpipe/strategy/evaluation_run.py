@@ -135,7 +135,9 @@ class EvaluationRun:
 
     def state(self, number: int) -> ProcessState:
         """What batch ``number`` starts with."""
-        return ProcessState.seeded(self._evaluation.run_seed, 0, self.tag(number))
+        return ProcessState.seeded(
+            self._evaluation.run_seed, self._evaluation.settings.virtual_worker, self.tag(number)
+        )
 
 
 class _Pipeline:

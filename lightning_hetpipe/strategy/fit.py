@@ -54,13 +54,21 @@ from lightning_hetpipe.strategy.private import (
 )
 from lightning_hetpipe.strategy.release import released_step
 from lightning_hetpipe.strategy.settings import FitSettings, returned_none
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.telemetry import Telemetry
 
 
 class Fit:
     """The pipeline of one ``fit``; :meth:`close` leaves no thread and no change in the module behind."""
 
-    def __init__(self, trainer: L.Trainer, precision: Precision, settings: FitSettings, run_seed: int) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        precision: Precision,
+        settings: FitSettings,
+        run_seed: int,
+        synchroniser: Synchroniser | None = None,
+    ) -> None:
         self.engine: Engine | None = None
         self.report: RunReport | None = None
         self._trainer = trainer
@@ -69,7 +77,10 @@ class Fit:
         self._loss_scale = LossScale(precision, self._unlocked)
         self._settings = settings
         self._run_seed = run_seed
-        self._chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
+        self._synchroniser = synchroniser
+        self._chance = Chance(
+            run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
+        )
         self._names = named_pieces(self._module, settings.module)
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._watch: Watch | None = None
@@ -187,7 +198,7 @@ class Fit:
         if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
             yield
             return
-        stretch = Stretch(ProcessState.seeded(self._run_seed, 0, number))
+        stretch = Stretch(ProcessState.seeded(self._run_seed, self._settings.virtual_worker, number))
         stretch.enter()
         try:
             yield
@@ -202,6 +213,8 @@ class Fit:
         layers = [layer for piece in pieces for layer in piece.layers]
         stages, asked = self._stages, self._settings.in_flight
         in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
+        if self._synchroniser is not None:
+            in_flight = self._synchroniser.agree(in_flight)
         times = [0.0] * len(layers)
         if stages > 1 or self._trainer.loggers:
             times = measure(pieces, self._chance, self._default_dtype(), devices[-1])
@@ -222,6 +235,7 @@ class Fit:
         self._outside.leave_out([piece.module for piece in pieces], engine.versioned())
         if in_flight > 1:
             self._outsiders = TrainingOutsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
+            self._outsiders.virtual_worker = self._settings.virtual_worker
         for index, piece in enumerate(pieces):
             self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
             piece.inputs.clear()  # the watched step's activations
@@ -230,7 +244,7 @@ class Fit:
         self._form = Form(pieces)
         self.evaluation.take_over(pieces, self._layout, in_flight)
         self._watch = None
-        self._telemetry = Telemetry(self._trainer, engine, self._layout)
+        self._telemetry = Telemetry(self._trainer, engine, self._layout, self._synchroniser)
         self._telemetry.start()
         self.engine = engine
         engine.start()
@@ -252,6 +266,7 @@ class Fit:
                 redirect.original(ahead)
             finally:
                 ahead.close()
+        self.cut(at_end=True)
         if self._telemetry is not None and self.engine is not None:
             self._telemetry.stop()
             self._telemetry.log(begun_minibatches(self._trainer)[0])
@@ -267,12 +282,25 @@ class Fit:
         self._telemetry.stop()
         try:
             with ExitStack() as stack:
+                if self._synchroniser is not None:
+                    self.cut()
+                    stack.callback(self._synchroniser.borrow_buffers())
                 if self.evaluation.is_worth_it():
                     for call in self._calls:
                         stack.enter_context(call.aside())
                 return self.evaluation.run(redirect.original)
         finally:
             self._telemetry.start()
+
+    def cut(self, at_end: bool = False) -> None:
+        """All virtual workers come to hold the same weights: at the end of an epoch, or within it."""
+        if self._synchroniser is None:
+            return
+        version, in_epoch = begun_minibatches(self._trainer)
+        epoch = self._trainer.current_epoch
+        self._synchroniser.cut(epoch, None if at_end else in_epoch, version, self._unlocked)
+        if at_end:
+            self._synchroniser.take_buffers()
 
     # What the look-ahead asks.
 
@@ -325,6 +353,8 @@ class Fit:
         assert self.engine is not None
         assert self._form is not None
         assert self._telemetry is not None
+        if self._synchroniser is not None:
+            self._synchroniser.published(version, self.engine.unlocked)
         changed = self._form.changed()
         if changed is not None:
             self._adopt(changed, version)

@@ -92,6 +92,7 @@ class TrainingOutsiders(Outsiders):
         self._trainer = trainer
         self._outside = outside
         self._run_seed = run_seed
+        self.virtual_worker = 0
         self._stretches: dict[int, TrainerStretch] = {}
 
     @contextmanager
@@ -108,7 +109,7 @@ class TrainingOutsiders(Outsiders):
 
     def stretch(self, minibatch: int) -> TrainerStretch:
         """What ``training_step`` of ``minibatch`` has for itself."""
-        state = ProcessState.seeded(self._run_seed, 0, minibatch)
+        state = ProcessState.seeded(self._run_seed, self.virtual_worker, minibatch)
         self._stretches[minibatch] = TrainerStretch(state, self._trainer, self._attributes, minibatch)
         return self._stretches[minibatch]
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.wsp import WSPCallback
 
 MOST = 1000
 """The largest number of stages, and of minibatches in flight: each is a thread."""
@@ -31,10 +32,10 @@ class FitSettings:
     torch_threads: int
     choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
     before_task: Callable[[int, str, int], None] | None
+    virtual_worker: int = 0
 
 
 LATER: dict[str, tuple[Any, str]] = {
-    "virtual_workers": (1, "one virtual worker, which uses all devices of this machine"),
     "weights": ("stash", "weight stashing"),
     "plan": (None, "profiling and partitioning at the start of every run"),
     "cluster": (None, "the devices that it finds"),
@@ -43,7 +44,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "recompute": (False, "stored activations"),
     "timeline": (False, "metrics and the summary"),
     "lr_correction": (None, "the optimizer's own learning rate"),
-    "wsp": (None, "one virtual worker, which needs no synchronisation"),
     "start_method": ("popen", "one process"),
 }
 """Arguments that a later release builds: the only value until then, and what this release does with it."""
@@ -68,6 +68,30 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
     if value > MOST:
         raise SettingError(f"{name}={value!r} is more than {MOST}, each of which would take a thread; set fewer")
     return value
+
+
+def virtual_workers(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(f"virtual_workers={value!r} must be a whole number of at least 1")
+    return value
+
+
+def wsp(value: Any) -> WSPCallback | None:
+    if value is not None and not isinstance(value, WSPCallback):
+        raise SettingError(f"wsp={value!r} must be a WSPCallback, or None")
+    return value
+
+
+def stage_counts(stages: Any, virtual_workers: int) -> list[int | Literal["auto"]]:
+    """``stages`` of each virtual worker of a node."""
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        return [count("stages", stages)] * virtual_workers
+    if len(stages) != virtual_workers:
+        raise SettingError(
+            f"stages={list(stages)!r} has {len(stages)} entries, but there are virtual_workers={virtual_workers}; give"
+            " one for each, or one number for all"
+        )
+    return [count("stages", each) for each in stages]
 
 
 def seconds(timeout: timedelta | float) -> float:

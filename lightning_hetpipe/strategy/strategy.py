@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 import torch
@@ -23,17 +24,25 @@ from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.strategy import collectives, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
+    begun_minibatches,
     evaluating_loop,
     synchronises_batchnorm,
     wants_several_optimizers,
 )
+from lightning_hetpipe.strategy.ranks import Rank, find
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
+from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
 
@@ -68,7 +77,7 @@ class HetPipeStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        stages: int | Literal["auto"] = "auto",
+        stages: int | Literal["auto"] | Sequence[int] = "auto",
         in_flight: int | Literal["auto"] = "auto",
         virtual_workers: int = 1,
         weights: str = "stash",
@@ -97,7 +106,6 @@ class HetPipeStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         of_later_releases = {
-            "virtual_workers": virtual_workers,
             "weights": weights,
             "plan": plan,
             "cluster": cluster,
@@ -106,12 +114,13 @@ class HetPipeStrategy(ParallelStrategy):
             "recompute": recompute,
             "timeline": timeline,
             "lr_correction": lr_correction,
-            "wsp": wsp,
             "start_method": start_method,
         }
         for name, value in of_later_releases.items():
             settings.check_later(name, value)
-        self.stages = settings.count("stages", stages)
+        self.virtual_workers = settings.virtual_workers(virtual_workers)
+        self._stages_of_each = settings.stage_counts(stages, self.virtual_workers)
+        self.wsp = settings.wsp(wsp)
         self.in_flight = settings.count("in_flight", in_flight)
         self.module = settings.module_names(module)
         self.timeout = settings.seconds(timeout)
@@ -120,8 +129,20 @@ class HetPipeStrategy(ParallelStrategy):
         self._evaluation: Evaluation | None = None
         self._before_task: Callable[[int, str, int], None] | None = None
         self._num_nodes = 1
+        self._group: Group | None = None
+        self._failure: BaseException | None = None
+        self._server: ServerProcess | None = None
 
     # Who we are: one process, one virtual worker.
+
+    @property
+    def stages(self) -> int | Literal["auto"]:
+        """k of this virtual worker."""
+        return self._stages_of_each[self._rank.local % len(self._stages_of_each)]
+
+    @property
+    def _rank(self) -> Rank:
+        return find(self.virtual_workers)
 
     @property
     def root_device(self) -> torch.device:
@@ -144,42 +165,54 @@ class HetPipeStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        return False
+        return self.world_size > 1
 
     @property
     def world_size(self) -> int:
-        return 1
+        """N, the number of virtual workers."""
+        return self._rank.size
 
     @property
     def global_rank(self) -> int:
-        return 0
+        """i, which virtual worker this is."""
+        return self._rank.index
 
     @property
     def local_rank(self) -> int:
-        return 0
+        return self._rank.local
 
     @property
     def node_rank(self) -> int:
-        return 0
+        return self._rank.node
 
     @property
     def is_global_zero(self) -> bool:
-        return True
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def barrier(self, name: str | None = None) -> None:
-        """Nobody to wait for."""
+        if self._group is not None:
+            self._group.gather(name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
+        if self._group is None:
+            return obj
+        given: T = collectives.broadcast(self._group, obj, src)
+        return given
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor
+        if self._group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return collectives.reduce(self._group, tensor, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return tensor
+        return tensor if self._group is None else collectives.all_gather(self._group, tensor)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
+        return decision if self._group is None else collectives.decide(self._group, decision, all)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -194,7 +227,25 @@ class HetPipeStrategy(ParallelStrategy):
                 f"{processes} processes were started (by torchrun, SLURM or the like), but this release trains in one;"
                 " start one process"
             )
+        self._open_group()
         super().setup_environment()
+
+    def _open_group(self) -> None:
+        """Meets the other virtual workers, if there are any."""
+        if self.world_size == 1 or self._group is not None:
+            return
+        from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
+
+        wsp = self._wsp_settings()
+        addresses = os.environ.get("HETPIPE_SERVERS", "").split()
+        security = wsp.security.from_environment()
+        self._group = Group(self.global_rank, self.world_size, addresses, security, wsp, self.timeout)
+        self._group.open()
+
+    def _wsp_settings(self) -> WSPSettings:
+        trainer = self._lightning_module.trainer if self._lightning_module is not None else None
+        among = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        return (self.wsp or (among[0] if among else WSPCallback())).settings
 
     def setup(self, trainer: L.Trainer) -> None:
         """Checks what is to be trained, and prepares a fit."""
@@ -203,18 +254,27 @@ class HetPipeStrategy(ParallelStrategy):
             settings.check_module(trainer.lightning_module)
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
         super().setup(trainer)
-        asked, seed = self._fit_settings(), _run_seed()
+        asked, seed = self._fit_settings(), self.broadcast(_run_seed())
         if not fitting:
             loop = evaluating_loop(trainer)
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
             self._evaluation.open()
         else:
-            if is_alone(asked):
+            if is_alone(asked) and self._group is None:
                 self._fit = Alone(trainer, asked, seed)
             else:
-                self._fit = Fit(trainer, self.precision_plugin, asked, seed)
+                self._fit = Fit(trainer, self.precision_plugin, asked, seed, self._synchroniser(trainer))
                 self._evaluation = self._fit.evaluation
             self._fit.open()
+
+    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | None:
+        if self._group is None:
+            return None
+        synchroniser = Synchroniser(self._group, trainer.lightning_module)
+        wsp = self._group.settings
+        agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
+        synchroniser.enter(agreed, begun_minibatches(trainer)[0])
+        return synchroniser
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         try:
@@ -238,8 +298,20 @@ class HetPipeStrategy(ParallelStrategy):
                 finally:
                     self.last_run = fit.report
         finally:
-            if self.cluster_environment is not None:
-                super().teardown()
+            try:
+                self._leave_group()
+            finally:
+                if self.cluster_environment is not None:
+                    super().teardown()
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            error = sys.exc_info()[1] or self._failure
+            group.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failure = exception
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -326,6 +398,7 @@ class HetPipeStrategy(ParallelStrategy):
             torch_threads=_torch_threads(),
             choose_cuts=self._choose_cuts,
             before_task=self._before_task,
+            virtual_worker=self.global_rank,
         )
 
     def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -10,15 +10,19 @@ from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy.layout import Layout
 from lightning_hetpipe.strategy.private import log_interval
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
 
 
 class Telemetry:
     """Counts the minibatches of ``engine``. Time counts between :meth:`start` and :meth:`stop`."""
 
-    def __init__(self, trainer: L.Trainer, engine: Engine, layout: Layout) -> None:
+    def __init__(
+        self, trainer: L.Trainer, engine: Engine, layout: Layout, synchroniser: Synchroniser | None = None
+    ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._layout = layout
+        self._synchroniser = synchroniser
         self._meter = Meter(len(engine.stages))
         self._staleness = 0
         self._logged = 0
@@ -38,6 +42,8 @@ class Telemetry:
         self._logged = number
         metrics = self._meter.interval([stage.busy_seconds for stage in self._engine.stages])
         metrics["hetpipe/staleness"] = float(self._staleness)
+        if self._synchroniser is not None:
+            metrics.update(self._synchroniser.metrics())
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
 

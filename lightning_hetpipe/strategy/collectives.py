@@ -1,0 +1,60 @@
+"""Lightning's collectives over the one primitive that virtual workers have, a gather."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.group import Group
+
+
+def broadcast(group: Group, value: Any, source: int) -> Any:
+    """What virtual worker ``source`` gives; the first one's, if that one does not take part."""
+    mine = group.index == source
+    found = group.gather(("path" if isinstance(value, Path) else "", _sent(value)) if mine else None)
+    given = next((each for each in found if each is not None), None)
+    if given is None:
+        return value
+    kind, content = given
+    return Path(content) if kind == "path" else content
+
+
+def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
+    """The sum, or by default the mean, of everyone's ``tensor``, added in the order of virtual workers."""
+    name = str(getattr(how, "name", how) or "mean").lower().rpartition(".")[2]
+    found = [each.to(tensor.device) for each in group.gather(tensor.detach().cpu())]
+    stacked = torch.stack(found)
+    if name in ("mean", "avg"):
+        return _total(found).div(len(found)) if tensor.is_floating_point() else stacked.float().mean(0)
+    reductions = {"sum": lambda: _total(found), "max": lambda: stacked.amax(0), "min": lambda: stacked.amin(0)}
+    if name not in reductions:
+        raise SettingError(f"reduce_op={how!r} is not known; use 'mean', 'sum', 'max' or 'min'")
+    return reductions[name]()
+
+
+def all_gather(group: Group, tensor: Tensor) -> Tensor:
+    """Everyone's ``tensor``, stacked."""
+    return torch.stack([each.to(tensor.device) for each in group.gather(tensor.detach().cpu())])
+
+
+def decide(group: Group, decision: bool, unanimous: bool) -> bool:
+    """Whether all (or any) of them say yes."""
+    found = group.gather(bool(decision))
+    return all(found) if unanimous else any(found)
+
+
+def _total(found: list[Tensor]) -> Tensor:
+    total = found[0].clone()
+    for each in found[1:]:
+        total += each
+    return total
+
+
+def _sent(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

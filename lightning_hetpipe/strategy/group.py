@@ -1,0 +1,175 @@
+"""The virtual workers of a launch, as one of them sees the others: through servers, and never through a process group.
+
+Every run of a Trainer has a *room* on the servers, in which virtual workers gather; a fit has one more, in which they
+share weights. While a fit's room is open, gathers go through that one, as it knows who waits at which cut (law L6).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.client import Client
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.messages import Parameter, Signature
+from lightning_hetpipe.server.placement import place
+from lightning_hetpipe.server.protocol import RemoteFault
+from lightning_hetpipe.server.rooms import RoomChannel
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.strategy.wsp import WSPSettings
+
+_talks = itertools.count(1)
+_fits = itertools.count(1)
+"""All processes of a launch run the same program, and so count alike."""
+
+
+class Group:
+    """Virtual worker ``index`` among ``size``.
+
+    Args:
+        addresses: Of the servers; the first one is the coordinator.
+        security: Certificates and token.
+        settings: Of the synchronisation.
+        timeout: Seconds for which servers may be silent.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        addresses: Sequence[str],
+        security: Security,
+        settings: WSPSettings,
+        timeout: float,
+    ) -> None:
+        self.index = index
+        self.size = size
+        self.settings = settings
+        self._addresses = addresses
+        self._security = security
+        self._timeout = timeout
+        self._exits = ExitStack()
+        self._talk: Client | None = None
+        self._fit: Client | None = None
+        self._ordinal = itertools.count(1)
+        self._fit_ordinal = itertools.count(1)
+        self._channels: list[GrpcChannel] = []
+
+    def open(self) -> None:
+        """Enters the room of this run; waits until all virtual workers have."""
+        self._channels = [GrpcChannel(address, self._security) for address in self._addresses]
+        for channel in self._channels:
+            self._exits.callback(channel.close)
+        self._talk = self._client(f"talk-{next(_talks)}", (), ())
+        self._talk.join([])
+
+    def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
+        """Enters the room of a fit with its weights; returns w_0, which are those of VW 0.
+
+        Args:
+            named: The parameters, by name.
+            settings: What else must be the same on all, as "name=value".
+        """
+        update_dtype = self.settings.update_dtype
+        parameters = tuple(
+            Parameter(name, tuple(tensor.shape), _name(tensor.dtype), update_dtype or _name(tensor.dtype))
+            for name, tensor in named
+        )
+        self._fit = self._client(f"fit-{next(_fits)}", parameters, settings)
+        self._fit_ordinal = itertools.count(1)
+        return self._fit.join([tensor.detach() for _, tensor in named])
+
+    @property
+    def weights(self) -> Client:
+        """The membership of the fit that runs."""
+        assert self._fit is not None
+        return self._fit
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every virtual worker that takes part gives here, in their order; at least one's own.
+
+        Values are tensors, numbers, strings, None, and lists, tuples and dicts of them.
+        """
+        if self._talk is None:
+            return [value]
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        if self._fit is not None:
+            found = self._fit.gather(next(self._fit_ordinal), buffer.getvalue())
+        else:
+            found = self._talk.gather(next(self._ordinal), buffer.getvalue())
+        return [_loaded(found[index]) for index in sorted(found)]
+
+    def passed_cut(self) -> None:
+        """All have come to a cut: gathers count from one again."""
+        self._fit_ordinal = itertools.count(1)
+
+    def leave_fit(self) -> None:
+        if self._fit is not None:
+            fit, self._fit = self._fit, None
+            fit.leave()
+
+    def close(self, failure: str = "") -> None:
+        """Leaves; with a ``failure`` the others are told, and end."""
+        for client in (self._fit, self._talk):
+            if client is not None and failure:
+                client.fail(failure)
+        self._fit = self._talk = None
+        self._exits.close()
+
+    def check(self) -> None:
+        """Raises what has become known of the others: that one of them has failed."""
+        for client in (self._fit, self._talk):
+            if client is not None:
+                client.check()
+
+    def cancel(self) -> None:
+        """Ends waits for the others, from another thread."""
+        for client in (self._fit, self._talk):
+            if client is not None:
+                client.cancel()
+
+    def _client(self, room: str, parameters: tuple[Parameter, ...], settings: Sequence[str]) -> Client:
+        wsp = self.settings
+        signature = Signature(
+            importlib.metadata.version("lightning_hetpipe"),
+            self.size,
+            wsp.clock_distance,
+            wsp.aggregate,
+            len(self._addresses),
+            tuple(settings),
+            parameters,
+        )
+        client = Client(
+            [RoomChannel(channel, room) for channel in self._channels],
+            signature,
+            place(parameters, len(self._addresses), wsp.placement),
+            self.index,
+            time.time_ns(),
+            lease=wsp.lease,
+            timeout=self._timeout,
+            name=f"hetpipe-{room}",
+        )
+        return self._exits.enter_context(client)
+
+
+def refusal(error: RemoteFault) -> SettingError:
+    """What a user can do about ``error``."""
+    return SettingError(f"this virtual worker was refused: {error}; give all of them the same model and settings")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _loaded(part: bytes) -> Any:
+    return torch.load(io.BytesIO(part), weights_only=True)

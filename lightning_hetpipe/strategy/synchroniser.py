@@ -1,0 +1,170 @@
+"""Waves of one fit: when this virtual worker pushes what it has learnt, and takes what all have (laws L3 and L6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.private import foreach_copy_
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.group import Group
+
+EPOCH = 1 << 32
+"""Cuts are numbered by epoch and minibatch, so that virtual workers with different numbers of batches agree."""
+
+
+class Synchroniser:
+    """Shares the weights of ``module`` with the other virtual workers.
+
+    Bounds: one copy of the weights on their devices, of the last synchronisation, besides what the client holds; with
+    ``update_dtype`` one more, of what was rounded away.
+
+    Args:
+        group: The virtual workers.
+        module: Whose parameters are shared, all of them.
+    """
+
+    def __init__(self, group: Group, module: L.LightningModule) -> None:
+        self.group = group
+        self.wave = 1
+        """W."""
+        self._waited = 0.0
+        self._told: tuple[float, int, int] = (0.0, 0, 0)
+        self._module = module
+        self._named = list(module.named_parameters())
+        self._counted = 0  # the newest version that is part of a wave
+        self._open = 0  # minibatches in the wave that is open
+        self._cut = 0
+
+    def enter(self, settings: list[str], version: int) -> None:
+        """Takes w_0, where the live weights are at ``version``."""
+        self._counted = version
+        self._take(self.group.enter_fit(self._named, settings), everything=True)
+        self._last = [parameter.detach().clone() for _, parameter in self._named]
+        rounded = self.group.settings.update_dtype
+        self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
+        self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
+
+    def agree(self, in_flight: int) -> int:
+        """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
+        in_flight = max(self.group.gather(in_flight))
+        asked = self.group.settings.wave
+        self.wave = in_flight if asked == "auto" else asked
+        return in_flight
+
+    def metrics(self) -> dict[str, float]:
+        """What a logger is told, since the last time."""
+        client = self.group.weights
+        counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
+        waited, pushed, pulled = (now - before for now, before in zip(counters, self._told, strict=True))
+        self._told = counters
+        return {
+            "hetpipe/clock": float(client.member.clock),
+            "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
+            "hetpipe/sync_wait_seconds": waited,
+            "hetpipe/push_bytes": float(pushed),
+            "hetpipe/pull_bytes": float(pulled),
+        }
+
+    def published(self, version: int, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """``version`` is there: if it ends a wave, becomes what the servers make of it.
+
+        Args:
+            version: After Lightning's step of that number, with all its callbacks.
+            waiting: Opened around waits for others.
+        """
+        self.group.check()
+        self._count(version)
+        if self._open >= self.wave:
+            update = self._update()
+            with self._waiting(waiting):
+                weights = self.group.weights.synchronise(update)
+            self._settle(weights)
+
+    def cut(
+        self, epoch: int, minibatch: int | None, version: int, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """All come to hold the same weights.
+
+        Args:
+            epoch: In which it happens.
+            minibatch: Of the epoch, from 1; None at its end.
+            version: That of the live weights.
+        """
+        number = epoch * EPOCH + (minibatch if minibatch is not None else EPOCH - 1) + 1
+        if number <= self._cut:
+            return
+        self._cut = number
+        self._count(version)
+        update = self._update() if self._open else None
+        with self._waiting(waiting):
+            weights = self.group.weights.arrive(number, update)
+        self._settle(weights)
+        self.group.passed_cut()
+
+    def take_buffers(self) -> None:
+        """The end of an epoch: all take the buffers of virtual worker 0, as in DDP."""
+        for buffer, theirs in zip(self._module.buffers(), self._buffers_of_first(), strict=True):
+            if not torch.equal(buffer.cpu(), theirs):
+                buffer.copy_(theirs)
+
+    def borrow_buffers(self) -> Callable[[], None]:
+        """An evaluation within an epoch sees the buffers of virtual worker 0; gives what puts the own ones back."""
+        own = [buffer.clone() for buffer in self._module.buffers()]
+        self.take_buffers()
+
+        def give_back() -> None:
+            for buffer, before in zip(self._module.buffers(), own, strict=True):
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+        return give_back
+
+    def leave(self) -> None:
+        self.group.leave_fit()
+
+    def _buffers_of_first(self) -> list[Tensor]:
+        mine = [buffer.detach().cpu() for buffer in self._module.buffers()]
+        found = self.group.gather(mine if self.group.index == 0 else None)
+        return found[0] if found[0] is not None else mine
+
+    @contextmanager
+    def _waiting(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        started = time.perf_counter()
+        with opened():
+            yield
+        self._waited += time.perf_counter() - started
+
+    def _count(self, version: int) -> None:
+        if version > self._counted:
+            self._open += version - self._counted
+            self._counted = version
+
+    def _update(self) -> list[Tensor]:
+        """w_local - w at the last synchronisation, in the dtype in which it travels."""
+        updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
+        if self._dtype is None:
+            return updates
+        wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
+        sent = [update.to(self._dtype) for update in wanted]
+        self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
+        return sent
+
+    def _settle(self, weights: list[Tensor]) -> None:
+        self._open = 0
+        self._take(weights, everything=False)
+        with torch.no_grad():
+            foreach_copy_(self._last, [parameter.detach() for _, parameter in self._named])
+
+    def _take(self, weights: list[Tensor], everything: bool) -> None:
+        """The live weights become ``weights``; frozen ones are the same everywhere, from the start."""
+        pairs = [(p, w) for (_, p), w in zip(self._named, weights, strict=True) if everything or p.requires_grad]
+        with torch.no_grad():
+            foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])

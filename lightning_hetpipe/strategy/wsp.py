@@ -1,0 +1,91 @@
+"""Wave Synchronous Parallel: how virtual workers share what they learn (HetPipe, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import lightning as L
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.security import Security
+
+AGGREGATES = ("sum", "mean")
+PLACEMENTS = ("size", "round_robin", "local")
+
+
+@dataclass(frozen=True)
+class WSPSettings:
+    """What a :class:`WSPCallback` was given, checked."""
+
+    clock_distance: int
+    wave: int | Literal["auto"]
+    aggregate: str
+    update_dtype: str | None
+    servers: tuple[str, ...] | None
+    placement: str
+    security: Security
+    lease: float
+
+
+class WSPCallback(L.Callback):
+    """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
+
+    Args:
+        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
+        wave: W, minibatches per wave; by default Nm.
+        aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
+        update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
+            lost by it is added to the next update.
+        servers: Addresses (``host:port``) of running servers; by default one is started.
+        placement: Which server holds which parameter: "size", "round_robin" or "local".
+        security: Certificates and token; what is left out is taken from ``HETPIPE_*`` environment variables.
+        lease: How long a virtual worker may be silent before the others go on without it.
+
+    Raises:
+        SettingError: one sentence that names the setting, its value and the way out.
+    """
+
+    def __init__(
+        self,
+        clock_distance: int = 0,
+        wave: int | Literal["auto"] = "auto",
+        aggregate: str = "sum",
+        update_dtype: str | None = None,
+        servers: Sequence[str] | None = None,
+        placement: str = "size",
+        security: Security | None = None,
+        lease: timedelta | float = timedelta(seconds=30),
+    ) -> None:
+        if isinstance(clock_distance, bool) or not isinstance(clock_distance, int) or clock_distance < 0:
+            raise SettingError(f"clock_distance={clock_distance!r} must be a whole number of at least 0")
+        if wave != "auto" and (isinstance(wave, bool) or not isinstance(wave, int) or wave < 1):
+            raise SettingError(f"wave={wave!r} must be a whole number of at least 1, or 'auto'")
+        _one_of("aggregate", aggregate, AGGREGATES)
+        _one_of("placement", placement, PLACEMENTS)
+        if update_dtype is not None:
+            _one_of("update_dtype", update_dtype, ("bfloat16", "float16", "float32"))
+        if isinstance(servers, str) or (servers is not None and not servers):
+            raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
+        seconds = lease.total_seconds() if isinstance(lease, timedelta) else lease
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise SettingError(
+                f"lease={lease!r} must be a datetime.timedelta or a number of seconds, longer than nothing"
+            )
+        self.settings = WSPSettings(
+            clock_distance,
+            wave,
+            aggregate,
+            update_dtype,
+            None if servers is None else tuple(servers),
+            placement,
+            security or Security(),
+            float(seconds),
+        )
+
+
+def _one_of(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise SettingError(f"{name}={value!r} is not known; use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
