@@ -173,7 +173,7 @@ def has_global_hooks() -> bool:
 
 def behind_compile(module: nn.Module) -> nn.Module | None:
     """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
-    behind = vars(module)["_modules"].get("_orig_mod")
+    behind = vars(module).get("_modules", {}).get("_orig_mod")
     return behind if isinstance(behind, nn.Module) else None
 
 
