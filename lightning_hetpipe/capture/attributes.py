@@ -14,10 +14,10 @@ from lightning_hetpipe.pipeline.computed import computed_names
 
 _ABSENT = object()
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# What torch keeps for itself. An RNN rebuilds its lists of weights as it likes.
+# What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
 _TORCHS_OWN = {
     name
-    for owner in (nn.Module(), nn.RNN(1, 1), nn.Module)
+    for owner in (nn.Module(), nn.RNN(1, 1, device="meta"), nn.Module)
     for name in vars(owner)
     if name.startswith("_") or name == "training"
 }
