@@ -13,6 +13,7 @@ class State(Enum):
     OUTSIDE = "outside"
     HELLO = "hello"
     JOIN = "join"
+    CONFIRM = "confirm"
     LOAD = "load"
     LOADED = "loaded"
     STAGE = "stage"

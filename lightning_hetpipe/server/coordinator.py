@@ -89,6 +89,8 @@ class Coordinator:
         """Who waits for a cut to join at."""
         self._attempts: dict[int, int] = {}
         """The reports with which the members became members."""
+        self._reports: dict[int, int] = {}
+        """The last report of each VW."""
         self._formation: Formation | None = None
         self._lost_at: float | None = None
         self._failure: tuple[int, str] | None = None
@@ -165,10 +167,13 @@ class Coordinator:
             )
         if incarnation > known:
             if not isinstance(message, Join | Leave):
+                if vw not in self._seen and self._signature is not None and vw < self._signature.virtual_workers:
+                    self._incarnation[vw], self._seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
             if vw in self._seen:
                 self._remove(vw)
             self._incarnation[vw] = incarnation
+            self._reports.pop(vw, None)
         if not again and not isinstance(message, Leave):
             self._seen[vw] = now
 
@@ -200,9 +205,10 @@ class Coordinator:
 
     def _join(self, message: Join, body: bytes, now: float) -> Answer:
         vw = message.vw
+        if message.attempt < self._reports.get(vw, 0):
+            raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
+        self._reports[vw] = message.attempt
         if self.phase is not Phase.FORMING and vw in self._attempts:
-            if message.attempt < self._attempts[vw]:
-                raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
             if message.attempt == self._attempts[vw]:
                 return self._joined(vw)
             if self.phase is Phase.RUNNING:
@@ -215,8 +221,6 @@ class Coordinator:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
             self._newcomers[vw] = message
             return NotYet(self.epoch, "a cut at which VWs may join")
-        if vw in self._joins and message.attempt < self._joins[vw].attempt:
-            raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
         if message.report.collected is not None:
             self._gathers.restore(message.report.collected, body)
         self._joins[vw] = message
@@ -304,11 +308,14 @@ class Coordinator:
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {message.vw} is not a member")
         if isinstance(message, Loaded):
             self._loaded(message)
-        if isinstance(message, Heartbeat | Loaded):
-            return Done(self.epoch), ()
         order, vw = self.order, message.vw
+        if isinstance(message, Heartbeat | Loaded):
+            if isinstance(message, Heartbeat) and self.phase is Phase.RUNNING and order is not None:
+                order.confirm(vw)
+            return Done(self.epoch), ()
         if self.phase is not Phase.RUNNING or order is None:
             raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
+        order.confirm(vw)
         if isinstance(message, Pushed):
             order.push(vw, message.clock, message.cut)
         elif isinstance(message, Pulled):

@@ -2,7 +2,7 @@
 
     nobody has pulled yet      all VWs must have joined; VW 0's weights are w_0
     somebody has               the newest surviving pull is the base. Its members are expected, and whoever is alive;
-                               who does not come within a lease is left out. The lowest VW that holds that pull loads
+                               who is not heard of within a lease is left out. The lowest VW that holds that pull loads
                                it; each pushes again what it lacks.
 
 A VW that was no member at the base holds nothing that counts: it may join at a cut if it is new, and is left out if it
@@ -60,9 +60,9 @@ def decide(
         included: tuple[Mark, ...] = ()
     else:
         expected = {mark.vw for mark in last.members if gone.get(mark.vw, -1) < mark.incarnation}
-        missing = sorted((expected | set(alive)) - joins.keys())
-        if missing and not waited:
-            return missing
+        missing = ((set() if waited else expected) | set(alive)) - joins.keys()
+        if missing:
+            return sorted(missing)
         were = {(mark.vw, mark.incarnation) for mark in last.members}
         belongs = {vw: (vw, join.incarnation) in were for vw, join in joins.items()}
         at_base = [vw for vw, join in joins.items() if join.report.point is not None and join.report.point == last]

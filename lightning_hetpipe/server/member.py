@@ -4,7 +4,8 @@
     -----------------------------------------------------------------------------------------------------------------
     OUTSIDE   nothing
     HELLO     Hello                  to shards   JOIN, when all have said what they hold
-    JOIN      Join with a report                 Joined: on with what it was doing, see below; LoadNow: LOAD
+    JOIN      Join with a report                 CONFIRM; LOAD, if its weights are the newest
+    CONFIRM   Heartbeat                          on with what it was doing, see below
     LOAD      Load + last pull       to shards   LOADED
     LOADED    Loaded                             JOIN
     STAGE     Stage + update         to shards   PUSH
@@ -108,6 +109,7 @@ class Member:
         self._turn = 0
         self._joining: Join | None = None
         self._load: LoadNow | None = None
+        self._base: Point | None = None
         self._granted: Granted | None = None
         self._unanswered: set[int] = set()
         self._holdings: dict[int, Holding] = {}
@@ -188,6 +190,8 @@ class Member:
             case State.JOIN:
                 assert self._joining is not None
                 return Ask(self._joining, Body.KEPT if self._joining.report.collected else Body.NONE)
+            case State.CONFIRM:
+                return Ask(self.heartbeat())
             case State.LOADED:
                 assert self._load is not None
                 return Ask(Loaded(*me, self._load.generation))
@@ -241,13 +245,16 @@ class Member:
         match self.state, answer:
             case State.JOIN, Joined():
                 self._joined(answer)
+            case State.CONFIRM, Done():
+                assert self._base is not None
+                self._resume(self._base)
             case State.JOIN, LoadNow():
                 self._load = answer
                 self._ask_shards(State.LOAD)
             case State.LOADED, Done():
                 assert self._load is not None
-                # The weights of this VW's last pull are the new generation's base.
-                self.point = self._load.base
+                # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
+                self.point = self.point or self._load.base
                 self.state = State.JOIN
             case State.PUSH, Done():
                 assert self._pending is not None
@@ -348,7 +355,8 @@ class Member:
         self.lost += answer.lost
         if self.goal is Goal.START:
             self.cut, self._cut_clock = answer.cut, answer.clock
-        self._resume(answer.base)
+        self._base = answer.base
+        self.state = State.CONFIRM
 
     def _resume(self, base: Point | None) -> None:
         """On with the goal; ``base`` is that of a generation that has just begun."""

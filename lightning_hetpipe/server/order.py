@@ -77,6 +77,7 @@ class Order:
         self._incarnation = {vw: each.incarnation for vw, each in members.items()}
         self._passed = {vw: each.cut for vw, each in members.items()}
         self._owing = {vw for vw, each in members.items() if each.owes}
+        self._unconfirmed = set(members)
         self._unpulled = {vw for vw, each in members.items() if each.unpulled}
         self._behind = {vw for vw, each in members.items() if each.behind and not each.owes}
         self._repushed: list[Mark] = []
@@ -111,6 +112,14 @@ class Order:
         """The last update that each VW has pushed, dead ones too."""
         return with_commits(self._included, [Commit(mark, 1) for mark in sorted([*self._repushed, *self._queue])])
 
+    def confirm(self, vw: int) -> None:
+        """The VW knows of the generation, so that what it reported for it was its last report, and true.
+
+        Until all do, nobody may pull: a report that came late, of a pull that was not its VW's last, would lead to
+        weights that lack what others have seen.
+        """
+        self._unconfirmed.discard(vw)
+
     def push(self, vw: int, clock: int, cut: bool) -> None:
         """All shards hold the VW's update of ``clock``."""
         if clock < self.clock[vw]:
@@ -138,6 +147,8 @@ class Order:
         return None
 
     def _not_yet(self, vw: int) -> str | None:
+        if self._unconfirmed:
+            return f"{_named(self._unconfirmed)} to take note that servers were lost"
         if vw in self._behind:
             return None
         if self._owing:
@@ -183,7 +194,7 @@ class Order:
         """The VW is no member any more. What it has pushed counts."""
         for each in (self.clock, self.waits, self._turns, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
-        for group in (self._owing, self._unpulled, self._behind):
+        for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
             group.discard(vw)
         self._advance()
 
@@ -231,7 +242,8 @@ class Order:
     def _close(self) -> None:
         """All have come to a cut: the earliest closes, and those who wait at later ones go on waiting."""
         self.cut = min(self.waits.values())
-        self._cut_clock = max(self.clock.values())
+        # Dead VWs' clocks count: no wave has updates from both sides of a cut.
+        self._cut_clock = max(*self.clock.values(), *(mark.clock + 1 for mark in self._included), 0)
         for vw in [vw for vw, cut in self.waits.items() if cut == self.cut]:
             del self.waits[vw]
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut

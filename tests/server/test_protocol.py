@@ -36,6 +36,7 @@ class Interleavings(RuleBasedStateMachine):
                 raise
             self.world.kill(vw)
 
+    @precondition(lambda self: self.world.vws)
     @rule(data=st.data(), fault=st.sampled_from([Fault.NONE] * 4 + list(Fault)), steps=st.integers(1, 6))
     def step(self, data: st.DataObject, fault: Fault, steps: int) -> None:
         vw = data.draw(st.sampled_from(sorted(self.world.vws)))
@@ -118,11 +119,11 @@ def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_laws_hold_whatever_happens(machine: type[RuleBasedStateMachine]) -> None:
-    explore(machine, 25, 25)
+    explore(machine, 20, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_laws_hold_whatever_happens_for_long(machine: type[RuleBasedStateMachine]) -> None:
-    explore(machine, 1500, 60)
+    explore(machine, 1000, 60)

@@ -252,7 +252,7 @@ class World:
 
         A VW that was left out finds out, and is no more.
         """
-        for turn in range(3000):
+        for turn in range(300):
             for vw in list(self.vws):
                 member = self.vws[vw].member
                 if member.state is State.IDLE and member.goal is Goal.NONE and member.cut < LAST_CUT:
