@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 import grpc
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, OVERHEAD, SIGNAL, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.security import Security, split
 from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
@@ -27,6 +27,9 @@ BEARER = "Bearer "
 
 CALLS = 256
 """Calls that a server serves at once, each in a thread of its own; it turns further ones away."""
+
+LONGEST = 24 * 3600.0
+"""Seconds that a call may take: who sends nothing more must not hold a thread for ever."""
 
 _STOP = 10.0  # seconds that threads may take to notice that their calls have ended
 
@@ -242,10 +245,7 @@ class _Slots:
         for index, portion in enumerate(portions(body, SLOT)):
             if index >= SLOTS:
                 self._signal()
-            start = 0
-            for part in portion:
-                copy(self._block.slot(index, SLOT)[start : start + len(part)], part)
-                start += len(part)
+            self._block.fill(index, portion)
             yield SIGNAL
 
     def close(self) -> None:
@@ -277,8 +277,8 @@ class _Doorkeeper:
 
 
 def _opening(message: bytes, context: grpc.ServicerContext) -> Opening:
-    if context.time_remaining() is None:
-        _malformed(context, "a call needs a deadline")
+    if context.time_remaining() > LONGEST:
+        _malformed(context, f"a call needs a deadline of at most {LONGEST:.0f} s")
     try:
         return Opening.unpack(message)
     except Malformed as error:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from lightning_hetpipe.server.buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, SIGNAL, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.security import Security, is_loopback, split
@@ -110,16 +110,21 @@ class GrpcChannel:
         return answer
 
     def _with_bodies(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
-        block = self._blocks.take() if self._blocks is not None and opening.size + opening.room >= LEAST else None
-        if block is not None and self._blocks is not None:
-            answer = self._run(_SlotExchange(opening, body, into, block), deadline)
-            if answer.outcome == Outcome.NO_BLOCK:
-                block.close()
-                self._blocks.give_up(answer.header.decode(errors="replace"))
-            else:
-                # Not after an error, or a refusal half-way: somebody may still be filling it.
-                self._blocks.give(block) if answer.outcome == Outcome.REPLY else block.close()
+        blocks = self._blocks
+        block = blocks.take() if blocks is not None and opening.size + opening.room >= LEAST else None
+        if blocks is not None and block is not None:
+            outcome = None
+            try:
+                answer = self._run(_SlotExchange(opening, body, into, block), deadline)
+                outcome = answer.outcome
+            finally:
+                if outcome == Outcome.REPLY:
+                    blocks.give(block)
+                else:  # after an error, or a refusal half-way, somebody may still be filling it
+                    block.close()
+            if outcome != Outcome.NO_BLOCK:
                 return answer
+            blocks.give_up(answer.header.decode(errors="replace"))
         return self._run(_MessageExchange(opening, body, into), deadline)
 
     def _run(self, exchange: _MessageExchange | _SlotExchange, deadline: float) -> Answer:
@@ -187,10 +192,10 @@ class _SlotExchange:
         for index, portion in enumerate(portions(self._body, SLOT)):
             if index >= SLOTS and not self._emptied.get():
                 return
-            start = 0
-            for part in portion:
-                copy(self._block.slot(index, SLOT)[start : start + len(part)], part)
-                start += len(part)
+            try:
+                self._block.fill(index, portion)
+            except ValueError:  # it has been closed, as the call is over
+                return
             yield SIGNAL
         for _ in range(min(SLOTS, self._slots)):  # the server's signals for the last ones
             if not self._emptied.get():

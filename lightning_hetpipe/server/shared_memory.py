@@ -23,6 +23,8 @@ import secrets
 import stat
 import struct
 
+from lightning_hetpipe.server.buffers import Filling, total
+
 SLOTS = 4
 SLOT = 2 << 20
 """Bytes of a slot."""
@@ -107,6 +109,14 @@ class Block:
         """The first ``size`` bytes of the slot whose turn comes at ``index`` (counted on and on)."""
         start = _FIRST + index % SLOTS * SLOT
         return memoryview(self._map)[start : start + size]
+
+    def fill(self, index: int, parts: list[memoryview]) -> None:
+        """Copies these parts, one behind the other, into the slot whose turn comes at ``index``.
+
+        Raises:
+            ValueError: if the block has been closed.
+        """
+        Filling([self.slot(index, total(parts))]).write_all(parts)
 
     def close(self) -> None:
         """Gives the memory back. May be called again."""

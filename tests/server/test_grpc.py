@@ -1,0 +1,231 @@
+"""What anybody may send to a port: it changes nothing, and does not end the server."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_hetpipe
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server import frames
+from lightning_hetpipe.server.frames import CHUNK, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.grpc_server import MANY, ONE, SERVICE, GrpcServer
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.shared_memory import SLOT, Block
+from lightning_hetpipe.server.transport import HEADER_LIMIT, Refused, Unreachable
+from tests.server.transports import PATIENCE, Desk, eventually
+
+ECHO = Opening("echo", b"ab", 10, 10)
+
+# Sends the beginning of a body and waits to be killed. It takes the module of frames alone, which is quick to import.
+HALF_A_BODY = """
+import sys, types, threading
+package = types.ModuleType("lightning_hetpipe")
+package.__path__ = [sys.argv[2]]
+sys.modules["lightning_hetpipe"] = package
+import grpc
+from lightning_hetpipe.server.frames import CHUNK, Opening
+
+def messages():
+    yield Opening("echo", b"", 10 * CHUNK, 0).pack()
+    yield bytes(CHUNK)
+    print("sent", flush=True)
+    threading.Event().wait()
+
+for _ in grpc.insecure_channel(sys.argv[1]).stream_stream("/hetpipe/Many")(messages(), timeout=600):
+    pass
+"""
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def server(desk: Desk) -> Iterator[GrpcServer]:
+    with GrpcServer(desk) as server:
+        yield server
+        with closing(GrpcChannel(server.address)) as channel:  # whatever has happened
+            assert channel.call("echo", b"ab") == b"ba"
+
+
+def send(server: GrpcServer, method: str, *messages: bytes, timeout: float | None = PATIENCE) -> grpc.StatusCode:
+    """What a call of raw gRPC with these messages ends with."""
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{method}")(iter(messages), timeout=timeout)
+        try:
+            for _ in call:
+                pass
+        except grpc.RpcError:
+            pass
+        code: grpc.StatusCode = call.code()
+        return code
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"x",
+        bytes(1000),
+        b"\xff" * 1000,
+        ECHO.pack()[:-1],
+        ECHO.pack() + b"x",
+        b"HPT\x02" + ECHO.pack()[4:],
+        ECHO.pack()[:4] + b"\x07" + ECHO.pack()[5:],
+        Opening("echo", b"", 10, 10, block=b"not a block").pack()[:-5],
+    ],
+)
+def test_openings_that_are_none_are_refused(server: GrpcServer, desk: Desk, message: bytes) -> None:
+    for method in (ONE, MANY):
+        outcome = send(server, method, message)
+        assert outcome in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK)  # OK: no such block
+    assert desk.calls == []
+
+
+def test_a_body_must_be_as_long_as_it_says(server: GrpcServer, desk: Desk) -> None:
+    for chunks in ([], [bytes(9)], [bytes(9), b""], [bytes(9), bytes(2)], [bytes(11)]):
+        assert send(server, MANY, ECHO.pack(), *chunks) == grpc.StatusCode.INVALID_ARGUMENT
+        assert desk.abandonments.acquire(timeout=PATIENCE)
+    assert desk.ran() == []
+    assert send(server, MANY, ECHO.pack(), bytes(4), bytes(6)) == grpc.StatusCode.OK
+
+
+def test_a_blocks_signals_must_be_signals(server: GrpcServer, desk: Desk) -> None:
+    with closing(Block.make()) as block:
+        opening = Opening("echo", b"", SLOT, 0, block.description).pack()
+        for messages in ([], [b"-"], [b"++"], [bytes(CHUNK)]):
+            assert send(server, MANY, opening, *messages) == grpc.StatusCode.INVALID_ARGUMENT
+            assert desk.abandonments.acquire(timeout=PATIENCE)
+    assert desk.ran() == []
+
+
+def test_messages_that_are_too_large_and_unknown_methods_are_refused(server: GrpcServer, desk: Desk) -> None:
+    too_large = bytes(CHUNK + HEADER_LIMIT + frames.OVERHEAD + 1)
+    assert send(server, MANY, too_large) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert send(server, "Nothing", b"") == grpc.StatusCode.UNIMPLEMENTED
+    assert desk.calls == []
+
+
+def test_a_call_needs_a_deadline(server: GrpcServer, desk: Desk) -> None:
+    """A client that sends nothing more would hold a thread for ever."""
+    assert send(server, ONE, Opening("echo", b"", 0, 0).pack(), timeout=None) == grpc.StatusCode.INVALID_ARGUMENT
+    assert desk.calls == []
+
+
+def test_a_deadline_ends_a_body_that_does_not_come(server: GrpcServer, desk: Desk) -> None:
+    def nothing_more() -> Iterator[bytes]:
+        yield ECHO.pack()
+        assert desk.abandonments.acquire(timeout=PATIENCE)
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{MANY}")(nothing_more(), timeout=0.3)
+        with pytest.raises(grpc.RpcError):
+            next(call)
+        assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        eventually(lambda: ("abandoned", "echo", 10) in desk.calls, "the body was not given back")
+
+
+def test_garbage_on_the_port_is_survived(server: GrpcServer) -> None:
+    host, port = server.address.split(":")
+    for garbage in (b"GET / HTTP/1.0\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000):
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(garbage)
+
+
+def test_connections_without_end_are_survived(server: GrpcServer) -> None:
+    """More than the process may have open: further ones wait, and what works goes on working."""
+
+    def connect() -> None:
+        for _ in range(1000):
+            flood.enter_context(socket.create_connection((host, int(port)), PATIENCE))
+
+    host, port = server.address.split(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(GrpcChannel(server.address)) as channel, ExitStack() as flood:
+        assert channel.call("echo", b"ab") == b"ba"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                connect()
+            assert channel.call("echo", b"ab", timeout=PATIENCE) == b"ba"
+        finally:
+            flood.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_client_that_is_killed_in_mid_body_leaves_nothing(server: GrpcServer, desk: Desk) -> None:
+    folder = str(Path(lightning_hetpipe.__file__).parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", HALF_A_BODY, server.address, folder], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "sent\n"
+        eventually(lambda: bool(desk.calls), "the call has not come")
+        client.kill()
+    assert desk.abandonments.acquire(timeout=PATIENCE)
+    assert [what for what, _, _ in desk.calls] == ["open", "abandoned"]
+
+
+def test_a_port_is_not_shared(server: GrpcServer) -> None:
+    with (
+        pytest.raises(SettingError, match=f"address={server.address} cannot be had"),
+        GrpcServer(Desk(), server.address),
+    ):
+        pass
+
+
+def test_a_peer_that_speaks_another_language(server: GrpcServer) -> None:
+    """Some other gRPC server, and a port where nobody speaks HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with closing(GrpcChannel(address)) as channel, pytest.raises(Unreachable):
+            channel.call("echo", b"", timeout=0.5)
+    other = grpc.method_handlers_generic_handler(
+        SERVICE, {ONE: grpc.unary_unary_rpc_method_handler(lambda message, context: b"what?")}
+    )
+    stranger = grpc.server(ThreadPoolExecutor(1), handlers=[other])
+    port = stranger.add_insecure_port("127.0.0.1:0")
+    stranger.start()
+    try:
+        with closing(GrpcChannel(f"127.0.0.1:{port}")) as channel:
+            with pytest.raises(Refused, match="answered with something else"):
+                channel.call("echo", b"")
+            with pytest.raises(Refused, match="Method not found"):
+                channel.call("echo", b"", [memoryview(b"x")])
+    finally:
+        stranger.stop(None).wait(PATIENCE)
+
+
+def test_headers_have_a_limit(server: GrpcServer) -> None:
+    with closing(GrpcChannel(server.address)) as channel:
+        header = b"a" * HEADER_LIMIT
+        assert channel.call("echo", header) == header
+        with pytest.raises(ValueError, match="more than a call takes"):
+            channel.call("echo", header + b"a")
+
+
+@given(st.binary(max_size=200), st.binary(max_size=20), st.integers(0, 1 << 60), st.binary(max_size=40))
+def test_openings_come_back_and_any_other_bytes_are_malformed(
+    header: bytes, cut: bytes, size: int, block: bytes
+) -> None:
+    opening = Opening("push", header, size, 7, block)
+    assert Opening.unpack(opening.pack()) == opening
+    answer = Answer(Outcome.REPLY, header, size)
+    assert Answer.unpack(answer.pack()) == answer
+    for unpack, message in ((Opening.unpack, cut + opening.pack()), (Answer.unpack, cut + answer.pack())):
+        if cut:
+            with pytest.raises(Malformed):
+                unpack(message)
