@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -435,6 +436,13 @@ def test_hooks_before_the_transfer() -> None:
     found: list[Any] = []
     quiet_trainer("auto", callbacks=[Moves()]).fit(Hooked(), batches(1))
     assert found == [("batch", 0)], "on_before_batch_transfer would not run for batches that are fetched ahead"
+
+
+@guards("_checkpoint_io")
+def test_the_writer_of_checkpoints() -> None:
+    strategy, io = HetPipeStrategy(), TorchCheckpointIO()
+    of_lightning.set_checkpoint_io(strategy, io)
+    assert super(HetPipeStrategy, strategy).checkpoint_io is io, "a user's plugin would not write checkpoints"
 
 
 @guards("_layer_sync")

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -40,6 +41,7 @@ __all__ = [
     "log_interval",
     "move_before_transfer",
     "run_first",
+    "set_checkpoint_io",
     "set_fetcher",
     "share_profiling",
     "step_arguments",
@@ -141,6 +143,11 @@ def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:
 def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
     """Lets ``inner`` call around its fetches what Lightning has given to ``fetcher``."""
     inner._start_profiler, inner._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
+
+
+def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
+    """What the setter of ``strategy.checkpoint_io`` does."""
+    strategy._checkpoint_io = io
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:

@@ -27,6 +27,7 @@ from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.server.process import ServerProcess
 from lightning_hetpipe.strategy import collectives, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
@@ -34,6 +35,7 @@ from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
     begun_minibatches,
     evaluating_loop,
+    set_checkpoint_io,
     synchronises_batchnorm,
     wants_several_optimizers,
 )
@@ -102,7 +104,7 @@ class HetPipeStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=filled(checkpoint_io),
             precision_plugin=precision_plugin,
         )
         of_later_releases = {
@@ -162,6 +164,17 @@ class HetPipeStrategy(ParallelStrategy):
                 f"num_nodes={value} is not available yet: this release trains on one machine; leave num_nodes out"
             )
         self._num_nodes = value
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        if is_lightnings_own(super().checkpoint_io):
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        set_checkpoint_io(self, filled(io))
 
     @property
     def is_distributed(self) -> bool:
@@ -243,7 +256,7 @@ class HetPipeStrategy(ParallelStrategy):
         self._group.open()
 
     def _wsp_settings(self) -> WSPSettings:
-        trainer = self._lightning_module.trainer if self._lightning_module is not None else None
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         among = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
         return (self.wsp or (among[0] if among else WSPCallback())).settings
 

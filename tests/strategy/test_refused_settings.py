@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.strategy.settings import LATER
 from tests.strategy.refusing import Learner, assert_clean, assert_refused, batches, layers, quiet_trainer, refused
 
@@ -55,9 +55,6 @@ def test_a_module_that_is_no_name(value: Any) -> None:
 
 
 LATER_VALUES: list[tuple[str, Any]] = [
-    ("virtual_workers", 2),
-    ("virtual_workers", 0),
-    ("virtual_workers", True),
     ("weights", "spectrain"),
     ("weights", None),
     ("plan", "plan.json"),
@@ -68,7 +65,6 @@ LATER_VALUES: list[tuple[str, Any]] = [
     ("recompute", True),
     ("timeline", True),
     ("lr_correction", "theorem"),
-    ("wsp", object()),
     ("start_method", "spawn"),
 ]
 
@@ -176,3 +172,37 @@ def test_a_second_fit_after_a_refusal() -> None:
     assert trainer.global_step == 5
     assert strategy.last_run is not None
     assert_clean(trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ({"virtual_workers": 0}, ["virtual_workers=0", "at least 1"]),
+        ({"virtual_workers": True}, ["virtual_workers=True", "at least 1"]),
+        ({"virtual_workers": 2, "stages": [2, 3, 4]}, ["stages=[2, 3, 4] has 3 entries", "virtual_workers=2"]),
+        ({"virtual_workers": 2, "stages": [2, 0]}, ["stages=0"]),
+        ({"wsp": object()}, ["wsp=", "must be a WSPCallback"]),
+    ],
+)
+def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> None:
+    with refused(*fragments):
+        HetPipeStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ({"clock_distance": -1}, ["clock_distance=-1", "at least 0"]),
+        ({"clock_distance": 1.5}, ["clock_distance=1.5"]),
+        ({"wave": 0}, ["wave=0", "at least 1"]),
+        ({"aggregate": "max"}, ["aggregate='max'", "'sum' or 'mean'"]),
+        ({"update_dtype": "int8"}, ["update_dtype='int8'", "'bfloat16'"]),
+        ({"servers": "10.0.0.1:5"}, ["servers='10.0.0.1:5'", "list of addresses"]),
+        ({"servers": []}, ["servers=[]"]),
+        ({"placement": "near"}, ["placement='near'"]),
+        ({"lease": 0}, ["lease=0"]),
+    ],
+)
+def test_settings_of_the_synchronisation(arguments: dict[str, Any], fragments: list[str]) -> None:
+    with refused(*fragments):
+        WSPCallback(**arguments)

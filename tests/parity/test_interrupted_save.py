@@ -1,0 +1,85 @@
+"""An interrupted save leaves the old checkpoint, whole, whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
+from tests.strategy.refusing import Learner, batches, pipeline, quiet_trainer
+
+SAVES = """
+import os, sys
+import torch
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
+
+class Dies:
+    def __reduce__(self):
+        os.kill(os.getpid(), 9)
+
+ReplacingCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "late": Dies()}, sys.argv[1])
+"""
+
+
+def test_a_kill_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    ReplacingCheckpointIO().save_checkpoint({"step": 1}, path)
+    killed = subprocess.run([sys.executable, "-c", SAVES, str(path)], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert torch.load(path) == {"step": 1}
+    ReplacingCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert torch.load(path) == {"step": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["write", "replace"])
+def test_a_failure_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, place: str
+) -> None:
+    def save(self: Any, checkpoint: Any, path: Path, storage_options: Any = None) -> None:
+        Path(path).write_bytes(b"half of ")
+        raise failure
+
+    def replace(*_: Any) -> None:
+        raise failure
+
+    path = tmp_path / "it.ckpt"
+    ReplacingCheckpointIO().save_checkpoint({"step": 1}, path)
+    if place == "write":
+        monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", save)
+    else:
+        monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(type(failure)):
+        ReplacingCheckpointIO().save_checkpoint({"step": 2}, path)
+    monkeypatch.undo()
+    assert torch.load(path) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+def test_plugins_of_the_users_stay(tmp_path: Path) -> None:
+    class Mine(TorchCheckpointIO):
+        pass
+
+    mine, around = Mine(), AsyncCheckpointIO()
+    for plugin in (mine, around):
+        trainer = quiet_trainer(pipeline(2), plugins=[plugin])
+        assert trainer.strategy.checkpoint_io is plugin
+    assert isinstance(around.checkpoint_io, ReplacingCheckpointIO)
+
+
+def test_the_strategy_saves_so(tmp_path: Path) -> None:
+    trainer = quiet_trainer(pipeline(2))
+    trainer.fit(Learner(), batches(3))
+    assert isinstance(trainer.strategy.checkpoint_io, ReplacingCheckpointIO)
+    trainer.save_checkpoint(tmp_path / "a" / "it.ckpt")
+    assert torch.load(tmp_path / "a" / "it.ckpt", weights_only=True)["global_step"] == 3
