@@ -1,0 +1,100 @@
+"""One process of a launch of virtual workers: trains a task of the tests, and writes down what it saw.
+
+Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}'``, see :class:`tests.wsp.launch.Job`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from tests import models
+from tests.exact.pipelines import Delays
+from tests.exact.running import Recorder, make_trainer
+from tests.models import Learner
+
+TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] = {
+    "mlp": (lambda: models.mlp(models.ADAMW), models.vectors),
+    "resnet": (models.resnet, models.images),
+    "transformer": (models.transformer, models.sentences),
+}
+
+
+class Validates(L.Callback):
+    """What a validation in mid-epoch sees of the weights."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.seen.append({name: tensor.clone() for name, tensor in pl_module.state_dict().items()})
+
+
+def task_of(name: str, worker: int) -> Learner:
+    """The task, with other weights on each virtual worker: all are to start from those of the first one."""
+    torch.manual_seed(7 + worker)
+    return TASKS[name][0]()
+
+
+def data_of(name: str, worker: int, batches: int) -> DataLoader[Any]:
+    """The data of virtual worker ``worker``; the last batch is smaller."""
+    return TASKS[name][1](4 * batches - 1, 4, seed=10 + worker)
+
+
+class Evaluated(Learner):
+    """Validates, if there is something to validate with."""
+
+    def __init__(self, task: Learner) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+
+    def compute(self, batch: Any) -> Any:
+        return self.task.compute(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.compute(batch)["loss"], sync_dist=True)
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    lengths: Sequence[int] = job["lengths"]
+    wsp = WSPCallback(**job.get("wsp", {}))
+    strategy = HetPipeStrategy(
+        virtual_workers=len(lengths), stages=job["stages"], in_flight=job["in_flight"], wsp=wsp, timeout=60
+    )
+    worker = strategy.global_rank
+    if "delays" in job:
+        strategy._before_task = Delays(job["delays"] + worker)
+    torch.manual_seed(3)
+    recorder, validates = Recorder(), Validates()
+    trainer = make_trainer(
+        [validates, recorder], strategy=strategy, use_distributed_sampler=False, **job.get("trainer", {})
+    )
+    module = Evaluated(task_of(job["task"], worker))
+    torch.manual_seed(3)
+    loader = data_of(job["task"], worker, lengths[worker])
+    trainer.fit(module, loader, data_of(job["task"], 9, 3) if job.get("validate") else None)
+    record = recorder.record
+    torch.save(
+        {
+            "outputs": record.outputs,
+            "states": [vars(state) for state in record.states],
+            "validated": validates.seen,
+            "metrics": dict(trainer.callback_metrics),
+        },
+        Path(job["folder"]) / f"{worker}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
