@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
-import grpc
-
 from lightning_hetpipe.server.buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, SIGNAL, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.security import Security, is_loopback, split
 from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
@@ -182,7 +181,7 @@ class _SlotExchange:
     """One call whose bodies go through a block."""
 
     def __init__(self, opening: Opening, body: list[memoryview], into: list[memoryview], block: Block) -> None:
-        self._opening = opening._replace(block=block.description)
+        self._opening = Opening(*opening[:4], block.description)
         self._body, self._into, self._block = body, into, block
         self._emptied: SimpleQueue[bool] = SimpleQueue()  # a slot, by either side; False: the call is over
         self._slots = -(-opening.size // SLOT)

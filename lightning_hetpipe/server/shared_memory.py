@@ -8,7 +8,8 @@ A secret in the block itself proves that both sides see the same memory; where t
 namespace, another user, not Linux) bodies go through messages.
 
 Bodies of any size stream through a block: it has slots, used in turn, and a side fills one while the other empties the
-one before. A block that fits into the caches costs little more than copying once, and less memory than whole bodies.
+one before: that costs no more memory than the slots, however large the body, and copying on one side overlaps copying
+on the other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import struct
 
 from lightning_hetpipe.server.buffers import Filling, total
 
-SLOTS = 4
-SLOT = 2 << 20
-"""Bytes of a slot."""
+SLOTS = 3
+SLOT = 8 << 20
+"""Bytes of a slot. Measured: a signal costs as much CPU time as copying 1 to 2 MiB does."""
 
 _SECRET = 16
 _FIRST = mmap.PAGESIZE  # where slots begin; the secret stands before

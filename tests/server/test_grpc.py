@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from multiprocessing import get_context
 from pathlib import Path
 
 import grpc
@@ -45,6 +47,36 @@ def messages():
 
 for _ in grpc.insecure_channel(sys.argv[1]).stream_stream("/hetpipe/Many")(messages(), timeout=600):
     pass
+"""
+
+
+FORKS = """
+import os, sys, threading, types
+package = types.ModuleType("lightning_hetpipe")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_hetpipe"] = package
+from concurrent.futures import ThreadPoolExecutor
+from lightning_hetpipe.server.grpc_import import grpc
+
+print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), flush=True)
+came, go = threading.Event(), threading.Event()
+def wait(message, context):
+    came.set()
+    go.wait(20)
+    return b""
+handlers = grpc.method_handlers_generic_handler("a", {"b": grpc.unary_unary_rpc_method_handler(wait)})
+server = grpc.server(ThreadPoolExecutor(1), handlers=[handlers])
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+call = grpc.insecure_channel(f"127.0.0.1:{port}").unary_unary("/a/b").future(b"", timeout=20)
+assert came.wait(20)
+worker = os.fork()
+if worker == 0:
+    os._exit(0)
+assert os.waitpid(worker, 0)[1] == 0
+go.set()
+call.result()
+server.stop(None).wait(20)
 """
 
 
@@ -177,6 +209,31 @@ def test_a_client_that_is_killed_in_mid_body_leaves_nothing(server: GrpcServer, 
         client.kill()
     assert desk.abandonments.acquire(timeout=PATIENCE)
     assert [what for what, _, _ in desk.calls] == ["open", "abandoned"]
+
+
+def test_workers_may_be_forked_while_calls_run(server: GrpcServer, desk: Desk) -> None:
+    """As DataLoader's are."""
+    with closing(GrpcChannel(server.address)) as channel, ThreadPoolExecutor(1) as threads:
+        call = threads.submit(channel.call, "hold", b"ab")
+        assert desk.held.acquire(timeout=PATIENCE)
+        worker = get_context("fork").Process(target=sum, args=([1, 2],))
+        worker.start()
+        worker.join(PATIENCE)
+        assert worker.exitcode == 0
+        desk.go.set()
+        assert call.result(PATIENCE) == b"ba"
+
+
+def test_forks_are_not_complained_about_and_the_environment_stays() -> None:
+    """gRPC's core wrote to stderr at each fork, unless a variable was set when it was imported."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS, str(Path(lightning_hetpipe.__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"},
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "None\n", "")
 
 
 def test_a_port_is_not_shared(server: GrpcServer) -> None:

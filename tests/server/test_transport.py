@@ -96,7 +96,7 @@ def test_several_threads_call_at_once(channel: Channel, desk: Desk) -> None:
     barrier = threading.Barrier(count)
 
     def call(number: int) -> bool:
-        body = pattern(SLOT * number + number, seed=number)
+        body = pattern((1 << 20) * number + number, seed=number)
         back = bytearray(len(body))
         barrier.wait(PATIENCE)
         for _ in range(3):

@@ -1,0 +1,37 @@
+"""The transport benchmark: every carrier moves what it says, and ratios are formed within rounds."""
+
+import pytest
+
+from benchmarks.transport import CLIENTS, TITLES, Figure, measure, ratio, report
+
+MACHINE = {"cpu": "a cpu", "cpus": 2, "load_average": 0.0, "torch": "2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", CLIENTS)
+@pytest.mark.parametrize("carrier", ["block", "memory", "grpc", "socket"])
+def test_carriers_are_measured_in_processes_of_their_own(carrier: str, clients: int) -> None:
+    assert measure(carrier, clients, size=1 << 20, rounds=1).rate > 0
+
+
+def test_the_report_says_what_was_met_missed_and_failed() -> None:
+    rounds = [
+        {
+            "block 1": Figure(4.0, 7.0),
+            "memory 1": Figure(5.0, 0.0),
+            "grpc 1": Figure(1.0, 9.0),
+            "socket 1": Figure(2, 0),
+        },
+        {"block 1": Figure(9.0, 8.0), "memory 1": Figure(10.0, 0.0)},
+    ]
+    spread = ratio(rounds, "block 1", "memory 1")
+    assert spread is not None
+    assert (spread.low, spread.median, spread.high) == pytest.approx((0.8, 0.85, 0.9))
+    assert ratio(rounds, "tls 1", "socket 1") is None
+    outcome = report(MACHINE, 1 << 29, rounds, {"tls 1": "no openssl"})
+    assert not outcome.complete
+    lines = outcome.text.splitlines()
+    assert next(line for line in lines if line.startswith(TITLES["block"])).split()[-1] == "8"
+    assert next(line for line in lines if line.startswith("a/b")).split()[-1] == "met"
+    assert next(line for line in lines if line.startswith("c/e")).split()[-1] == "missed"
+    assert "no openssl" in outcome.text
