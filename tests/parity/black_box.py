@@ -136,6 +136,7 @@ def _witnessed(story: Story, folder: Path, environment: Mapping[str, str]) -> di
         "said": [_addressless(line) for line in text.getvalue().splitlines()],
         "files": files,
         "signals": kept,
+        "threads": torch.get_num_threads(),
         "random": [
             describe(torch.get_rng_state()),
             hash(random.getstate()),

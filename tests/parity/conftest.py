@@ -42,7 +42,6 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def _torch_settings() -> tuple[object, ...]:
     return (
-        torch.get_num_threads(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
