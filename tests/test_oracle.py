@@ -106,6 +106,57 @@ def test_a_restart_empties_the_pipeline() -> None:
     assert oracle.difference(through.losses[2], restarted.losses[2]) is not None
 
 
+class Number(nn.Module):
+    """With the loss (w - x)^2 and the learning rate 1/4, one step halves the distance from w to x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.0, dtype=torch.float64))
+
+
+def together(data: Any, **options: Any) -> list[list[float]]:
+    """The versions of each worker."""
+    recipe = Recipe(lambda model: torch.optim.SGD(model.parameters(), lr=0.25))
+    options = {"in_flight": 1, "wave": 2, **options}
+    runs = oracle.train_together(Number(), lambda model, x: {"loss": (model.w - x).square()}, data, recipe, **options)
+    return [[state.weights["w"].item() for state in run.states] for run in runs]
+
+
+def test_two_workers_by_hand() -> None:
+    # Worker 0 goes 0, 8, 12 with x = 16, worker 1 goes 0, -8, -12: the sum of both updates is 0. Then 8, 12 and -16,
+    # -24: the sum is 12 - 24 = -12.
+    assert together([[[16.0] * 4], [[-16.0] * 2 + [-32.0] * 2]]) == [[0, 8, 0, 8, -12], [0, -8, 0, -16, -12]]
+    assert together([[[16.0] * 2], [[-8.0] * 2]], mean=True) == [[0, 8, 3], [0, -4, 3]]
+
+
+def test_a_worker_with_less_data_waits_at_the_cut() -> None:
+    # Worker 1's only wave is a short one, to -4. Then it waits, and takes what the others have at the epoch's end.
+    assert together([[[16.0] * 3, [0.0]], [[-8.0], [0.0]]]) == [[0, 8, 8, 12, 0], [0, 12, 0]]
+
+
+def test_a_cut_within_the_epoch_ends_a_wave_early() -> None:
+    # After the first minibatch both hold 8; then comes a wave of two, to 14 and to 2.
+    assert together([[[16.0] * 3], [[0.0] * 3]], cuts=[1]) == [[0, 8, 12, 8], [0, 8, 4, 8]]
+
+
+def test_a_wave_longer_than_the_pipeline_and_stale_gradients() -> None:
+    # Nm = 2, W = 3: p = 1 and 2 use version 0, p = 3 version 1, p = 4 version 2, p = 5 version 3, which is merged.
+    (alone,) = together([[[16.0] * 5]], in_flight=2, wave=3)
+    versions = [0.0]
+    for used in (0, 0, 1, 2, 3):
+        versions.append(versions[-1] + (16 - versions[used]) / 2)
+    assert alone == versions
+
+
+def test_one_worker_alone_is_the_oracle_but_for_rounding() -> None:
+    task, loader = mlp(), vectors(24, 4)
+    epochs = [list(loader)] * 2
+    alone = expect(task, epochs, 2)
+    (run,) = oracle.train_together(task, lambda model, batch: model.compute(batch), [epochs], SGD, 2, 2)
+    for a, b in zip(alone.losses, run.losses, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4)
+
+
 def test_dropout_belongs_to_the_minibatch() -> None:
     task, loader = recurring(), vectors(24, 4)
     first, second = expect(task, loader, 3), expect(task, loader, 3)

@@ -113,8 +113,13 @@ class Client:
         """Leaves, if that was not done: with an exception, the others are told and end as well."""
         if not self._left:
             self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads, without a word to the servers: they miss the VW when its lease runs out."""
         self._stopped.set()
-        self._heart.join(timeout=self._lease)
+        if self._heart.is_alive():
+            self._heart.join(timeout=self._lease)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     # What a VW does.

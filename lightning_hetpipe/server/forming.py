@@ -53,8 +53,8 @@ def decide(
     points = [join.report.point for join in joins.values() if join.report.point is not None]
     last = max(points, key=lambda point: point.age, default=None)
     if last is None:
-        if missing := [vw for vw in range(_number(joins)) if vw not in joins]:
-            return missing
+        if absent := [vw for vw in range(_number(joins)) if vw not in joins]:
+            return absent
         belongs = dict.fromkeys(joins, True)
         holder, count = 0, 0
         included: tuple[Mark, ...] = ()
@@ -75,7 +75,7 @@ def decide(
     return Formation(
         base,
         holder,
-        {vw: _standing(join, base, cut, holder) for vw, join in members.items()},
+        {vw: _standing(join, base, cut, cut_clock, holder) for vw, join in members.items()},
         cut,
         cut_clock,
         max(join.report.cut_at for join in members.values()),
@@ -87,14 +87,17 @@ def _number(joins: Mapping[int, Join]) -> int:
     return next((join.signature.virtual_workers for join in joins.values()), 1)
 
 
-def _standing(join: Join, base: Point, cut: int, holder: int) -> Standing:
+def _standing(join: Join, base: Point, cut: int, cut_clock: int, holder: int) -> Standing:
     report = join.report
     has = report.pending and base.includes(Mark(join.vw, join.incarnation, report.clock))
+    owes = report.pending and not has
+    # The base is then at that cut, or beyond: the VW waits there, or at a later one.
+    at_cut = report.cut < cut and not owes
     return Standing(
         incarnation=join.incarnation,
-        clock=report.clock + has,
+        clock=max(cut_clock, report.clock) if at_cut else report.clock + has,
         cut=report.cut,
-        owes=report.pending and not has,
+        owes=owes,
         unpulled=has,
         behind=report.cut < cut or (report.point is None and join.vw != holder),
     )

@@ -109,7 +109,7 @@ MACHINES = [Interleavings, Restarts, Deaths]
 
 def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]  # hypothesis leaves it untyped
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks

@@ -277,6 +277,11 @@ class World:
     def _check_grant(self, vw: int, granted: Granted) -> None:
         one = self.vws[vw].member
         assert granted.clock - granted.slowest <= self.distance
+        live = [(self.vws[mark.vw].member, mark) for mark in granted.point.members if mark.vw in self.vws]
+        if one.goal is Goal.WAVE:  # and by what the VWs themselves know, who may have pushed and not heard so
+            for other, mark in live:
+                if other.incarnation == mark.incarnation and other.goal is not Goal.CUT and other.cut == one.cut:
+                    assert one.clock - other.clock <= self.distance + (other.goal is Goal.WAVE)
         if self.distance == 0:
             marks = [commit.update for commit in granted.tail]
             assert all((a.clock, a.vw) < (b.clock, b.vw) for a, b in pairwise(marks)), marks

@@ -1,0 +1,112 @@
+"""A transport within the process that calls a server's handler directly, and goes wrong where a test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hetpipe.server.messages import decode
+from lightning_hetpipe.server.service import Service
+from lightning_hetpipe.server.transport import Refused, Unreachable
+from tests.server.world import Fault
+
+
+@dataclass
+class Host:
+    """Where a server runs: it can be started anew, with whatever it held gone."""
+
+    start: Callable[[], Service]
+    service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.service = self.start()
+
+    def restart(self) -> None:
+        self.service = self.start()
+
+
+@dataclass(frozen=True)
+class Address:
+    """The ``nth`` message, from 0, of this kind that goes from a VW to a server."""
+
+    vw: int
+    server: int
+    kind: str
+    nth: int
+
+
+@dataclass
+class Faults:
+    """What befalls which message; ``then`` is called when it has happened, before its sender learns of it."""
+
+    at: dict[Address, Fault] = field(default_factory=dict)
+    then: dict[Address, Callable[[], None]] = field(default_factory=dict)
+    happened: set[Address] = field(default_factory=set)
+    _counts: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next(self, vw: int, server: int, kind: str) -> Address:
+        with self._lock:
+            nth = self._counts.get((vw, server, kind), 0)
+            self._counts[vw, server, kind] = nth + 1
+            address = Address(vw, server, kind, nth)
+            if address in self.at or address in self.then:
+                self.happened.add(address)
+            return address
+
+
+class DirectChannel:
+    """From one VW to one host."""
+
+    def __init__(self, host: Host, vw: int, server: int, faults: Faults) -> None:
+        self._host, self._vw, self._server, self._faults = host, vw, server, faults
+
+    def call(
+        self,
+        method: str,
+        header: bytes,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
+        timeout: float = 60.0,
+    ) -> bytes:
+        address = self._faults.next(self._vw, self._server, type(decode(header)).__name__)
+        fault = self._faults.at.get(address, Fault.NONE)
+        then = self._faults.then.get(address, lambda: None)
+        service = self._host.service
+        if fault is Fault.LOST_REQUEST:
+            then()
+            raise Unreachable("the request was lost")
+        data = b"".join(body)
+        memory = service.open(method, header, len(data))
+        if fault is Fault.CUT_OFF:
+            memory[: len(data) // 2] = data[: len(data) // 2]
+            service.abandoned(method, header, memory)
+            then()
+            raise Unreachable("half of the request was lost")
+        memory[:] = data
+        reply = service.run(method, header, memory)
+        if fault is Fault.TWICE:
+            try:
+                memory = service.open(method, header, len(data))
+            except Refused:
+                pass
+            else:
+                memory[:] = data
+                reply = service.run(method, header, memory)
+        then()
+        if fault is Fault.LOST_REPLY:
+            raise Unreachable("the reply was lost")
+        if service is not self._host.service:
+            raise Unreachable("the server was started anew meanwhile")
+        if into and reply.body:
+            answer = b"".join(reply.body)
+            if len(answer) != sum(map(len, into)):
+                raise Refused(f"malformed: {len(answer)} bytes came")
+            start = 0
+            for each in into:
+                each[:] = answer[start : start + len(each)]
+                start += len(each)
+        return reply.header
+
+    def close(self) -> None: ...

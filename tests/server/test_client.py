@@ -1,0 +1,295 @@
+"""Clients in threads, over services in the same process: several VWs train as the oracle says, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.rules.waves import waves
+from lightning_hetpipe.server.client import Cancelled, Client
+from lightning_hetpipe.server.messages import AskStatus, Parameter, Signature, Status, decode, encode
+from lightning_hetpipe.server.placement import place
+from lightning_hetpipe.server.protocol import LocalFault, PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.service import COORDINATOR_METHOD, Service
+from tests import oracle
+from tests.models import SGD, Learner, mlp, vectors
+from tests.oracle import Run
+from tests.server.channels import Address, DirectChannel, Faults, Host
+from tests.server.world import Fault
+
+WAIT = 60.0
+"""Seconds after which a test gives up."""
+
+
+def signature_of(model: Learner, n: int, servers: int, **options: Any) -> Signature:
+    parameters = tuple(
+        Parameter(name, tuple(weight.shape), *[str(weight.dtype).removeprefix("torch.")] * 2)
+        for name, weight in model.named_parameters()
+    )
+    settings = {"clock_distance": 0, "aggregate": "sum", **options}
+    return Signature("0.1.0", n, settings["clock_distance"], settings["aggregate"], servers, (), parameters)
+
+
+class Cluster:
+    """Services, and clients to them."""
+
+    def __init__(self, servers: int = 2, faults: Faults | None = None, lease: float = 30.0) -> None:
+        self.lease = lease
+        self.hosts = [Host(lambda: Service(lease, patience=0.2)) for _ in range(servers)]
+        self.faults = faults or Faults()
+
+    def client(self, vw: int, signature: Signature, incarnation: int = 0, placement: str = "size") -> Client:
+        channels = [DirectChannel(host, vw, server, self.faults) for server, host in enumerate(self.hosts)]
+        placed = place(signature.parameters, len(channels), placement)
+        return Client(
+            channels, signature, placed, vw, incarnation, lease=self.lease, timeout=WAIT / 2, patience=WAIT / 2
+        )
+
+    def status(self) -> Status:
+        reply = self.hosts[0].service.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b""))
+        answer = decode(reply.header)
+        assert isinstance(answer, Status)
+        return answer
+
+
+def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(WAIT) for future in [pool.submit(call) for call in calls]]
+
+
+Data = Sequence[Sequence[Sequence[Any]]]
+
+
+def train(
+    cluster: Cluster,
+    i: int,
+    model: Learner,
+    data: Data,
+    in_flight: int,
+    wave: int,
+    cuts: Sequence[int] = (),
+    **options: Any,
+) -> Run:
+    """What the strategy will do: the oracle's minibatches of one VW, with a client between them."""
+    run, lengths = Run(), [max(len(epochs[epoch]) for epochs in data) for epoch in range(len(data[0]))]
+    minibatches = oracle.minibatches(run, model, lambda model, batch: model.compute(batch), data[i], SGD, in_flight)
+    trained: list[Tensor] = []
+    with cluster.client(i, signature_of(model, len(data), len(cluster.hosts), **options)) as client:
+        start = [weight.detach() for weight in model.parameters()]
+        # Only VW 0's weights count.
+        held = client.join(start if i == 0 else [torch.zeros_like(weight) for weight in start])
+        synced = [weight.clone() for weight in held]
+
+        def take(weights: list[Tensor]) -> None:
+            nonlocal synced
+            synced = [weight.clone() for weight in weights]
+            for weight, new in zip(trained, weights, strict=True):
+                weight.data.copy_(new)
+
+        for epoch, batches in enumerate(data[i]):
+            begin = 0
+            for number, cut in enumerate(sorted({*(c for c in cuts if c < lengths[epoch]), lengths[epoch]}), 1):
+                count = max(0, min(cut, len(batches)) - begin)
+                update: list[Tensor] | None = None
+                for span in waves(count, wave):
+                    if update is not None:
+                        take(client.synchronise(update))
+                    for _ in span:
+                        trained = list(next(minibatches)[1].parameters())
+                    update = [weight.detach() - old for weight, old in zip(trained, synced, strict=True)]
+                name = 100 * epoch + (number if len(batches) >= cut and cut < lengths[epoch] else 99)
+                if name > client.member.cut:
+                    take(client.arrive(name, update))
+                if name % 100 == 99:
+                    break
+                begin = cut
+        assert next(minibatches, None) is None
+        client.leave()
+    return run
+
+
+def expected(model: Learner, data: Data, in_flight: int, wave: int, cuts: Sequence[int], **options: Any) -> list[Run]:
+    return oracle.train_together(
+        model, lambda model, batch: model.compute(batch), data, SGD, in_flight, wave, cuts=cuts, **options
+    )
+
+
+def batches_of(n: int, counts: Sequence[int]) -> Data:
+    """Two epochs of ``counts[i]`` batches for each VW."""
+    drawn = [list(vectors(4 * sum(counts), 4)) for _ in range(2)]
+    return [[epoch[sum(counts[:i]) : sum(counts[: i + 1])] for epoch in drawn] for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("n", "servers", "in_flight", "wave", "counts", "cuts", "mean"),
+    [
+        (1, 1, 2, 2, [5], [], False),
+        (2, 2, 2, 2, [6, 6], [], False),
+        (2, 3, 3, 2, [7, 4], [], True),  # W != Nm, and short waves
+        (3, 2, 2, 3, [7, 3, 8], [4], False),  # a cut within the epoch, before which VW 1 has come to its end
+        (4, 1, 1, 1, [3, 3, 2, 3], [1, 2], True),
+    ],
+)
+def test_vws_in_threads_are_the_oracle(
+    n: int, servers: int, in_flight: int, wave: int, counts: list[int], cuts: list[int], mean: bool
+) -> None:
+    model, data = mlp(), batches_of(n, counts)
+    cluster = Cluster(servers)
+    aggregate = {"aggregate": "mean" if mean else "sum"}
+    runs = all_at_once(
+        [lambda i=i: train(cluster, i, model, data, in_flight, wave, cuts, **aggregate) for i in range(n)]  # type: ignore[misc]
+    )
+    for run, want in zip(runs, expected(model, data, in_flight, wave, cuts, mean=mean), strict=True):
+        assert (found := oracle.difference(vars(want), vars(run))) is None, found
+    assert cluster.hosts[0].service.finished
+
+
+FAULTS: dict[str, Callable[[Cluster], Faults]] = {
+    "coordinator restarts after a push": lambda cluster: Faults(
+        then={Address(1, 0, "Pushed", 1): cluster.hosts[0].restart}
+    ),
+    "shard restarts in a pull": lambda cluster: Faults(then={Address(0, 1, "Read", 2): cluster.hosts[1].restart}),
+    "both restart, one after the other": lambda cluster: Faults(
+        then={
+            Address(0, 0, "Pulled", 1): cluster.hosts[0].restart,
+            Address(1, 1, "Stage", 2): cluster.hosts[1].restart,
+        }
+    ),
+    "replies are lost": lambda cluster: Faults(
+        at={
+            Address(0, 0, "Join", 0): Fault.LOST_REPLY,
+            Address(0, 0, "Pushed", 0): Fault.LOST_REPLY,
+            Address(1, 1, "Stage", 1): Fault.LOST_REPLY,
+            Address(1, 0, "Pulled", 1): Fault.LOST_REPLY,
+        }
+    ),
+    "requests come twice, or half": lambda cluster: Faults(
+        at={
+            Address(0, 0, "Pushed", 0): Fault.TWICE,
+            Address(1, 1, "Stage", 1): Fault.TWICE,
+            Address(0, 1, "Stage", 1): Fault.CUT_OFF,
+            Address(0, 1, "Load", 0): Fault.CUT_OFF,
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_leave_no_trace_in_the_weights(name: str) -> None:
+    model, data = mlp(), batches_of(2, [6, 5])
+    cluster = Cluster(2, lease=3.0)
+    faults = cluster.faults = FAULTS[name](cluster)
+    runs = all_at_once([lambda i=i: train(cluster, i, model, data, 2, 2) for i in range(2)])  # type: ignore[misc]
+    for run, want in zip(runs, expected(model, data, 2, 2, []), strict=True):
+        assert (found := oracle.difference(vars(want), vars(run))) is None, found
+    assert faults.happened == {*faults.at, *faults.then}, "a fault has not happened"
+
+
+def test_a_wave_needs_all_at_d_0_and_not_beyond() -> None:
+    model = mlp()
+    zeros = [torch.zeros_like(weight) for weight in model.parameters()]
+    cluster = Cluster(1)
+    signature = signature_of(model, 2, 1, clock_distance=2)
+    with cluster.client(0, signature) as fast, cluster.client(1, signature) as slow:
+        all_at_once([lambda: fast.join(list(model.parameters())), lambda: slow.join(zeros)])
+        fast.synchronise(zeros)
+        fast.synchronise(zeros)  # two waves ahead, which is D
+        with ThreadPoolExecutor(1) as pool:
+            third = pool.submit(fast.synchronise, zeros)
+            slow.synchronise(zeros)
+            third.result(WAIT)
+        assert [member.clock for member in cluster.status().members] == [3, 1]
+        fast.leave()
+        slow.leave()
+
+
+def test_a_gather_gives_everyone_everything() -> None:
+    model = mlp()
+    cluster = Cluster(2)
+    signature = signature_of(model, 3, 2)
+
+    def vw(i: int) -> list[dict[int, bytes]]:
+        with cluster.client(i, signature) as client:
+            client.join(list(model.parameters()))
+            return [client.gather(0, b"x" * i), client.gather(1, bytes([i]))]
+
+    for found in all_at_once([lambda i=i: vw(i) for i in range(3)]):  # type: ignore[misc]
+        assert found == [{0: b"", 1: b"x", 2: b"xx"}, {0: b"\0", 1: b"\1", 2: b"\2"}]
+
+
+def test_an_update_with_a_nan_is_not_pushed_and_named() -> None:
+    model = mlp()
+    cluster = Cluster(1)
+    with cluster.client(0, signature_of(model, 1, 1)) as client:
+        before = [weight.clone() for weight in client.join(list(model.parameters()))]
+        update = [torch.zeros_like(weight) for weight in model.parameters()]
+        update[2][0, 0] = float("nan")
+        with pytest.raises(LocalFault, match=r"wave 0 has a NaN or infinity in 'net\.2\.weight'"):
+            client.synchronise(update)
+        update[2][0, 0] = 0
+        assert oracle.difference(before, client.synchronise(update)) is None
+
+
+def test_a_vw_with_another_model_is_refused_by_name() -> None:
+    cluster = Cluster(1)
+    model, other = mlp(), mlp()
+    other.net[0] = torch.nn.Linear(6, 17)
+    came = threading.Event()
+    cluster.faults.then[Address(0, 0, "Join", 0)] = came.set
+    signatures = signature_of(model, 2, 1), signature_of(other, 2, 1)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        cluster.client(0, signatures[0]) as first,
+        cluster.client(1, signatures[1]) as second,
+    ):
+        joined = pool.submit(first.join, list(model.parameters()))
+        assert came.wait(WAIT)
+        with pytest.raises(RemoteFault, match=r"'net\.0\.weight' is float32 \[17, 6\] instead of float32 \[16, 6\]"):
+            second.join(list(other.parameters()))
+        first.cancel()
+        with pytest.raises(Cancelled):
+            joined.result(WAIT)
+
+
+def test_a_failure_ends_all_that_wait() -> None:
+    model = mlp()
+    cluster = Cluster(1)
+    signature = signature_of(model, 2, 1)
+    zeros = [torch.zeros_like(weight) for weight in model.parameters()]
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="bad batch"), cluster.client(1, signature) as client:  # noqa: PT012
+            client.join(zeros)
+            raise ValueError("bad batch")
+
+    def waits() -> None:
+        with cluster.client(0, signature) as client:
+            client.join(zeros)
+            with pytest.raises(PeerFailed, match="VW 1 failed: ValueError: bad batch"):
+                client.synchronise(zeros)
+
+    all_at_once([fails, waits])
+    assert cluster.hosts[0].service.finished
+
+
+def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:
+    model = mlp()
+    cluster = Cluster(1, lease=0.5)
+    signature = signature_of(model, 2, 1)
+    one = [torch.ones_like(weight) for weight in model.parameters()]
+    silent = cluster.client(1, signature)  # never entered: it has no heartbeat
+    with cluster.client(0, signature) as client:
+        start, _ = all_at_once([lambda: client.join(list(model.parameters())), lambda: silent.join(one)])
+        start = [weight.clone() for weight in start]
+        merged = client.synchronise(one)
+        assert oracle.difference([weight + 1 for weight in start], merged) is None
+        with pytest.raises(RemoteFault, match="silent for longer than its lease") as caught:
+            silent.synchronise(one)
+        assert caught.value.refusal is Refusal.LEFT_OUT
+        silent.close()

@@ -1,0 +1,204 @@
+"""A shard: what it takes, adds, gives and refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.messages import Hello, Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
+from lightning_hetpipe.server.placement import place
+from lightning_hetpipe.server.protocol import Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.shard import Layout, Shard, block_of, memory_of
+from tests.server.world import commits, parameter
+
+PARAMETERS = (parameter("a", [3], "bfloat16"), parameter("b", [2, 2]), parameter("c", [], "float64"))
+
+
+def block(layout: Layout, values: list[Tensor]) -> bytes:
+    found = block_of(layout.size)
+    for view, value in zip(layout.views(found), values, strict=True):
+        view.copy_(value)
+    return bytes(memory_of(found))
+
+
+def send(shard: Shard, message: ShardRequest, body: bytes = b"") -> tuple[Holding | Refused, bytes]:
+    memory = shard.open(message, len(body))
+    memory[:] = body
+    if isinstance(message, Stage):
+        shard.examine(message, memory)
+    answer, views = shard.run(message, memory)
+    return answer, b"".join(bytes(view) for view in views)
+
+
+def loaded(parameters: tuple[Parameter, ...] = PARAMETERS, value: float = 0.0) -> Shard:
+    shard = Shard("epoch")
+    layout = Layout(parameters, update=False)
+    weights = [torch.full(each.shape, value, dtype=torch.float64) for each in parameters]
+    answer, _ = send(shard, Load(0, 0, "g", "epoch", (), parameters), block(layout, weights))
+    assert answer == Holding("epoch", "g", True, None)
+    return shard
+
+
+def update_of(value: float, parameters: tuple[Parameter, ...] = PARAMETERS) -> bytes:
+    layout = Layout(parameters, update=True)
+    return block(layout, [torch.full(each.shape, value, dtype=torch.float64) for each in parameters])
+
+
+def read(shard: Shard, start: int, tail: tuple[Commit, ...]) -> list[Tensor]:
+    answer, body = send(shard, Read(0, 0, "g", start, tail))
+    assert isinstance(answer, Holding), answer
+    layout = Layout(PARAMETERS, update=False)
+    return layout.views(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+
+
+def refused(shard: Shard, message: ShardRequest, body: bytes = b"") -> Refusal:
+    try:
+        answer, _ = send(shard, message, body)
+    except RemoteFault as fault:
+        return fault.refusal
+    assert isinstance(answer, Refused)
+    return answer.refusal
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 3), max_size=3),
+            st.sampled_from(["bfloat16", "float16", "float32", "float64", "complex64", "int8"]),
+        ),
+        max_size=6,
+    )
+)
+def test_parameters_of_any_kind_lie_side_by_side(kinds: list[tuple[list[int], str]]) -> None:
+    layout = Layout(tuple(parameter(f"p{i}", *kind) for i, kind in enumerate(kinds)), update=False)
+    values = [torch.randint(0, 99, shape).to(getattr(torch, dtype)) for shape, dtype in kinds]
+    views = layout.views(torch.frombuffer(bytearray(block(layout, values)) or bytearray(1), dtype=torch.uint8))
+    for value, view in zip(values, views, strict=True):
+        assert view.dtype is value.dtype
+        assert torch.equal(view, value)
+
+
+def test_updates_are_added_once_and_in_the_order_that_the_pull_names() -> None:
+    shard = loaded()
+    for vw, value in enumerate([1e16, 1.0, -1e16]):
+        send(shard, Stage(vw, 0, "g", 0), update_of(value))
+    # In float64: (0 + 1e16) - 1e16 + 1 is 1, and (0 + 1e16) + 1 - 1e16 is 0.
+    tail = commits((0, 0), (2, 0), (1, 0))
+    assert read(shard, 0, tail)[2].item() == 1.0
+    assert read(shard, 0, tail)[2].item() == 1.0
+    assert read(shard, 3, ())[2].item() == 1.0
+    assert shard.staged == {}
+
+
+def test_an_update_of_another_dtype_is_converted_then_added() -> None:
+    parameters = (parameter("a", [2], "float32", "bfloat16"),)
+    shard = loaded(parameters, 1.0)
+    send(shard, Stage(0, 0, "g", 0), update_of(2**-12, parameters))
+    _, body = send(shard, Read(0, 0, "g", 0, commits((0, 0))))
+    assert torch.frombuffer(bytearray(body), dtype=torch.float32).tolist() == [1 + 2**-12] * 2
+
+
+def test_a_mean_is_divided_in_the_weights_dtype() -> None:
+    shard = loaded()
+    send(shard, Stage(0, 0, "g", 0), update_of(1.0))
+    weights = read(shard, 0, (Commit(Mark(0, 0, 0), 3),))
+    assert torch.equal(weights[1], torch.full([2, 2], 1.0) / 3)
+    assert weights[2].item() == 1 / 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_update_that_is_not_finite_is_named_and_leaves_nothing(value: float) -> None:
+    shard = loaded()
+    layout = Layout(PARAMETERS, update=True)
+    body = block(layout, [torch.zeros(3), torch.tensor([[0.0, 0.0], [value, 0.0]]), torch.zeros([])])
+    with pytest.raises(RemoteFault, match="VW 1 of wave 4 has a NaN or infinity in 'b'") as caught:
+        send(shard, Stage(1, 0, "g", 4), body)
+    assert caught.value.refusal is Refusal.NOT_FINITE
+    assert shard.staged == {}
+
+
+def test_what_is_refused() -> None:
+    shard, update = loaded(), update_of(1.0)
+    send(shard, Stage(1, 5, "g", 7), update)
+    for message, body, refusal in [
+        (Stage(1, 5, "g", 7), update, Refusal.STALE),  # staged
+        (Stage(1, 5, "g", 6), update, Refusal.STALE),
+        (Stage(1, 4, "g", 9), update, Refusal.STALE),  # of an older incarnation
+        (Stage(2, 0, "older", 0), update, Refusal.GENERATION),
+        (Stage(2, 0, "g", 0), update[:-1], Refusal.MALFORMED),
+        (Hello(0, 0), b"x", Refusal.MALFORMED),
+        (Load(0, 0, "late", "epoch", (), PARAMETERS), update, Refusal.GENERATION),  # over what is there no more
+        (Load(0, 0, "g", "epoch", (), PARAMETERS), update, Refusal.STALE),  # there already
+        (Load(0, 0, "next", "g", (), PARAMETERS), update[:-1], Refusal.MALFORMED),
+        (Load(0, 0, "next", "g", (), (parameter("a", [1], "Tensor"),)), b"", Refusal.MALFORMED),
+        (Load(0, 0, "next", "g", (), (parameter("a", [-1]),)), b"", Refusal.MALFORMED),
+        (Read(0, 0, "older", 0, ()), b"", Refusal.GENERATION),
+        (Read(0, 0, "g", 1, ()), b"", Refusal.MALFORMED),  # a commit is missing
+        (Read(0, 0, "g", 0, commits((2, 0))), b"", Refusal.MALFORMED),  # never staged
+        (Read(0, 0, "g", 0, (Commit(Mark(1, 5, 7), 0),)), b"", Refusal.MALFORMED),
+    ]:
+        assert refused(shard, message, body) is refusal, message
+    assert shard.content == "g"
+    assert shard.loaded
+    assert shard.applied == 0
+    assert list(shard.staged) == [1]
+    _, body = send(shard, Read(1, 5, "g", 0, (Commit(Mark(1, 5, 7), 1),)))
+    assert body == update
+    assert refused(shard, Stage(1, 5, "g", 7), update) is Refusal.STALE  # added
+    assert refused(shard, Read(0, 0, "g", 0, ()), b"") is Refusal.STALE  # the order has gone on
+
+
+def test_weights_beyond_the_limit_take_no_memory() -> None:
+    shard = Shard("epoch", limit=1000)
+    huge = (parameter("a", [1 << 40]),)
+    with pytest.raises(RemoteFault, match="more than the 1000 allowed") as caught:
+        shard.open(Load(0, 0, "g", "epoch", (), huge), 4 << 40)
+    assert caught.value.refusal is Refusal.TOO_LARGE
+    assert shard.content == "epoch"
+
+
+def test_one_body_at_a_time_of_each_vw() -> None:
+    shard, update = loaded(), update_of(1.0)
+    memory = shard.open(Stage(1, 0, "g", 0), len(update))
+    with pytest.raises(RemoteFault) as caught:
+        shard.open(Stage(1, 0, "g", 0), len(update))
+    assert caught.value.refusal is Refusal.BUSY
+    assert shard.open(Stage(2, 0, "g", 0), len(update))  # another VW's does not wait for it
+    shard.abandoned(Stage(1, 0, "g", 0))
+    del memory
+    send(shard, Stage(1, 0, "g", 0), update)
+    assert shard.bytes_held == 2 * len(update)
+
+
+def test_weights_whose_sender_dies_can_be_loaded_again() -> None:
+    shard = loaded(value=1.0)
+    load = Load(0, 0, "next", "g", (), PARAMETERS)
+    shard.open(load, len(update_of(2.0)))
+    shard.abandoned(load)
+    answer, _ = send(shard, Hello(0, 0))
+    assert answer == Holding("epoch", "next", False, None)
+    assert refused(shard, Read(0, 0, "next", 0, ())) is Refusal.GENERATION
+    send(shard, load, update_of(2.0))
+    _, body = send(shard, Read(0, 0, "next", 0, ()))
+    assert body == update_of(2.0)
+
+
+SIZES = [10, 1, 7, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "placed"),
+    [("size", [[0, 4], [1, 2, 3, 5]]), ("round_robin", [[0, 2, 4], [1, 3, 5]]), ("local", [[0, 1, 2, 3, 4, 5], []])],
+)
+def test_placement(how: str, placed: list[list[int]]) -> None:
+    assert place([parameter(f"p{i}", [size]) for i, size in enumerate(SIZES)], 2, how) == placed
+
+
+def test_a_placement_that_is_not_known_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"placement='random'\) is not known; use 'size'"):
+        place([], 1, "random")
