@@ -106,7 +106,7 @@ class Member:
         self.gathered: Collected | None = None
         self._era = 0
         self._attempt = 0
-        self._turn = 0
+        self.turn = 0
         self._joining: Join | None = None
         self._load: LoadNow | None = None
         self._base: Point | None = None
@@ -201,9 +201,9 @@ class Member:
             case State.ARRIVE:
                 return Ask(Arrive(*here, *self._arrival))
             case State.PULL:
-                return Ask(Pull(*here, self._turn))
+                return Ask(Pull(*here, self.turn))
             case State.PULLED:
-                return Ask(Pulled(*here, self._turn))
+                return Ask(Pulled(*here, self.turn))
             case State.GATHER:
                 return Ask(Gather(*here, *self._name), Body.PART)
             case State.FETCH:
@@ -266,7 +266,7 @@ class Member:
             case State.ARRIVE, Closed():
                 self._closed = answer.clock
                 self._to_pull()
-            case State.PULL, Granted(turn=turn) if turn == self._turn:
+            case State.PULL, Granted(turn=turn) if turn == self.turn:
                 self._granted = answer
                 self._ask_shards(State.READ)
             case State.PULLED, Done():
@@ -374,7 +374,7 @@ class Member:
             self._to_pull()
 
     def _to_pull(self) -> None:
-        self._turn += 1
+        self.turn += 1
         self.state = State.PULL
 
     def _pulled(self) -> None:

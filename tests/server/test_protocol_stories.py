@@ -1,0 +1,541 @@
+"""The protocol's rules, one story each: who waits for whom, who is left out, and what is made known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_hetpipe.server.actions import State
+from lightning_hetpipe.server.coordinator import Coordinator
+from lightning_hetpipe.server.member import Member
+from lightning_hetpipe.server.messages import (
+    NOTHING,
+    Answer,
+    Arrive,
+    AskStatus,
+    Collected,
+    Done,
+    Failed,
+    Gather,
+    Gathered,
+    Granted,
+    Heartbeat,
+    Join,
+    Joined,
+    Leave,
+    Loaded,
+    Lost,
+    MemberStatus,
+    NotYet,
+    Part,
+    Pull,
+    Pulled,
+    Pushed,
+    Refused,
+    Request,
+    Signature,
+    Status,
+)
+from lightning_hetpipe.server.protocol import COORDINATOR, LocalFault, Mark, PeerFailed, Point, Refusal, RemoteFault
+from lightning_hetpipe.server.signature import difference
+from tests.server.world import LEASE, World, parameter, signature
+
+
+def until(world: World, vw: int, *states: State) -> None:
+    """The VW steps until it is in one of ``states``."""
+    for _ in range(50):
+        if world.vws[vw].member.state in states:
+            return
+        world.step(vw)
+    raise AssertionError(f"VW {vw} stays in {world.vws[vw].member.state}")
+
+
+def all_idle(world: World) -> None:
+    for _ in range(50):
+        for vw in sorted(world.vws):
+            world.step(vw)
+    assert {one.member.state for one in world.vws.values()} == {State.IDLE}
+
+
+def started(n: int, distance: int = 0, **options: str) -> World:
+    world = World(n, distance, **options)  # type: ignore[arg-type]
+    all_idle(world)
+    return world
+
+
+def wave(world: World, *vws: int) -> None:
+    for vw in vws:
+        world.wave(vw)
+    for _ in range(20):
+        for vw in vws:
+            world.step(vw)
+    assert all(world.vws[vw].member.state is State.IDLE for vw in vws)
+
+
+def ask(world: World, message: Request, body: bytes = b"") -> Answer:
+    return world.deliver(COORDINATOR, message, body)[0]
+
+
+def waits_for(world: World, vw: int) -> str:
+    action = world.vws[vw].member.next()
+    assert action is not None
+    answer = ask(world, action.message)  # type: ignore[union-attr]
+    assert isinstance(answer, NotYet), answer
+    return answer.waits_for
+
+
+# How it begins.
+
+
+def test_a_run_begins_when_all_are_there_with_the_weights_of_vw_0() -> None:
+    world = World(3)
+    until(world, 0, State.JOIN)
+    world.step(0)
+    assert waits_for(world, 0) == "VW 1, 2 to join"
+    until(world, 2, State.JOIN)
+    world.step(2)
+    assert waits_for(world, 0) == "VW 1 to join"
+    world.pass_time(100 * LEASE)  # however long the others take to start
+    all_idle(world)
+    for one in world.vws.values():
+        got = one.weights[one.member.newest]
+        assert all(torch.equal(a, b) for a, b in zip(got, world.w0, strict=True))
+
+
+def test_a_newer_incarnation_fences_the_older_one() -> None:
+    world = started(2)
+    older = world.vws[1].member
+    world.begin(1, 7)
+    until(world, 1, State.JOIN)
+    world.step(1)
+    for message in (older.heartbeat(), Pushed(1, 0, older.generation, 0, False), Leave(1, 0, "")):
+        answer = ask(world, message)
+        assert isinstance(answer, Refused)
+        assert answer.refusal is Refusal.FENCED
+        assert answer.why == "VW 1 was started again, and this is the older one"
+
+
+def test_a_newcomer_joins_at_a_cut_that_admits_it() -> None:
+    world = started(2)
+    wave(world, 0, 1)
+    newcomer = world.begin(1, 1).member
+    for cut, admit in ((1, False), (2, True)):
+        until(world, 1, State.JOIN)
+        assert waits_for(world, 1) == "a cut at which VWs may join"
+        world.vws[0].member.arrive(cut, update=False, admit=admit)
+        until(world, 0, State.IDLE)
+    all_idle(world)
+    assert (newcomer.clock, newcomer.cut) == (1, 2)
+    wave(world, 0, 1)
+    assert newcomer.clock == 2
+
+
+def test_a_server_restarts_before_a_newcomer_has_pulled() -> None:
+    world = started(2)
+    wave(world, 0, 1)
+    world.begin(1, 1)
+    until(world, 1, State.JOIN)
+    world.step(1)
+    world.restart(0)
+    for _ in range(40):
+        world.step(0)
+        world.step(1)
+        world.pass_time(LEASE / 3)
+    wave(world, 0)
+    assert waits_for(world, 1) == "a cut at which VWs may join"
+
+
+# Waves and turns.
+
+
+def test_who_dies_before_its_push_adds_nothing_and_after_it_all() -> None:
+    world = started(3)
+    for vw in range(3):
+        world.wave(vw)
+    until(world, 0, State.PULL)
+    until(world, 1, State.PULL)
+    until(world, 2, State.PUSH)  # staged, and not pushed
+    assert waits_for(world, 0) == "VW 2 to finish wave 0"
+    world.kill(1)
+    world.kill(2)
+    world.pass_time(2 * LEASE)
+    until(world, 0, State.IDLE)
+    point = world.vws[0].member.point
+    assert point is not None
+    assert point.included == (Mark(0, 0, 0), Mark(1, 0, 0))
+    assert point.members == (Mark(0, 0, -1),)
+
+
+def test_with_a_distance_commits_and_turns_take_turns() -> None:
+    world = started(3, 5)
+    world.wave(0)
+    until(world, 0, State.READ)  # a turn of VW 0 runs
+    world.wave(1)
+    until(world, 1, State.PULL)  # VW 1's update waits for it
+    assert waits_for(world, 1) == "VW 0 to take weights"
+    world.wave(2)
+    until(world, 2, State.PULL)  # and so does VW 2's; no new turn until both are added
+    assert waits_for(world, 2) == "VW 0 to take weights"
+    until(world, 0, State.IDLE)
+    until(world, 1, State.READ)
+    until(world, 2, State.READ)
+    assert world.vws[1].member.next() is not None
+    all_idle(world)
+
+
+def test_a_turn_ends_with_its_vws_lease() -> None:
+    world = started(2, 5)
+    world.wave(0)
+    until(world, 0, State.READ)
+    world.kill(0)
+    world.wave(1)
+    until(world, 1, State.PULL)
+    world.pass_time(2 * LEASE)
+    until(world, 1, State.IDLE)
+
+
+def test_what_a_turn_has_read_is_not_used_once_the_others_went_on() -> None:
+    world = started(2, 5)
+    world.wave(0)
+    until(world, 0, State.PULLED)
+    world.vws[0].heartbeats = False
+    world.pass_time(2 * LEASE)
+    wave(world, 1)
+    with pytest.raises(RemoteFault, match="silent for longer than its lease of 30 s") as caught:
+        world.step(0)
+    assert caught.value.refusal is Refusal.LEFT_OUT
+
+
+def test_the_size_of_a_wave_is_that_of_its_beginning() -> None:
+    world = started(3, aggregate="mean")
+    for vw in (0, 1):
+        world.wave(vw)
+        until(world, vw, State.PULL)
+    world.kill(2)  # in wave 0, which has begun with three
+    world.pass_time(2 * LEASE)
+    world.step(0)
+    assert [commit.divisor for commit in granted(world, 0).tail] == [3, 3]
+    all_idle(world)
+    for vw in (0, 1):
+        world.wave(vw)
+    until(world, 0, State.PULL)
+    until(world, 1, State.PULL)
+    assert [commit.divisor for commit in granted(world, 0).tail] == [2, 2]
+
+
+def granted(world: World, vw: int) -> Granted:
+    member = world.vws[vw].member
+    answer = ask(world, Pull(vw, member.incarnation, member.generation, member.turn))
+    assert isinstance(answer, Granted), answer
+    return answer
+
+
+@pytest.mark.parametrize("distance", [0, 2])
+def test_vw_0_asks_for_a_cut_and_all_know_in_time(distance: int) -> None:
+    world = started(2, distance)
+    wave(world, 0, 1)
+    world.wave(0, ask_cut=True)
+    until(world, 0, State.PULL)
+    while world.vws[1].member.clock < 2 + distance:  # VW 1 goes on for as long as it may
+        world.wave(1)
+        until(world, 1, State.IDLE)
+    assert world.vws[1].member.cut_at == 2 + distance
+
+
+# Cuts and gathers.
+
+
+def test_a_vw_at_a_later_cut_holds_up_neither_waves_nor_cuts_nor_gathers() -> None:
+    world = started(3)
+    wave(world, 0, 1, 2)
+    world.wave(2, cut=5)  # a short wave
+    until(world, 2, State.ARRIVE)
+    wave(world, 0, 1)
+    assert waits_for(world, 2) == "VW 0, 1 to come to cut 5"
+    for vw in (0, 1):
+        world.wave(vw, cut=3)
+    for _ in range(12):
+        for vw in range(3):
+            world.step(vw)
+    assert [one.member.cut for one in world.vws.values()] == [3, 3, 0]
+    assert world.vws[2].member.state is State.ARRIVE
+    for vw in (0, 1):
+        world.gather(vw, 0, bytes([vw]))
+        world.step(vw)
+    for _ in range(4):
+        world.step(0)
+        world.step(1)
+    assert world.vws[0].member.gathered == Collected(3, 0, (Part(0, 1), Part(1, 1)))
+    assert world.vws[0].kept == b"\0\1"
+    for vw in (0, 1):
+        world.wave(vw, cut=5)
+    all_idle(world)
+    assert {(one.member.cut, one.member.clock) for one in world.vws.values()} == {(5, 4)}
+    world.check_end()
+
+
+def test_clocks_of_the_dead_count_at_a_cut() -> None:
+    """A cut once took the largest clock of the living, so that a wave had updates from both sides of the cut."""
+    world = started(2)
+    wave(world, 0, 1)
+    world.wave(0, cut=1, update=False)
+    until(world, 0, State.ARRIVE)
+    world.step(0)
+    wave(world, 1)
+    world.kill(1)
+    world.pass_time(2 * LEASE)
+    until(world, 0, State.IDLE)
+    assert world.vws[0].member.clock == 2
+
+
+def test_a_gather_goes_on_without_whoever_dies() -> None:
+    world = started(3)
+    for vw in (0, 1):
+        world.gather(vw, 0, bytes([vw]))
+        world.step(vw)
+    assert waits_for(world, 0) == "VW 2 in gather (0, 0)"
+    world.kill(2)
+    world.pass_time(2 * LEASE)
+    all_idle(world)
+    assert world.vws[1].kept == b"\0\1"
+
+
+def test_a_result_that_one_vw_has_survives_the_coordinator() -> None:
+    world = started(2)
+    for vw in (0, 1):
+        world.gather(vw, 0, bytes([vw + 65]))
+        world.step(vw)
+    until(world, 0, State.IDLE)  # VW 0 has the result, VW 1 has not heard of it
+    world.restart(0)
+    world.gather(0, 1, b"next")
+    for _ in range(30):
+        world.step(0)
+        world.step(1)
+    assert world.vws[1].member.gathered == Collected(0, 0, (Part(0, 1), Part(1, 1)))
+    assert world.vws[1].kept == b"AB"
+    world.gather(1, 1, b"too")
+    all_idle(world)
+    assert world.vws[1].kept == b"nexttoo"
+
+
+def test_a_part_that_is_too_large_or_late_is_refused() -> None:
+    world = started(2)
+    world.server[0].coordinator._gathers.limit = 10
+    here = (0, 0, world.vws[0].member.generation)
+    answer = ask(world, Gather(*here, 0, 0), b"x" * 11)
+    assert isinstance(answer, Refused)
+    assert answer.refusal is Refusal.TOO_LARGE
+    for ordinal in (0, 1):
+        for vw in (0, 1):
+            answer = ask(world, Gather(vw, *here[1:], 0, ordinal), b"x")
+        assert isinstance(answer, Gathered)
+    answer = ask(world, Gather(*here, 0, 0), b"x")
+    assert isinstance(answer, Refused)
+    assert answer.refusal is Refusal.STALE
+
+
+# What is lost, and what is not.
+
+
+def test_what_only_the_dead_held_is_reported() -> None:
+    world = started(2, 3)
+    wave(world, 1)
+    wave(world, 1)
+    world.restart(1)
+    world.kill(1)  # together with a shard: VW 0 has nothing but w_0
+    world.wave(0)
+    for _ in range(12):
+        world.step(0)
+        world.pass_time(LEASE / 3)
+    until(world, 0, State.IDLE)
+    assert world.vws[0].member.lost == [Lost(1, 0, 0, 1)]
+
+
+def test_what_a_restarted_coordinator_cannot_know_is_reported_as_unknown() -> None:
+    world = started(2)
+    wave(world, 0, 1)
+    world.kill(1)
+    world.restart(0)
+    world.wave(0)
+    for _ in range(12):
+        world.step(0)
+        world.pass_time(LEASE / 3)
+    until(world, 0, State.IDLE)
+    assert world.vws[0].member.lost == [Lost(1, 0, 1, -1)]
+
+
+def test_a_report_that_comes_late_does_not_begin_a_generation() -> None:
+    """VW 1's former report, repeated by the network, once let VW 0 load weights older than those VW 1 had seen."""
+    world = started(2)
+    former = next(message for _, message, _ in world.sent if isinstance(message, Join) and message.vw == 1)
+    for vw in (0, 1):
+        world.wave(vw)
+    until(world, 0, State.READ, State.PULL)
+    until(world, 1, State.PUSH)
+    world.step(1)
+    until(world, 1, State.IDLE)  # VW 1 has wave 0, VW 0 has not
+    for restarted in (0, 1):
+        world.restart(restarted)
+    until(world, 0, State.READ, State.HELLO)
+    until(world, 0, State.JOIN)
+    world.step(0)
+    ask(world, former)
+    for _ in range(10):
+        world.step(0)
+    all_idle_with_heartbeats(world)
+    wave(world, 0, 1)
+    world.finish()
+
+
+def all_idle_with_heartbeats(world: World) -> None:
+    for _ in range(40):
+        for vw in sorted(world.vws):
+            world.heartbeat(vw)
+            world.step(vw)
+    assert {one.member.state for one in world.vws.values()} == {State.IDLE}
+
+
+# How it ends.
+
+
+def test_a_failure_is_told_to_all_with_its_reason() -> None:
+    world = started(2)
+    assert ask(world, Leave(1, 0, "ValueError: bad batch")) == Done("epoch1")
+    with pytest.raises(PeerFailed, match="VW 1 failed: ValueError: bad batch"):
+        wave(world, 0)
+    assert isinstance(ask(world, Heartbeat(0, 0, "any")), Failed)
+    assert not world.server[0].coordinator.finished
+    ask(world, Leave(0, 0, ""))
+    assert world.server[0].coordinator.finished
+
+
+def test_who_has_left_is_not_waited_for_and_may_say_so_twice() -> None:
+    world = started(2)
+    wave(world, 0, 1)
+    for _ in range(2):
+        assert ask(world, world.vws[1].member.leave()) == Done("epoch1")
+    del world.vws[1]
+    wave(world, 0)
+    world.restart(0)
+    assert ask(world, Leave(1, 0, "")) == Done("epoch3")  # even to a coordinator that does not know it
+
+
+def test_the_status_tells_clocks_and_leases() -> None:
+    world = started(2, 1)
+    world.wave(0)
+    all_idle(world)
+    world.wave(1, cut=4, update=False)
+    until(world, 1, State.ARRIVE)
+    world.step(1)
+    world.now += 1.5
+    world.heartbeat(0)
+    status = ask(world, AskStatus())
+    assert status == Status(
+        "epoch1", "running", "epoch1.1", 1, 1, (MemberStatus(0, 0, 1, -1, 0), MemberStatus(1, 0, 0, 4, 1500))
+    )
+
+
+# Who is at fault.
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
+    world = started(2)
+    me = (1, 0, world.vws[1].member.generation)
+    elsewhere = Point(1, 0, (), (Mark(0, 0, -1),))
+    report = dataclasses.replace(NOTHING, era=1, point=elsewhere)
+    for message, refusal in [
+        (Pushed(*me, 1, False), Refusal.MALFORMED),  # wave 0 comes first
+        (Pulled(*me, 99), Refusal.STALE),
+        (Loaded(*me), None),  # said again
+        (Heartbeat(1, 0, "elsewhere"), Refusal.GENERATION),
+        (Heartbeat(1, 1, me[2]), Refusal.GENERATION),
+        (Heartbeat(7, 0, me[2]), Refusal.GENERATION),
+        (Arrive(*me, -1, False), None),  # it has passed that one
+        (Join(2, 0, 1, world.signature, NOTHING, ("", "")), Refusal.MALFORMED),
+        (Join(1, 0, 9, world.signature, report, ("", "")), Refusal.MALFORMED),
+        (Join(1, 0, 9, world.signature, NOTHING, ()), Refusal.MALFORMED),
+        (Join(1, 0, 0, world.signature, NOTHING, ("", "")), Refusal.STALE),
+    ]:
+        answer = ask(world, message)
+        assert (answer.refusal if isinstance(answer, Refused) else None) is refusal, message
+    wave(world, 0, 1)
+    world.check_end()
+
+
+def test_a_vw_may_not_push_twice_without_a_pull() -> None:
+    world = started(2, 3)
+    world.wave(1)
+    until(world, 1, State.PULL)
+    answer = ask(world, Pushed(1, 0, world.vws[1].member.generation, 1, False))
+    assert isinstance(answer, Refused)
+    assert answer.why == "VW 1 cannot push wave 1 now"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda member: member.join(),
+        lambda member: member.synchronise(),
+        lambda member: member.arrive(1, update=False),
+        lambda member: member.gather(0),
+        lambda member: member.lose(),
+    ],
+)
+def test_a_member_does_one_thing_at_a_time(call: Callable[[Member], None]) -> None:
+    world = started(1)
+    world.wave(0)
+    with pytest.raises(LocalFault):
+        call(world.vws[0].member)
+    all_idle(world)
+    with pytest.raises(LocalFault, match="cut 0 comes after cut 0"):
+        world.vws[0].member.arrive(0, update=False)
+
+
+def test_an_answer_to_another_question_is_the_servers_fault() -> None:
+    world = started(1)
+    world.wave(0)
+    until(world, 0, State.PUSH)
+    with pytest.raises(RemoteFault, match="a Joined was answered to a VW that is push"):
+        world.vws[0].member.heard(Joined("e", "g", Point(1, 0, (), ()), 0, 0, ()))
+
+
+FIRST = signature(2)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (FIRST, None),
+        (dataclasses.replace(FIRST, version="9.9"), "version: '9.9' instead of '0.1.0'"),
+        (dataclasses.replace(FIRST, clock_distance=3), "clock distance: 3 instead of 0"),
+        (dataclasses.replace(FIRST, settings=("wave=4",)), "settings: wave=4 instead of "),
+        (dataclasses.replace(FIRST, parameters=FIRST.parameters[:1]), "parameter 'layer1.weight' is missing"),
+        (
+            dataclasses.replace(FIRST, parameters=(*FIRST.parameters, parameter("more"))),
+            "parameter 'more' is not known to the others",
+        ),
+        (dataclasses.replace(FIRST, parameters=FIRST.parameters[::-1]), "the order of the parameters"),
+        (
+            dataclasses.replace(FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [4], "float64"))),
+            "parameter 'layer1.weight' is float64 [4] instead of float32 [3]",
+        ),
+        (
+            dataclasses.replace(
+                FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [3], "float32", "bfloat16"))
+            ),
+            "parameter 'layer1.weight' is float32 [3] sent as bfloat16 instead of float32 [3]",
+        ),
+    ],
+)
+def test_what_differs_between_two_vws_is_named(other: Signature, what: str | None) -> None:
+    assert difference(FIRST, other) == what
+    coordinator = Coordinator("e", LEASE)
+    coordinator.handle(Join(0, 0, 1, FIRST, NOTHING, ("", "")), 0.0)
+    answer, _ = coordinator.handle(Join(1, 0, 1, other, NOTHING, ("",) * 2), 0.0)
+    if what is not None:
+        assert isinstance(answer, Refused)
+        assert answer.refusal is Refusal.SIGNATURE
+        assert what in answer.why
