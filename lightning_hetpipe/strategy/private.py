@@ -16,8 +16,10 @@ from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -27,10 +29,12 @@ from lightning_hetpipe.capture.redirect import Redirect
 __all__ = [
     "BEFORE_TRANSFER",
     "LOADER_STATES",
+    "BaseLauncher",
     "DataFetcher",
     "DataLoaderIterFetcher",
     "EvaluatingLoop",
     "StrategyRegistry",
+    "TunerExit",
     "begun_minibatches",
     "closure_loss",
     "evaluating_loop",
@@ -50,10 +54,12 @@ __all__ = [
     "with_workers",
 ]
 
+BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
 EvaluatingLoop = _EvaluationLoop | _PredictionLoop
 DataLoaderIterFetcher = _DataLoaderIterDataFetcher
 StrategyRegistry = _StrategyRegistry
+TunerExit = _TunerExitException
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
 """The LightningModule's method through which the user's ``on_before_batch_transfer`` runs."""

@@ -1,0 +1,207 @@
+"""The launcher: starts a node's other virtual workers, each by running this program once more, as Lightning's ddp does.
+
+A child runs the user's whole program, and so meets every `fit` of it by itself: children are started once in a program
+(in a Hydra sweep, once in each job), stay through all of its Trainers, and are waited for when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import lightning as L
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.children import Children, OnDeath, how, say
+from lightning_hetpipe.strategy.lifeline import started
+from lightning_hetpipe.strategy.private import BaseLauncher, TunerExit
+from lightning_hetpipe.strategy.program import current_job, this_program
+from lightning_hetpipe.strategy.ranks import Rank, Role, other_number
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Launch:
+    """What this process has started."""
+
+    job: str | None
+    processes: int
+    given: Mapping[str, str]
+    children: Children
+    closed: Callable[[], None] | None
+    grace: float
+    failed: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process is the one that started it, and no fork of that."""
+        return self.children.pid == os.getpid()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the children, because the launch has failed."""
+        self.failed = True
+        self._close(lambda: self.children.end_with(error, self.grace))
+
+    def finish(self) -> None:
+        """Waits for the children, and says once more which of them had failed."""
+        if self.children.ended:
+            return
+        self._close(lambda: self.children.wait(self.grace))
+        failures = sorted(self.children.failures.items())
+        if failures:
+            say(
+                "this run went on without "
+                + ", ".join(f"virtual worker {vw}, which {how(code)}" for vw, code in failures)
+            )
+
+    def _close(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except BaseException:  # somebody who does not want to wait
+            self.children.end(signal.SIGTERM, min(1.0, self.grace))
+            raise
+        finally:
+            closed, self.closed = self.closed, None
+            if closed is not None:
+                closed()
+
+
+_launch: _Launch | None = None
+
+
+def launcher_of(
+    rank: Rank,
+    extra: Callable[[], Mapping[str, str]],
+    *,
+    on_death: OnDeath | None = None,
+    closed: Callable[[], None] | None = None,
+    grace: float = 10.0,
+) -> Launcher | None:
+    """The launcher for a process of this rank, or None where there is only one virtual worker.
+
+    Args:
+        rank: This process.
+        extra: Called once, in the process that starts the others, just before; returns environment variables for them,
+            such as the address of a server that it started.
+        on_death: Called in a thread of the launcher's with the number on this node of a virtual worker that has failed,
+            and its process's return code (negative: the signal's number).
+        closed: Called once when all virtual workers that were started here have ended.
+        grace: Seconds until the next stronger signal goes to a child that is to end.
+
+    Raises:
+        SettingError: if this process has started another number of virtual workers.
+    """
+    if _launch is not None and _launch.is_ours and _launch.job == current_job() and rank.role is Role.FIRST:
+        _check_number(rank.per_node, _launch)
+    if rank.size == 1:
+        return None
+    return Launcher(rank, extra, on_death=on_death, closed=closed, grace=grace)
+
+
+def _check_number(processes: int, launch: _Launch) -> None:
+    if processes != launch.processes:
+        raise other_number(processes, launch.processes)
+
+
+class Launcher(BaseLauncher):
+    """Lets all virtual workers of this node run what the Trainer wants run.
+
+    The first of them starts the others; those, and processes that torchrun or the like started, just run it.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        extra: Callable[[], Mapping[str, str]],
+        *,
+        on_death: OnDeath | None = None,
+        closed: Callable[[], None] | None = None,
+        grace: float = 10.0,
+    ) -> None:
+        self._rank = rank
+        self._extra = extra
+        self._on_death = on_death
+        self._closed = closed
+        self._grace = grace
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """No: a notebook is no program that could be run once more."""
+        return False
+
+    @property
+    def given(self) -> Mapping[str, str]:
+        """What ``extra`` returned, in the process that called it; the others have it in their environment."""
+        return {} if _launch is None else _launch.given
+
+    @property
+    def failures(self) -> Mapping[int, int]:
+        """Return codes of the virtual workers started here that have failed, by their number on this node."""
+        return {} if _launch is None else dict(_launch.children.failures)
+
+    def launch(self, function: Callable[..., T], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> T:
+        """Calls ``function``, once the other virtual workers of this node are started.
+
+        What it raises ends them: nothing is left behind.
+
+        Raises:
+            SettingError: if they have ended already, because an earlier call failed.
+        """
+        child = started()
+        if child is not None:
+            child.arrived()
+        if self._rank.role is not Role.FIRST or self._rank.per_node == 1:
+            return function(*args, **kwargs)
+        launch = self._launched()
+        launch.children.on_death = self._on_death
+        try:
+            return function(*args, **kwargs)
+        except TunerExit:  # how lr_find ends a fit that went well
+            raise
+        except BaseException as error:
+            launch.fail(error)
+            raise
+
+    def kill(self, signum: Any) -> None:
+        """Passes on a signal that this process got: Lightning calls this for SIGTERM."""
+        if _launch is not None and _launch.is_ours:
+            _launch.children.kill(signum)
+
+    def _launched(self) -> _Launch:
+        """What this process has started for the program, or for the job of a sweep, that runs now."""
+        global _launch
+        job, processes = current_job(), self._rank.per_node
+        if _launch is not None and _launch.is_ours and _launch.job == job:
+            _check_number(processes, _launch)
+            if _launch.failed:
+                raise SettingError(
+                    f"virtual_workers={processes}, but the other virtual workers have ended, because an earlier fit,"
+                    " validate, test or predict of this program failed; start the program anew"
+                )
+            return _launch
+        if _launch is not None and _launch.is_ours:
+            _launch.finish()  # of the sweep's job before
+        program = this_program()
+        given = dict(self._extra())
+        try:
+            children = Children(program.command, program.folder, processes, given)
+        except BaseException:
+            if self._closed is not None:
+                self._closed()
+            raise
+        # Last, so that it comes before what `extra` wants done at the end: children may need its server.
+        atexit.unregister(_finish)
+        atexit.register(_finish)
+        _launch = _Launch(job, processes, given, children, self._closed, self._grace)
+        return _launch
+
+
+def _finish() -> None:
+    """The program ends."""
+    if _launch is not None and _launch.is_ours:
+        _launch.finish()

@@ -1,0 +1,165 @@
+"""The command that runs this program once more: same interpreter and flags, same script or module, same arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lightning_hetpipe.errors import SettingError
+
+_START = os.getcwd()
+"""Where this program was when it imported us: as near as one gets to where it began, where it will begin again."""
+
+_OVERRIDE = re.compile(r"[^-].*=|~")
+# Hydra's options whose value is the next argument.
+_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p"}
+# What a child gets from us instead, or has no use for: it runs one job, in its launcher's folder, and logs no file.
+_OURS = re.compile(
+    r"[+~]*hydra(\.mode|\.run\.dir|\.output_subdir|\.sweep\b|\.sweeper\b|\.launcher\b|\.job\.(num|id)|\.job_logging\b"
+    r"|\.hydra_logging\b|/(sweeper|launcher|job_logging|hydra_logging)\b)"
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command, where to start it, and which job of a Hydra sweep it runs (None without Hydra)."""
+
+    command: Sequence[str]
+    folder: str
+    job: str | None
+
+
+def this_program() -> Program:
+    """This program once more, as a child is to run it.
+
+    Under Hydra it is the job that runs now, with the values that its sweep has chosen, in the same run directory.
+
+    Raises:
+        SettingError: if the program cannot be run once more, as it came through standard input.
+    """
+    hydra = _hydra()
+    interpreter, program, arguments = _parts(sys.orig_argv[1:], sys.modules["__main__"])
+    if hydra is None:
+        return Program([sys.executable, *interpreter, *program, *arguments], _START, None)
+    command = [sys.executable, *interpreter, *program, *_options(arguments), *_overrides(hydra)]
+    return Program(command, hydra.runtime.cwd, current_job())
+
+
+def current_job() -> str | None:
+    """The run directory of the Hydra job that runs now, which no other job has; None without Hydra."""
+    hydra = _hydra()
+    return None if hydra is None else str(hydra.runtime.output_dir)
+
+
+# Python's command line.
+
+
+def _parts(original: Sequence[str], main: ModuleType) -> tuple[list[str], list[str], list[str]]:
+    """The interpreter's flags, the script or module, and the program's arguments.
+
+    Args:
+        original: What Python was called with.
+        main: The module ``__main__``. Where it is not what Python was told to run, a debugger or the like runs the
+            program, and a child runs it without.
+    """
+    flags, rest = _split(original)
+    if not rest:
+        raise SettingError(
+            "virtual_workers needs a program that can be started again, and this one came through standard input; save"
+            " it as a file and run that"
+        )
+    target = rest[0]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if target == "-m":
+        module = rest[1]
+        if spec is not None and spec.name in (module, f"{module}.__main__"):
+            return flags, ["-m", module], rest[2:]
+    elif target == "-c":
+        if file is None:
+            return flags, ["-c", rest[1]], rest[2:]
+    elif file is not None and spec is None and os.path.basename(file) == os.path.basename(target):
+        return flags, [os.path.abspath(file)], rest[1:]
+    elif spec is not None and spec.name == "__main__":  # a folder, or a zip, with a __main__.py
+        return flags, [os.path.join(_START, target)], rest[1:]
+    if spec is not None:
+        return flags, ["-m", spec.name.removesuffix(".__main__")], sys.argv[1:]
+    return flags, [os.path.abspath(file or sys.argv[0])], sys.argv[1:]
+
+
+def _split(original: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Python's own flags, and the rest from the script, the ``-m`` or the ``-c`` on."""
+    at = 0
+    while at < len(original):
+        word = original[at]
+        if word == "-" or not word.startswith("-"):
+            return list(original[:at]), [] if word == "-" else list(original[at:])
+        if word.startswith("--"):
+            at += 2 if word == "--check-hash-based-pycs" else 1
+            continue
+        for place, letter in enumerate(word[1:], start=1):
+            if letter in "mc":  # as in -Im module, or -mmodule
+                before = [word[:place]] if place > 1 else []
+                attached = [word[place + 1 :]] if word[place + 1 :] else []
+                return [*original[:at], *before], [f"-{letter}", *attached, *original[at + 1 :]]
+            if letter in "WX":  # as in -Wignore, or -W ignore
+                at += word[place + 1 :] == ""
+                break
+        at += 1
+    return list(original), []
+
+
+# Hydra's.
+
+
+def _hydra() -> Any:
+    """Hydra's configuration, if an application of Hydra's runs now."""
+    if "hydra" not in sys.modules:
+        return None
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    # One that was only composed has no job that runs.
+    return None if OmegaConf.is_missing(hydra.runtime, "output_dir") else hydra
+
+
+def _options(arguments: Sequence[str]) -> list[str]:
+    """The arguments without overrides, and without the wish for a sweep."""
+    kept = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before not in _WITH_VALUE:
+            multirun = argument == "-m" or (len(argument) > 3 and "--multirun".startswith(argument))
+            if multirun or _OVERRIDE.match(argument):
+                continue
+        kept.append(argument)
+    return kept
+
+
+def _overrides(hydra: Any) -> list[str]:
+    """The overrides that lead to the job that runs now: those of its sweep too."""
+    from omegaconf import OmegaConf
+
+    asked = [override for override in hydra.overrides.hydra if not _OURS.match(override)]
+    pinned = {"hydra.mode": "RUN", "hydra.output_subdir": "null"}
+    pinned |= {"hydra/job_logging": "none", "hydra/hydra_logging": "none"}
+    pinned["hydra.run.dir"] = _quoted(hydra.runtime.output_dir)
+    for name in ("num", "id"):
+        if not OmegaConf.is_missing(hydra.job, name):
+            pinned[f"hydra.job.{name}"] = str(hydra.job[name])
+            pinned["hydra.sweep.dir"] = _quoted(os.path.join(hydra.runtime.cwd, hydra.sweep.dir))
+            pinned["hydra.sweep.subdir"] = _quoted(hydra.sweep.subdir)
+    return [*hydra.overrides.task, *asked, *(f"{name}={value}" for name, value in pinned.items())]
+
+
+def _quoted(text: str) -> str:
+    """``text`` in the quotes that Hydra's overrides know."""
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
+    escaped = re.sub(r"\\+$", lambda match: match[0] * 2, escaped)
+    return f"'{escaped}'"
