@@ -19,6 +19,9 @@ from dataclasses import dataclass
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """Tells a child who it is: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair in descriptor 7."""
 
+GRACE = 10.0
+"""Seconds that a child whose launcher has ended has to clean up."""
+
 _ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -62,19 +65,18 @@ def started() -> Started | None:
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
     _ends.add(end)
-    launcher, grace = os.getppid(), 10.0
-    threading.Thread(target=_watch, args=(end, launcher, grace), name="hetpipe-lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(end, os.getppid()), name="hetpipe-lifeline", daemon=True).start()
     return Started(int(local), int(per_node), end)
 
 
-def _watch(end: socket.socket, launcher: int, grace: float) -> None:
+def _watch(end: socket.socket, launcher: int) -> None:
     """Ends this process once the launcher has ended: as if told to, and by force if that does not help."""
     with contextlib.suppress(OSError):  # reset, where the launcher ended without having read the byte
         end.recv(1)
     with contextlib.suppress(OSError):  # whoever read stderr may be gone too
         print(f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended.", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(grace)
+    threading.Event().wait(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,0 +1,51 @@
+"""Takes the launcher without torch and Lightning, which take seconds to import in every process of a test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import tests
+
+ROOT = Path(tests.__file__).parents[1]
+
+
+class _Stub(ModuleType):
+    """A module in which every name is a class of its own."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (Exception,) if "Exception" in name or "Exit" in name else (), {})
+        setattr(self, name, made)
+        return made
+
+
+for _name in (
+    "torch",
+    "lightning",
+    "lightning.fabric",
+    "lightning.fabric.plugins",
+    "lightning.fabric.plugins.environments",
+    "lightning.pytorch",
+    "lightning.pytorch.utilities",
+    "lightning.pytorch.utilities.exceptions",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning_hetpipe.strategy.private",
+):
+    sys.modules[_name] = _Stub(_name)
+_package = ModuleType("lightning_hetpipe")
+_package.__path__ = [str(ROOT / "lightning_hetpipe")]
+sys.modules["lightning_hetpipe"] = _package
+
+from lightning_hetpipe.errors import SettingError  # noqa: E402
+from lightning_hetpipe.strategy import lifeline  # noqa: E402
+from lightning_hetpipe.strategy.launcher import Launcher, launcher_of  # noqa: E402
+from lightning_hetpipe.strategy.private import TunerExit  # noqa: E402
+from lightning_hetpipe.strategy.ranks import Rank, Role  # noqa: E402
+
+__all__ = ["Launcher", "Rank", "Role", "SettingError", "TunerExit", "launcher_of", "lifeline"]

@@ -1,0 +1,127 @@
+"""A program of a user's: each of its processes introduces itself to the test at a socket, and does what that says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tests.strategy.launching.bare import Launcher, Rank, Role, SettingError, TunerExit, launcher_of, lifeline
+
+GRACE = 0.5
+lifeline.GRACE = GRACE
+
+
+class Leave(Exception):
+    """A failure that the user's program catches."""
+
+
+class Obedient:
+    """One process of the program."""
+
+    def __init__(self, address: str, **facts: Any) -> None:
+        self.environment = dict(os.environ)
+        child = lifeline.started()
+        self.number = child.local if child else 0
+        self.launcher: Launcher | None = None
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(address)
+        self.orders = self.socket.makefile("r")
+        self.reply(number=self.number, pid=os.getpid(), **facts)
+
+    def reply(self, **facts: Any) -> None:
+        self.socket.sendall(json.dumps(facts).encode() + b"\n")
+
+    def obey(self) -> None:
+        """Does as told, until told to return."""
+        for line in self.orders:
+            order, *arguments = line.split()
+            if order == "return":
+                self.reply(did=order)
+                return
+            getattr(self, order)(*arguments)
+        raise AssertionError("the test has ended")
+
+    def launch(self, processes: str) -> None:
+        count, role = int(processes), Role.CHILD if self.number else Role.FIRST
+        rank = Rank(self.number, count, 0, self.number, count, 1, role)
+        try:
+            made = launcher_of(rank, self.extra, on_death=self.on_death, closed=self.closed, grace=GRACE)
+            assert made is not None
+            self.launcher = made
+            made.launch(self.work, "launched")
+        except Leave:
+            self.reply(left=True)
+        except (SettingError, TunerExit) as error:
+            self.reply(refused=str(error))
+
+    def extra(self) -> Mapping[str, str]:
+        self.reply(extra=True)
+        return {"A_SERVER": "somewhere"}
+
+    def on_death(self, number: int, code: int) -> None:
+        self.reply(died=number, code=code)
+
+    def closed(self) -> None:
+        self.reply(closed=True)
+
+    def work(self, did: str) -> None:
+        self.reply(did=did)
+        self.obey()
+
+    def look(self) -> None:
+        changed = {
+            name for name in {*os.environ, *self.environment} if os.environ.get(name) != self.environment.get(name)
+        }
+        own = {name: os.environ.get(name) for name in ("A_SERVER", "LOCAL_RANK", lifeline.VARIABLE)}
+        flags = [sys.flags.dont_write_bytecode, sys.flags.isolated, sys.warnoptions]
+        self.reply(changed=sorted(changed), own=own, argv=sys.argv, flags=flags, folder=os.getcwd())
+
+    def move(self) -> None:
+        os.chdir("/")
+        self.reply(did="move")
+
+    def fail(self) -> None:
+        raise ValueError("a bug")
+
+    def leave(self) -> None:
+        raise Leave
+
+    def finish_tuning(self) -> None:
+        raise TunerExit
+
+    def resist(self) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+        self.reply(did="resist")
+
+    def handle_sigterm(self) -> None:
+        """As Lightning does in `fit`."""
+
+        def passed_on(signum: int, frame: Any) -> None:
+            assert self.launcher is not None
+            self.launcher.kill(signum)
+            sys.exit(1)
+
+        signal.signal(signal.SIGTERM, passed_on)
+        self.reply(did="handle_sigterm")
+
+    def fork(self) -> None:
+        """Leaves a process behind, as a DataLoader worker is one, with all that it inherits but our socket."""
+        worker = os.fork()
+        if worker == 0:
+            self.orders.close()
+            self.socket.close()
+            signal.pause()  # until the test kills it
+        self.reply(worker=worker)
+
+    def exit(self, code: str) -> None:
+        sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    Obedient(sys.argv[1]).obey()

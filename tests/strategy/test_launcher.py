@@ -1,0 +1,188 @@
+"""The launcher with real processes, which do what the test tells each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.strategy.launching.meeting import HERE, Meeting, Process, stated
+
+SCRIPT = HERE / "obedient.py"
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    meeting = Meeting(tmp_path)
+    yield meeting
+    meeting.close()
+
+
+@pytest.fixture
+def first(meeting: Meeting, tmp_path: Path) -> Process:
+    """The first process of a program, which has not launched anything yet."""
+    return meeting.run(SCRIPT, meeting.address, folder=tmp_path)
+
+
+def test_a_child_is_the_same_program_in_the_same_place(meeting: Meeting, tmp_path: Path) -> None:
+    script = os.path.relpath(SCRIPT, tmp_path)
+    first = meeting.run("-BW", "ignore", script, "meeting", "an argument", "--name=a b", folder=tmp_path)
+    first.ask("move")  # as scripts do; a child starts where the program did, and meets the same line
+    _, child = meeting.launched(first)
+    assert (first.number, child.number) == (0, 1)
+    parents, childs = first.ask("look"), child.ask("look")
+    assert childs["argv"][1:] == parents["argv"][1:] == ["meeting", "an argument", "--name=a b"]
+    assert childs["flags"] == parents["flags"] == [1, 0, ["ignore"]]
+    assert (parents["folder"], childs["folder"]) == ("/", str(tmp_path))
+    assert parents["changed"] == [], "the launcher changed the environment of the user's process"
+    assert childs["changed"] == ["HETPIPE_VIRTUAL_WORKER"], "a program started by a child would take itself for one"
+    assert childs["own"] == {"A_SERVER": "somewhere", "LOCAL_RANK": "1", "HETPIPE_VIRTUAL_WORKER": None}
+
+
+def test_a_module_is_run_again_as_a_module(meeting: Meeting, tmp_path: Path) -> None:
+    first = meeting.run("-m", "tests.strategy.launching.obedient", meeting.address, folder=tmp_path)
+    processes = meeting.launched(first, 3)
+    assert [process.number for process in processes] == [0, 1, 2]
+    for process in processes[::-1]:
+        process.ask("return")
+        process.order("return")
+    assert meeting.ends()[0] == 0
+
+
+def test_children_stay_through_all_fits_and_are_waited_for_at_the_end(meeting: Meeting, first: Process) -> None:
+    _, child = meeting.launched(first)
+    assert first.ask("return") == {"did": "return"}
+    for process in (first, child):
+        if process is child:
+            assert process.ask("return") == {"did": "return"}
+        assert process.ask("launch", 2) == {"did": "launched"}, "a second fit must start nothing, and call nothing"
+        assert process.ask("finish_tuning") == {"refused": ""}, "the end of lr_find ended the launch"
+        process.order("return")
+        assert process.hear() == {"did": "return"}
+    assert first.ended() == [{"closed": True}]
+    assert child.ended() == []
+    assert meeting.ends() == (0, [], [])
+
+
+def test_another_number_of_virtual_workers_is_refused_by_name(meeting: Meeting, first: Process) -> None:
+    meeting.launched(first)
+    first.ask("return")
+    refused = first.ask("launch", 3)["refused"]
+    assert refused.startswith("virtual_workers=3, but the processes of this program are 2 virtual workers")
+    assert refused.endswith("give every HetPipeStrategy of the program virtual_workers=2, or train the rest with"
+                            " another strategy or in another program")  # fmt: skip
+
+
+def test_a_child_that_outstays_the_program_is_ended(meeting: Meeting, first: Process) -> None:
+    _, child = meeting.launched(first)
+    child.ask("resist")
+    first.ask("return")
+    first.order("return")
+    child.ended()
+    code, _, err = meeting.ends()
+    assert code == 0
+    assert stated(err) == [
+        f"hetpipe: virtual worker 1 (process {child.pid}) had not ended 0.5 seconds after this process, and is told to"
+        " end.",
+        f"hetpipe: virtual worker 1 (process {child.pid}) did not end when told to, and is killed.",
+    ]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_exception_ends_all(meeting: Meeting, first: Process, stubborn: bool) -> None:
+    _, child = meeting.launched(first)
+    if stubborn:
+        child.ask("resist")
+    first.order("fail")
+    child.ended()
+    assert first.ended() == [{"closed": True}]
+    code, _, err = meeting.ends()
+    assert code == 1
+    assert "ValueError: a bug" in err
+    assert len(stated(err)) == stubborn, "that a child was told to end is no news"
+
+
+def test_a_child_that_still_starts_ends_without_a_word(meeting: Meeting, first: Process) -> None:
+    first.order("launch", 2)
+    child = meeting.meet()
+    first.order("fail")
+    child.ended()
+    _, _, err = meeting.ends()
+    assert "KeyboardInterrupt" not in "".join(err)
+    assert stated(err) == []
+
+
+def test_after_a_failure_there_is_no_other_launch(meeting: Meeting, first: Process) -> None:
+    meeting.launched(first)
+    first.order("leave")
+    assert first.hear() == {"closed": True}
+    assert first.hear() == {"left": True}
+    assert "the other virtual workers have ended" in first.ask("launch", 2)["refused"]
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the parent", "to all, as a terminal does"])
+def test_an_interrupt_ends_all(meeting: Meeting, first: Process, to_all: bool) -> None:
+    _, child = meeting.launched(first)
+    if to_all:
+        os.killpg(first.pid, signal.SIGINT)
+    else:
+        first.signal(signal.SIGINT)
+    child.ended()
+    first.ended()
+    code, _, err = meeting.ends()
+    assert code == -signal.SIGINT
+    assert stated(err) == []
+
+
+@pytest.mark.parametrize("handled", [False, True], ids=["dies", "handles it as Lightning does"])
+def test_sigterm_ends_all(meeting: Meeting, first: Process, handled: bool) -> None:
+    _, child = meeting.launched(first)
+    if handled:
+        first.ask("handle_sigterm")
+    first.signal(signal.SIGTERM)
+    child.ended()
+    code, _, err = meeting.ends()
+    assert code == (1 if handled else -signal.SIGTERM)
+    assert len(stated(err)) == (0 if handled else 1)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_children_die_with_their_parent(meeting: Meeting, first: Process, stubborn: bool) -> None:
+    """A worker of the parent's DataLoader inherits all descriptors, and may outlive it by seconds."""
+    _, child = meeting.launched(first)
+    worker = first.ask("fork")["worker"]
+    if stubborn:
+        child.ask("resist")
+    try:
+        first.signal(signal.SIGKILL)
+        child.ended()
+        os.kill(worker, 0)  # it is still there
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    code, _, err = meeting.ends()
+    assert code == -signal.SIGKILL
+    assert stated(err) == [f"hetpipe: process {child.pid} ends, as its launcher (process {first.pid}) has ended."]
+
+
+@pytest.mark.parametrize(("fault", "how"), [("kill", "died by SIGKILL"), ("exit", "ended with exit code 3")])
+def test_the_death_of_a_child_is_told_and_the_others_go_on(
+    meeting: Meeting, first: Process, fault: str, how: str
+) -> None:
+    _, child, other = meeting.launched(first, 3)
+    if fault == "kill":
+        child.signal(signal.SIGKILL)
+    else:
+        child.order("exit", 3)
+    assert first.hear() == {"died": 1, "code": -signal.SIGKILL if fault == "kill" else 3}
+    for process in (other, first):
+        assert process.ask("return") == {"did": "return"}
+        process.order("return")
+    code, _, err = meeting.ends()
+    assert code == 0
+    assert stated(err) == [
+        f"hetpipe: virtual worker 1 (process {child.pid}) {how}.",
+        f"hetpipe: this run went on without virtual worker 1, which {how}.",
+    ]
