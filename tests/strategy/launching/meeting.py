@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,6 @@ class Meeting:
     def __init__(self, folder: Path) -> None:
         self.address = str(folder / "meeting")
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(TIMEOUT)
         self.socket.bind(self.address)
         self.socket.listen()
         self.processes: list[Process] = []
@@ -80,6 +81,11 @@ class Meeting:
 
     def meet(self) -> Process:
         """The next process that comes."""
+        assert self.program is not None
+        deadline = time.monotonic() + TIMEOUT
+        while not select.select([self.socket], [], [], 1.0)[0]:
+            assert self.program.poll() is None, self.program.communicate()[1]
+            assert time.monotonic() < deadline, "no further process has come"
         connection, _ = self.socket.accept()
         self.processes.append(Process(connection))
         return self.processes[-1]
