@@ -128,6 +128,8 @@ class Launcher(BaseLauncher):
         self._on_death = on_death
         self._closed = closed
         self._grace = grace
+        self.trainer: L.Trainer | None = None
+        """Whose run it is, once there is one."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -152,6 +154,7 @@ class Launcher(BaseLauncher):
         Raises:
             SettingError: if they have ended already, because an earlier call failed.
         """
+        self.trainer = trainer
         child = started()
         if child is not None:
             child.arrived()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -30,6 +32,7 @@ from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
+from lightning_hetpipe.strategy.launcher import launcher_of
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
@@ -39,7 +42,7 @@ from lightning_hetpipe.strategy.private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.strategy.ranks import Rank, find
+from lightning_hetpipe.strategy.ranks import Rank, Role, announce, devices_of, find_rank
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
 
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
+
+SERVERS, TOKEN = "HETPIPE_SERVERS", "HETPIPE_TOKEN"
+"""Environment variables that tell the processes of a launch where its servers are, and what they want to see."""
 
 
 class HetPipeStrategy(ParallelStrategy):
@@ -134,6 +140,7 @@ class HetPipeStrategy(ParallelStrategy):
         self._group: Group | None = None
         self._failure: BaseException | None = None
         self._server: ServerProcess | None = None
+        self._found_rank: Rank | None = None
 
     # Who we are: one process, one virtual worker.
 
@@ -144,7 +151,11 @@ class HetPipeStrategy(ParallelStrategy):
 
     @property
     def _rank(self) -> Rank:
-        return find(self.virtual_workers)
+        if self._found_rank is None:
+            self._found_rank = find_rank(
+                self.virtual_workers, self._num_nodes, self.cluster_environment or LightningEnvironment()
+            )
+        return self._found_rank
 
     @property
     def root_device(self) -> torch.device:
@@ -164,6 +175,7 @@ class HetPipeStrategy(ParallelStrategy):
                 f"num_nodes={value} is not available yet: this release trains on one machine; leave num_nodes out"
             )
         self._num_nodes = value
+        self._found_rank = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -234,11 +246,10 @@ class HetPipeStrategy(ParallelStrategy):
     # The life of a run.
 
     def setup_environment(self) -> None:
-        processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
-        if processes > 1:
+        if self._rank.role is Role.EXTERNAL and self._rank.size > 1 and self._wsp_settings().servers is None:
             raise SettingError(
-                f"{processes} processes were started (by torchrun, SLURM or the like), but this release trains in one;"
-                " start one process"
+                f"{self._rank.size} processes were started (by torchrun, SLURM or the like), which need to know where"
+                " their servers are; start hetpipe-server, and set WSPCallback(servers=[its address]) and HETPIPE_TOKEN"
             )
         self._open_group()
         super().setup_environment()
@@ -250,13 +261,37 @@ class HetPipeStrategy(ParallelStrategy):
         from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
 
         wsp = self._wsp_settings()
-        addresses = os.environ.get("HETPIPE_SERVERS", "").split()
-        security = wsp.security.from_environment()
+        security, addresses = wsp.security.from_environment(), wsp.servers
+        if addresses is None:
+            told = getattr(self._launcher, "given", {}) or os.environ  # children have it from their environment
+            addresses = tuple(told[SERVERS].split())
+            security = replace(security, token=told[TOKEN])
         self._group = Group(self.global_rank, self.world_size, addresses, security, wsp, self.timeout)
         self._group.open()
 
+    def _configure_launcher(self) -> None:
+        """Where this process is one of several, or is to start them."""
+        rank = self._rank
+        if rank.size == 1:
+            return
+        self._launcher = launcher_of(rank, self._start_server, closed=self._stop_server)
+        announce(rank)
+
+    def _start_server(self) -> dict[str, str]:
+        """Starts the server of this launch, unless others were named; gives what children need to find it."""
+        wsp = self._wsp_settings()
+        if wsp.servers is not None:
+            return {}
+        self._server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": wsp.lease})
+        self._server.start()
+        return {SERVERS: self._server.address, TOKEN: self._server.security.token or ""}
+
+    def _stop_server(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
     def _wsp_settings(self) -> WSPSettings:
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        trainer = getattr(self._launcher, "trainer", None)
         among = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
         return (self.wsp or (among[0] if among else WSPCallback())).settings
 
@@ -399,7 +434,8 @@ class HetPipeStrategy(ParallelStrategy):
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:
-        return self.parallel_devices or [torch.device("cpu")]
+        rank = self._rank
+        return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
 
     def _fit_settings(self) -> settings.FitSettings:
         return settings.FitSettings(

@@ -1,21 +1,16 @@
-"""Launches of virtual workers as processes of their own, on servers of the test's."""
+"""Launches of virtual workers, each a process."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from lightning_hetpipe.server.process import ServerProcess
-from lightning_hetpipe.strategy.ranks import VARIABLE
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 180
@@ -37,32 +32,9 @@ class Job:
         return json.dumps({**told, "folder": str(self.folder), "lengths": list(self.lengths), **self.more})
 
 
-def run(job: Job, servers: int = 1) -> list[dict[str, Any]]:
+def run(job: Job) -> list[dict[str, Any]]:
     """Runs ``job`` to its end; gives what each virtual worker wrote."""
-    size = len(job.lengths)
-    with ExitStack() as stack:
-        started = []
-        for _ in range(servers):
-            server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0})
-            if started:
-                server.security = started[0].security
-            started.append(stack.enter_context(server))
-        addresses = " ".join(server.address for server in started)
-        token = started[0].security.token or ""
-        processes = []
-        for worker in range(size):
-            environment = {**os.environ, VARIABLE: f"{worker}/{size}", "HETPIPE_SERVERS": addresses}
-            environment["HETPIPE_TOKEN"] = token
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.wsp.worker", job.text()],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(said)
-    return [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(size)]
+    program = [sys.executable, "-m", "tests.wsp.worker", job.text()]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(len(job.lengths))]
