@@ -112,7 +112,9 @@ def test_a_wrong_setting_is_one_sentence(
     assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "lightning_hetpipe.cli.server", "address=127.0.0.1:0"]

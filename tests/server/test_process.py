@@ -110,6 +110,7 @@ def test_a_killed_server_is_missed_at_once_and_comes_back_where_it_was(server: S
         eventually(counts, "the channel does not find the server that came back")
 
 
+@pytest.mark.slow
 def test_an_address_that_is_taken_is_refused_with_the_servers_sentence(server: ServerProcess) -> None:
     second = ServerProcess(HERE, {"first": 5}, server.address)
     with pytest.raises(SettingError, match=f"address={server.address} cannot be had"):
@@ -117,6 +118,7 @@ def test_an_address_that_is_taken_is_refused_with_the_servers_sentence(server: S
     assert second.pid is None
 
 
+@pytest.mark.slow
 def test_a_handler_that_fails_is_said_to() -> None:
     with pytest.raises(RuntimeError, match="ended before it served"):
         ServerProcess(f"{__name__}:Nothing").start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import subprocess
 import threading
@@ -103,6 +104,7 @@ def certificates() -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("certificates are made with the program openssl, which is not installed")
     folder = Path(mkdtemp(prefix="hetpipe-certificates-"))
+    atexit.register(shutil.rmtree, folder)
     new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     ca = [*new_key, "-x509", "-subj", "/CN=hetpipe test authority", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem"]
     request = [*new_key, "-subj", "/CN=hetpipe test", "-keyout", "key.pem", "-out", "request.pem"]
