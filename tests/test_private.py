@@ -15,7 +15,8 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -495,6 +496,35 @@ def test_the_order_of_hooks_after_a_step() -> None:
 def test_the_log_interval() -> None:
     trainer = quiet_trainer("auto", log_every_n_steps=7)
     assert of_lightning.log_interval(trainer) == 7, "metrics would not keep to the Trainer's interval"
+
+
+@guards("_Launcher")
+def test_launchers() -> None:
+    required = of_lightning.BaseLauncher.__abstractmethods__
+    assert required == {"is_interactive_compatible", "kill", "launch"}, "our launcher would lack a method"
+
+
+@guards("_TunerExitException")
+def test_the_end_of_tuning() -> None:
+    ended: list[type[BaseException]] = []
+
+    class Watched(of_lightning.BaseLauncher):
+        is_interactive_compatible = True
+
+        def kill(self, signum: Any) -> None:
+            raise NotImplementedError
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                ended.append(type(error))
+                raise
+
+    strategy = SingleDeviceStrategy()
+    strategy._launcher = Watched()
+    Tuner(quiet_trainer(strategy)).lr_find(Learner(), batches(3), num_training=2, update_attr=False)
+    assert ended == [of_lightning.TunerExit], "the end of lr_find would end the other virtual workers"
 
 
 # All of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import tests
 
@@ -14,8 +14,6 @@ ROOT = Path(tests.__file__).parents[1]
 
 class _Stub(ModuleType):
     """A module in which every name is a class of its own."""
-
-    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,6 +36,7 @@ for _name in (
     "lightning_hetpipe.strategy.private",
 ):
     sys.modules[_name] = _Stub(_name)
+    sys.modules[_name].__path__ = []
 _package = ModuleType("lightning_hetpipe")
 _package.__path__ = [str(ROOT / "lightning_hetpipe")]
 sys.modules["lightning_hetpipe"] = _package

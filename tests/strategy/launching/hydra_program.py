@@ -16,8 +16,9 @@ from tests.strategy.launching.obedient import Obedient
 def application(config: DictConfig) -> None:
     logging.getLogger(__name__).info("says hello")
     job = HydraConfig.get()
+    num = None if OmegaConf.is_missing(job.job, "num") else job.job.num
     given = OmegaConf.to_container(config, resolve=True)
-    Obedient(config.address, config=given, folder=job.runtime.output_dir, num=job.job.get("num")).obey()
+    Obedient(config.address, config=given, folder=job.runtime.output_dir, num=num).obey()
     Path(job.runtime.output_dir, "done").touch()
 
 
