@@ -32,9 +32,14 @@ class Job:
         return json.dumps({**told, "folder": str(self.folder), "lengths": list(self.lengths), **self.more})
 
 
+def start(job: Job) -> subprocess.CompletedProcess[str]:
+    """Runs ``job`` to its end, whatever that is."""
+    program = [sys.executable, "-m", "tests.wsp.worker", job.text()]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
 def run(job: Job) -> list[dict[str, Any]]:
     """Runs ``job`` to its end; gives what each virtual worker wrote."""
-    program = [sys.executable, "-m", "tests.wsp.worker", job.text()]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = start(job)
     assert done.returncode == 0, done.stderr
     return [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(len(job.lengths))]

@@ -39,7 +39,12 @@ CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "three, unequal stages and lengths"
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES.keys() - {QUICK})]
+)
 def test_against_the_oracle(name: str, tmp_path: Path) -> None:
     job, wave, options = CASES[name]
     job.folder = tmp_path

@@ -6,6 +6,8 @@ Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}'``, see :class:`tests.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,11 +53,28 @@ def data_of(name: str, worker: int, batches: int) -> DataLoader[Any]:
 
 
 class Evaluated(Learner):
-    """Validates, if there is something to validate with."""
+    """Validates, if there is something to validate with; fails where it is told to.
 
-    def __init__(self, task: Learner) -> None:
+    Args:
+        task: What is trained.
+        fault: (virtual worker, batch, what happens there).
+    """
+
+    def __init__(self, task: Learner, fault: Sequence[Any] = ()) -> None:
         super().__init__(task.recipe)
         self.task = task
+        self.fault = fault
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fault and (self.global_rank, batch_idx) == tuple(self.fault[:2]):
+            what = self.fault[2]
+            if what == "raise":
+                raise ValueError("a bad batch")
+            if what == "nan":
+                outputs = self.compute(batch)
+                return {**outputs, "loss": outputs["loss"] * float("nan")}
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[what])
+        return super().training_step(batch, batch_idx)
 
     def compute(self, batch: Any) -> Any:
         return self.task.compute(batch)
@@ -80,7 +99,7 @@ def main(job: dict[str, Any]) -> None:
     trainer = make_trainer(
         [validates, recorder], strategy=strategy, use_distributed_sampler=False, **job.get("trainer", {})
     )
-    module = Evaluated(task_of(job["task"], worker))
+    module = Evaluated(task_of(job["task"], worker), job.get("fault", ()))
     torch.manual_seed(3)
     loader = data_of(job["task"], worker, lengths[worker])
     trainer.fit(module, loader, data_of(job["task"], 9, 3) if job.get("validate") else None)
