@@ -62,16 +62,20 @@ class HetPipeStrategy(ParallelStrategy):
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
 
     Args:
-        stages: k, the number of stages; by default one for each device. On CPU they may exceed the devices.
+        stages: k, the number of stages; by default one for each device. On CPU they may exceed the devices. A list
+            gives each virtual worker its own.
         in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage. Each
             stage holds Nm copies of its weights.
-        virtual_workers: Virtual workers on each node. Only 1, until a later release.
+        virtual_workers: Virtual workers on this machine; each is a process, which ``fit`` starts. The devices are
+            divided among them in order.
         weights: Weight policy. Only "stash", until a later release.
         module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
             that user code takes does not count.
-        plan, cluster, allocation, compile, recompute, timeline, lr_correction, wsp, start_method: of later releases.
+        wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
+            its defaults.
+        plan, cluster, allocation, compile, recompute, timeline, lr_correction, start_method: of later releases.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
 
     Attributes:
