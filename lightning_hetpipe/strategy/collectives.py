@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.metric_replay import find_metrics
 
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
@@ -58,3 +61,28 @@ def _total(found: list[Tensor]) -> Tensor:
 
 def _sent(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
+
+
+@contextmanager
+def shared_metrics(group: Group, module: nn.Module) -> Iterator[None]:
+    """Within it, torchmetrics objects of ``module`` compute over all virtual workers.
+
+    By themselves they look for a default process group only, and there is none.
+    """
+
+    def gather(tensor: Tensor, group_of_torch: Any = None, **_: Any) -> list[Tensor]:
+        return [each.to(tensor.device) for each in group.gather(tensor.detach().cpu())]
+
+    metrics: list[Any] = list(find_metrics(module))
+    before = [(metric, metric.distributed_available_fn, metric.dist_sync_fn) for metric in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn, metric.dist_sync_fn = _yes, gather
+    try:
+        yield
+    finally:
+        for metric, available, sync in before:
+            metric.distributed_available_fn, metric.dist_sync_fn = available, sync
+
+
+def _yes() -> bool:
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
@@ -145,6 +147,7 @@ class HetPipeStrategy(ParallelStrategy):
         self._failure: BaseException | None = None
         self._server: ServerProcess | None = None
         self._found_rank: Rank | None = None
+        self._exits = ExitStack()
 
     # Who we are: one process, one virtual worker.
 
@@ -306,6 +309,8 @@ class HetPipeStrategy(ParallelStrategy):
             settings.check_module(trainer.lightning_module)
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
         super().setup(trainer)
+        if self._group is not None:
+            self._exits.enter_context(collectives.shared_metrics(self._group, trainer.lightning_module))
         asked, seed = self._fit_settings(), self.broadcast(_run_seed())
         if not fitting:
             loop = evaluating_loop(trainer)
@@ -324,6 +329,11 @@ class HetPipeStrategy(ParallelStrategy):
             return None
         synchroniser = Synchroniser(self._group, trainer.lightning_module)
         wsp = self._group.settings
+        if wsp.aggregate == "sum":
+            rank_zero_warn(
+                f"the updates of {self._group.size} virtual workers are added, which acts like a learning rate"
+                f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
+            )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         synchroniser.enter(agreed, begun_minibatches(trainer)[0])
         return synchroniser
@@ -357,6 +367,7 @@ class HetPipeStrategy(ParallelStrategy):
                     super().teardown()
 
     def _leave_group(self) -> None:
+        self._exits.close()
         group, self._group = self._group, None
         if group is not None:
             error = sys.exc_info()[1] or self._failure

@@ -39,6 +39,27 @@ CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
+def test_a_validation_in_mid_epoch_sees_the_same_on_all(tmp_path: Path) -> None:
+    """It is a cut; its metrics are those of all virtual workers; and training goes on from there."""
+    job = Job(tmp_path, lengths=(6, 6), more={"validate": True, "trainer": {"val_check_interval": 4, "max_epochs": 1}})
+    found = run(job)
+    check(job, found, expected(job, 3, 1, cuts=[4]))
+    one, other = found
+    assert oracle.difference(one["validated"], other["validated"]) is None
+    assert len(one["validated"]) == 1
+    assert one["metrics"]["count"] == 6
+    for name in ("loss", "mean", "count"):
+        assert one["metrics"][name] == other["metrics"][name], name
+    losses = []
+    for worker, each in enumerate(found):
+        module = Evaluated(task_of("mlp", worker))
+        module.load_state_dict(each["validated"][0])
+        batches = data_of("mlp", 8 + worker, 3)
+        losses += [module.eval().compute(batch)["loss"].item() for batch in batches]
+    assert one["metrics"]["mean"].item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
 QUICK = "three, unequal stages and lengths"
 
 

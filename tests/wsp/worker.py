@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from tests import models
@@ -64,6 +65,8 @@ class Evaluated(Learner):
         super().__init__(task.recipe)
         self.task = task
         self.fault = fault
+        self.mean = MeanMetric()
+        self.all = CatMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.fault and (self.global_rank, batch_idx) == tuple(self.fault[:2]):
@@ -80,7 +83,15 @@ class Evaluated(Learner):
         return self.task.compute(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.compute(batch)["loss"], sync_dist=True)
+        loss = self.compute(batch)["loss"]
+        self.log("loss", loss, sync_dist=True)
+        self.mean(loss)
+        self.all.update(loss)
+        self.log("mean", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("count", float(len(self.all.compute())), sync_dist=True)
+        self.all.reset()
 
 
 def main(job: dict[str, Any]) -> None:
@@ -102,7 +113,7 @@ def main(job: dict[str, Any]) -> None:
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()))
     torch.manual_seed(3)
     loader = data_of(job["task"], worker, lengths[worker])
-    trainer.fit(module, loader, data_of(job["task"], 9, 3) if job.get("validate") else None)
+    trainer.fit(module, loader, data_of(job["task"], 8 + worker, 3) if job.get("validate") else None)
     record = recorder.record
     torch.save(
         {
