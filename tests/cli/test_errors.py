@@ -114,7 +114,7 @@ def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
     assert missing not in shown
 
 
-@pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=2"])
+@pytest.mark.parametrize("override", ["strategy.in_flight=0", "strategy.weights=fresh", "+strategy.virtual_workers=0"])
 def test_what_the_strategy_refuses_is_one_sentence(ends: Ends, override: str) -> None:
     _, error = ends(2, override, "trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
     assert f"hetpipe-train: {override.lstrip('+')} " in error
