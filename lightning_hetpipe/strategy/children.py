@@ -106,8 +106,8 @@ class Children:
     def wait(self, grace: float) -> None:
         """Waits until all have ended by themselves; those that have not after ``grace`` seconds are ended."""
         if not self._gone(grace):
-            names = ", ".join(map(str, self._still()))
-            say(f"{names} had not ended {grace:g} seconds after this process, and is told to end")
+            for child in self._still():
+                say(f"{child} had not ended {grace:g} seconds after this process, and is told to end")
             self.end(signal.SIGTERM, grace)
         self.ended = True
 
@@ -124,7 +124,8 @@ class Children:
         if not self._gone(grace):
             self.kill(signal.SIGTERM)
         if not self._gone(grace):
-            say(f"{', '.join(map(str, self._still()))} did not end when told to, and is killed")
+            for child in self._still():
+                say(f"{child} did not end when told to, and is killed")
             self.kill(signal.SIGKILL)
             self._gone(None)
         self.ended = True

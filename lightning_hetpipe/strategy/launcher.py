@@ -43,32 +43,33 @@ class _Launch:
         return self.children.pid == os.getpid()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the children, because the launch has failed."""
+        """Ends the children, because the launch has failed. What they used stays until `finish`, as we may use it."""
         self.failed = True
-        self._close(lambda: self.children.end_with(error, self.grace))
+        self._surely(lambda: self.children.end_with(error, self.grace))
 
     def finish(self) -> None:
         """Waits for the children, and says once more which of them had failed."""
-        if self.children.ended:
-            return
-        self._close(lambda: self.children.wait(self.grace))
-        failures = sorted(self.children.failures.items())
-        if failures:
-            say(
-                "this run went on without "
-                + ", ".join(f"virtual worker {vw}, which {how(code)}" for vw, code in failures)
-            )
+        try:
+            if not self.children.ended:
+                self._surely(lambda: self.children.wait(self.grace))
+                self._say_who_failed()
+        finally:
+            closed, self.closed = self.closed, None
+            if closed is not None:
+                closed()
 
-    def _close(self, end: Callable[[], None]) -> None:
+    def _surely(self, end: Callable[[], None]) -> None:
         try:
             end()
         except BaseException:  # somebody who does not want to wait
             self.children.end(signal.SIGTERM, min(1.0, self.grace))
             raise
-        finally:
-            closed, self.closed = self.closed, None
-            if closed is not None:
-                closed()
+
+    def _say_who_failed(self) -> None:
+        failures = sorted(self.children.failures.items())
+        if failures:
+            named = ", ".join(f"virtual worker {worker}, which {how(code)}" for worker, code in failures)
+            say(f"this run went on without {named}")
 
 
 _launch: _Launch | None = None
@@ -90,7 +91,7 @@ def launcher_of(
             such as the address of a server that it started.
         on_death: Called in a thread of the launcher's with the number on this node of a virtual worker that has failed,
             and its process's return code (negative: the signal's number).
-        closed: Called once when all virtual workers that were started here have ended.
+        closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
         grace: Seconds until the next stronger signal goes to a child that is to end.
 
     Raises:

@@ -117,10 +117,10 @@ def test_a_child_that_still_starts_ends_without_a_word(meeting: Meeting, first: 
 
 def test_after_a_failure_there_is_no_other_launch(meeting: Meeting, first: Process) -> None:
     meeting.launched(first)
-    first.order("leave")
-    assert first.hear() == {"closed": True}
-    assert first.hear() == {"left": True}
+    assert first.ask("leave") == {"left": True}
     assert "the other virtual workers have ended" in first.ask("launch", 2)["refused"]
+    first.order("return")
+    assert first.ended() == [{"did": "return"}, {"closed": True}]
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["to the parent", "to all, as a terminal does"])
