@@ -27,9 +27,18 @@ from lightning_hetpipe.server.rooms import RoomChannel
 from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
-_talks = itertools.count(1)
-_fits = itertools.count(1)
-"""All processes of a launch run the same program, and so count alike."""
+_entered = {"talk": 0, "fit": 0}
+"""Rooms so far. All processes of a launch run the same program, and so count alike."""
+
+
+def count_anew() -> None:
+    """A launch begins: its other processes have counted nothing yet."""
+    _entered.update(talk=0, fit=0)
+
+
+def _next_room(kind: str) -> str:
+    _entered[kind] += 1
+    return f"{kind}-{_entered[kind]}"
 
 
 class Group:
@@ -69,7 +78,7 @@ class Group:
         self._channels = [GrpcChannel(address, self._security) for address in self._addresses]
         for channel in self._channels:
             self._exits.callback(channel.close)
-        self._talk = self._client(f"talk-{next(_talks)}", (), ())
+        self._talk = self._client(_next_room("talk"), (), ())
         self._talk.join([])
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
@@ -84,7 +93,7 @@ class Group:
             Parameter(name, tuple(tensor.shape), _name(tensor.dtype), update_dtype or _name(tensor.dtype))
             for name, tensor in named
         )
-        self._fit = self._client(f"fit-{next(_fits)}", parameters, settings)
+        self._fit = self._client(_next_room("fit"), parameters, settings)
         self._fit_ordinal = itertools.count(1)
         return self._fit.join([tensor.detach() for _, tensor in named])
 

@@ -158,10 +158,10 @@ class HetPipeStrategy(ParallelStrategy):
 
     @property
     def _rank(self) -> Rank:
+        if self.cluster_environment is None:  # not given to a Trainer yet
+            return find_rank(self.virtual_workers, self._num_nodes, LightningEnvironment())
         if self._found_rank is None:
-            self._found_rank = find_rank(
-                self.virtual_workers, self._num_nodes, self.cluster_environment or LightningEnvironment()
-            )
+            self._found_rank = find_rank(self.virtual_workers, self._num_nodes, self.cluster_environment)
         return self._found_rank
 
     @property
@@ -279,13 +279,15 @@ class HetPipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Where this process is one of several, or is to start them."""
         rank = self._rank
-        if rank.size == 1:
-            return
         self._launcher = launcher_of(rank, self._start_server, closed=self._stop_server)
-        announce(rank)
+        if rank.size > 1:
+            announce(rank)
 
     def _start_server(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
+        from lightning_hetpipe.strategy.group import count_anew
+
+        count_anew()  # as the processes that start now do
         wsp = self._wsp_settings()
         if wsp.servers is not None:
             return {}
