@@ -88,6 +88,8 @@ class World:
     """Every request, with its body: any of them may arrive again."""
     updates: dict[Mark, list[Tensor]] = field(default_factory=dict)
     starts: int = 0
+    cuts: dict[int, int] = field(default_factory=dict)
+    """How many updates the final weights of each cut include."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)
@@ -159,7 +161,7 @@ class World:
                 continue
             if isinstance(answer, Granted):
                 self._check_grant(vw, answer)
-            before = one.member.newest
+            before, cut = one.member.newest, one.member.cut
             if isinstance(action, AskShards):
                 if action.body is Body.INCOMING and not isinstance(answer, Refused):
                     one.weights[1 - before][server] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
@@ -170,6 +172,10 @@ class World:
                 one.member.heard(answer)
             if one.member.newest != before:
                 self._check_pull(vw)
+                if one.member.cut != cut and not self.lossy:
+                    assert one.member.point is not None
+                    count = self.cuts.setdefault(one.member.cut, one.member.point.count)
+                    assert one.member.point.count == count, "VWs take different weights at a cut"
 
     def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes:
         match action.body:
