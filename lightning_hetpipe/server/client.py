@@ -319,25 +319,29 @@ class Client:
                 break
 
     def _beat(self) -> None:
-        while not self._stopped.wait(self._lease / 3):
-            member = self.member
-            if member.state is State.OUTSIDE:
-                continue
-            answer = self._call(COORDINATOR, COORDINATOR_METHOD, member.heartbeat(), (), (), self._lease / 3)
-            if isinstance(answer, Failed):
-                self.failure = PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
-            elif isinstance(answer, Refused) and answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT):
-                if not self._stopped.is_set():
-                    self.failure = RemoteFault(answer.refusal, answer.why)
-            elif isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION:
-                self._rejoin()
+        try:
+            while not self._stopped.wait(self._lease / 3):
+                if self.member.state is not State.OUTSIDE:
+                    self._say_alive()
+        except Exception as error:  # travels as a value: `check`, and the next call, raise it
+            self.failure = error
+
+    def _say_alive(self) -> None:
+        answer = self._call(COORDINATOR, COORDINATOR_METHOD, self.member.heartbeat(), (), (), self._lease / 3)
+        if isinstance(answer, Failed):
+            self.failure = PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
+        elif isinstance(answer, Refused) and answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT):
+            if not self._stopped.is_set():
+                self.failure = RemoteFault(answer.refusal, answer.why)
+        elif isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION:
+            self._rejoin()
 
     def _rejoin(self) -> None:
         """A server was lost while the VW computes: its report is needed now. A call that is under way sees to it."""
         if not self._busy.acquire(blocking=False):
             return
         try:
-            if self.member.next() is None:
+            if self.member.state is State.IDLE:
                 self.member.lose()
                 self._drive()
         except Cancelled:

@@ -313,6 +313,8 @@ class Member:
         overtaken = answer.refusal is Refusal.STALE and self.state not in (State.GATHER, State.FETCH)
         if answer.refusal is Refusal.GENERATION or overtaken:
             self._hello()
+        elif answer.refusal is Refusal.FAILED:
+            raise PeerFailed(answer.why)
         elif answer.refusal is not Refusal.BUSY:
             raise RemoteFault(answer.refusal, answer.why)
 

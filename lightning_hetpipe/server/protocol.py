@@ -60,6 +60,8 @@ class Refusal(Enum):
     """More bytes than the server is prepared to keep."""
     BUSY = "busy"
     """The same bytes are still arriving in an earlier request. Ask again."""
+    FAILED = "failed"
+    """Another VW has failed. All must end."""
     NOT_FINITE = "not_finite"
     """An update holds a NaN or infinity. Nothing was added."""
 

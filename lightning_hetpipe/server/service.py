@@ -14,9 +14,12 @@ from typing import get_args
 
 from lightning_hetpipe.server.coordinator import Coordinator
 from lightning_hetpipe.server.messages import (
+    Answer,
     Failed,
+    Fetch,
     Message,
     NotYet,
+    Read,
     Refused,
     Request,
     ShardRequest,
@@ -111,6 +114,8 @@ class Service:
                 raise
         with self._shard_lock:
             answer, weights = self._shard.run(message, body)
+        if isinstance(message, Read):
+            _as_large_as_asked_for(answer)
         # The weights are sent without the lock. Nothing changes them while this VW's turn lasts; if that ended with its
         # lease, what it reads may be torn, and the coordinator tells it so before it uses them.
         return Reply(encode(answer), weights)
@@ -128,7 +133,17 @@ class Service:
                 answer, parts = self._coordinator.handle(message, now, body, again=True)
             if not isinstance(answer, NotYet | Failed):
                 self._changed.notify_all()  # this answer may have been what changed things
+        if isinstance(message, Fetch):
+            _as_large_as_asked_for(answer)
         return Reply(encode(answer), [memoryview(part) for part in parts])
+
+
+def _as_large_as_asked_for(answer: Answer) -> None:
+    """Who asks for a body has made room for it, and a reply must fit: what has no body is said as a refusal."""
+    if isinstance(answer, Refused):
+        raise TransportRefused(RemoteFault(answer.refusal, answer.why).sentence)
+    if isinstance(answer, Failed):
+        raise TransportRefused(RemoteFault(Refusal.FAILED, f"VW {answer.vw} failed: {answer.failure}").sentence)
 
 
 def _read(method: str, header: bytes) -> Request | ShardRequest:

@@ -99,11 +99,10 @@ class DirectChannel:
             raise Unreachable("the reply was lost")
         if service is not self._host.service:
             raise Unreachable("the server was started anew meanwhile")
-        if into and reply.body:
-            answer = b"".join(reply.body)
-            if len(answer) != sum(map(len, into)):
-                raise Refused(f"malformed: {len(answer)} bytes came")
-            start = 0
+        answer, start = b"".join(reply.body), 0
+        if len(answer) != sum(map(len, into)):
+            raise Refused(f"the reply has a body of {len(answer)} bytes, and the caller other room")
+        if into:
             for each in into:
                 each[:] = answer[start : start + len(each)]
                 start += len(each)

@@ -13,10 +13,25 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.waves import waves
 from lightning_hetpipe.server.client import Cancelled, Client
-from lightning_hetpipe.server.messages import AskStatus, Parameter, Signature, Status, decode, encode
+from lightning_hetpipe.server.messages import (
+    NOTHING,
+    AskStatus,
+    Fetch,
+    Join,
+    Leave,
+    Parameter,
+    Read,
+    Request,
+    ShardRequest,
+    Signature,
+    Status,
+    decode,
+    encode,
+)
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import LocalFault, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.service import COORDINATOR_METHOD, Service
+from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
+from lightning_hetpipe.server.transport import Refused
 from tests import oracle
 from tests.models import SGD, Learner, mlp, vectors
 from tests.oracle import Run
@@ -276,6 +291,27 @@ def test_a_failure_ends_all_that_wait() -> None:
 
     all_at_once([fails, waits])
     assert cluster.hosts[0].service.finished
+
+
+def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
+    """A pull from a server that had restarted once came back as a reply without its bytes, which a transport that
+    checks sizes refuses in words of its own; the VW ended, instead of joining again."""
+    service = Service(30.0)
+
+    def send(message: Request | ShardRequest, body: bytes = b"") -> Any:
+        method, header = SHARD_METHOD if isinstance(message, ShardRequest) else COORDINATOR_METHOD, encode(message)
+        memory = service.open(method, header, len(body))
+        memory[:] = body
+        return decode(service.run(method, header, memory).header)
+
+    with pytest.raises(Refused, match="^generation: ") as caught:
+        send(Read(0, 0, "of another server", 0, ()))
+    assert RemoteFault.parse(str(caught.value)).refusal is Refusal.GENERATION
+    send(Join(0, 0, 1, signature_of(mlp(), 2, 1), NOTHING, ("",)))
+    send(Leave(1, 0, "ValueError: bad batch"))
+    with pytest.raises(Refused, match="^failed: VW 1 failed: ValueError: bad batch"):
+        send(Fetch(0, 0, "", 0, 0))
+    assert RemoteFault.parse("not one of ours").refusal is Refusal.MALFORMED
 
 
 def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:

@@ -125,7 +125,7 @@ def test_an_update_that_is_not_finite_is_named_and_leaves_nothing(value: float) 
 def test_what_is_refused() -> None:
     shard, update = loaded(), update_of(1.0)
     send(shard, Stage(1, 5, "g", 7), update)
-    for message, body, refusal in [
+    cases: list[tuple[ShardRequest, bytes, Refusal]] = [
         (Stage(1, 5, "g", 7), update, Refusal.STALE),  # staged
         (Stage(1, 5, "g", 6), update, Refusal.STALE),
         (Stage(1, 4, "g", 9), update, Refusal.STALE),  # of an older incarnation
@@ -141,7 +141,8 @@ def test_what_is_refused() -> None:
         (Read(0, 0, "g", 1, ()), b"", Refusal.MALFORMED),  # a commit is missing
         (Read(0, 0, "g", 0, commits((2, 0))), b"", Refusal.MALFORMED),  # never staged
         (Read(0, 0, "g", 0, (Commit(Mark(1, 5, 7), 0),)), b"", Refusal.MALFORMED),
-    ]:
+    ]
+    for message, body, refusal in cases:
         assert refused(shard, message, body) is refusal, message
     assert shard.content == "g"
     assert shard.loaded

@@ -443,7 +443,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     me = (1, 0, world.vws[1].member.generation)
     elsewhere = Point(1, 0, (), (Mark(0, 0, -1),))
     report = dataclasses.replace(NOTHING, era=1, point=elsewhere)
-    for message, refusal in [
+    cases: list[tuple[Request, Refusal | None]] = [
         (Pushed(*me, 1, False), Refusal.MALFORMED),  # wave 0 comes first
         (Pulled(*me, 99), Refusal.STALE),
         (Loaded(*me), None),  # said again
@@ -455,7 +455,8 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         (Join(1, 0, 9, world.signature, report, ("", "")), Refusal.MALFORMED),
         (Join(1, 0, 9, world.signature, NOTHING, ()), Refusal.MALFORMED),
         (Join(1, 0, 0, world.signature, NOTHING, ("", "")), Refusal.STALE),
-    ]:
+    ]
+    for message, refusal in cases:
         answer = ask(world, message)
         assert (answer.refusal if isinstance(answer, Refused) else None) is refusal, message
     wave(world, 0, 1)
