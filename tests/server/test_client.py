@@ -304,12 +304,12 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
         memory[:] = body
         return decode(service.run(method, header, memory).header)
 
-    with pytest.raises(Refused, match="^generation: ") as caught:
+    with pytest.raises(Refused, match=r"^generation: ") as caught:
         send(Read(0, 0, "of another server", 0, ()))
     assert RemoteFault.parse(str(caught.value)).refusal is Refusal.GENERATION
     send(Join(0, 0, 1, signature_of(mlp(), 2, 1), NOTHING, ("",)))
     send(Leave(1, 0, "ValueError: bad batch"))
-    with pytest.raises(Refused, match="^failed: VW 1 failed: ValueError: bad batch"):
+    with pytest.raises(Refused, match=r"^failed: VW 1 failed: ValueError: bad batch"):
         send(Fetch(0, 0, "", 0, 0))
     assert RemoteFault.parse("not one of ours").refusal is Refusal.MALFORMED
 
