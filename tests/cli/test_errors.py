@@ -54,7 +54,7 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["data.batch_size=0"], "data.batch_size=0 must be at least 1"),
         (["experiment=gpt", "data.context=0"], "data.context=0 must be at least 1"),
         (["experiment=gpt", "model.heads=5"], "model.width=96 must be a multiple of model.heads=5"),
-        (["strategy.stages=two"], "strategy.stages=two must be a whole number or 'auto'."),
+        (["strategy.stages=two"], "strategy.stages=two must be a whole number or 'auto' or [a whole number, ...]."),
         (["seed=abc"], "seed=abc must be a whole number or null."),
         (["ckpt_path=nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist; give the path of a checkpoint"),
         (["seed=-1"], "seed=-1 must be from 0 to 4294967295, or null to draw one."),
