@@ -313,7 +313,9 @@ class HetPipeStrategy(ParallelStrategy):
         super().setup(trainer)
         if self._group is not None:
             self._exits.enter_context(collectives.shared_metrics(self._group, trainer.lightning_module))
-        asked, seed = self._fit_settings(), self.broadcast(_run_seed())
+        asked, seed = self._fit_settings(), _run_seed()
+        if self._group is not None:  # not by our own `broadcast`: who counts its calls sees Lightning's
+            seed = collectives.broadcast(self._group, seed, 0)
         if not fitting:
             loop = evaluating_loop(trainer)
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
