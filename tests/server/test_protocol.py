@@ -126,4 +126,4 @@ def test_laws_hold_whatever_happens(machine: type[RuleBasedStateMachine]) -> Non
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_laws_hold_whatever_happens_for_long(machine: type[RuleBasedStateMachine]) -> None:
-    explore(machine, 1000, 60)
+    explore(machine, 400, 60)
