@@ -126,14 +126,24 @@ def check_module(module: L.LightningModule) -> None:
             " has later minibatches in flight by then; set automatic_optimization=True, or use another strategy"
         )
     if is_overridden("backward", module):
-        raise SettingError(
-            f"{name} overrides backward, but stages run the backward pass here; remove the override, or use another"
-            " strategy"
-        )
+        raise _own_backward(name)
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SettingError(
             f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx)"
         )
+
+
+def check_pipelined(module: L.LightningModule) -> None:
+    """Refuses what only matters where stages compute: a ``backward`` of the instance's own, for one."""
+    if "backward" in vars(module):
+        raise _own_backward(type(module).__name__)
+
+
+def _own_backward(name: str) -> SettingError:
+    return SettingError(
+        f"{name} overrides backward, but stages run the backward pass here; remove the override, or use another"
+        " strategy"
+    )
 
 
 def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool) -> None:

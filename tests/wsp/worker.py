@@ -120,6 +120,7 @@ def main(job: dict[str, Any]) -> None:
             "outputs": record.outputs,
             "states": [vars(state) for state in record.states],
             "validated": validates.seen,
+            "end": module.state_dict(),
             "metrics": dict(trainer.callback_metrics),
         },
         Path(job["folder"]) / f"{worker}.pt",

@@ -1,0 +1,227 @@
+"""A strategy for several virtual workers: who this process is, how all of them start, meet, agree and end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import lightning as L
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.strategy import collectives, settings
+from lightning_hetpipe.strategy.launcher import launcher_of
+from lightning_hetpipe.strategy.private import begun_minibatches
+from lightning_hetpipe.strategy.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
+from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.group import Group
+
+T = TypeVar("T")
+
+SERVERS, TOKEN = "HETPIPE_SERVERS", "HETPIPE_TOKEN"
+"""Environment variables that tell the processes of a launch where its servers are, and what they want to see."""
+
+
+class VirtualWorkers(ParallelStrategy):
+    """Lightning's *rank* is the virtual worker: one process each, and no process group.
+
+    Args:
+        virtual_workers: On each node.
+        wsp: How they synchronise.
+        timeout: Seconds for which servers may be silent.
+        arguments: ``ParallelStrategy``'s.
+    """
+
+    in_flight: int | Literal["auto"]
+
+    def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.virtual_workers = settings.virtual_workers(virtual_workers)
+        self.wsp: WSPCallback | None = settings.wsp(wsp)
+        self.timeout = settings.seconds(timeout)
+        self._num_nodes = 1
+        self._group: Group | None = None
+        self._failure: BaseException | None = None
+        self._server: ServerProcess | None = None
+        self._found_rank: Rank | None = None
+        self._exits = ExitStack()
+
+    @property
+    def _rank(self) -> Rank:
+        if self.cluster_environment is None:  # not given to a Trainer yet
+            return find_rank(self.virtual_workers, self._num_nodes, LightningEnvironment())
+        if self._found_rank is None:
+            self._found_rank = find_rank(self.virtual_workers, self._num_nodes, self.cluster_environment)
+        return self._found_rank
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        if value != 1:
+            raise SettingError(
+                f"num_nodes={value} is not available yet: this release trains on one machine; leave num_nodes out"
+            )
+        self._num_nodes = value
+        self._found_rank = None
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def world_size(self) -> int:
+        """N, the number of virtual workers."""
+        return self._rank.size
+
+    @property
+    def global_rank(self) -> int:
+        """i, which virtual worker this is."""
+        return self._rank.index
+
+    @property
+    def local_rank(self) -> int:
+        return self._rank.local
+
+    @property
+    def node_rank(self) -> int:
+        return self._rank.node
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._group is not None:
+            self._group.gather(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._group is None:
+            return obj
+        given: T = collectives.broadcast(self._group, obj, src)
+        return given
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return collectives.reduce(self._group, tensor, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor if self._group is None else collectives.all_gather(self._group, tensor)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._group is None else collectives.decide(self._group, decision, all)
+
+    # The life of a run.
+
+    def setup_environment(self) -> None:
+        if self._rank.role is Role.EXTERNAL and self._rank.size > 1 and self._wsp_settings().servers is None:
+            raise SettingError(
+                f"{self._rank.size} processes were started (by torchrun, SLURM or the like), which need to know where"
+                " their servers are; start hetpipe-server, and set WSPCallback(servers=[its address]) and HETPIPE_TOKEN"
+            )
+        self._open_group()
+        super().setup_environment()
+
+    def _open_group(self) -> None:
+        """Meets the other virtual workers, if there are any."""
+        if self.world_size == 1 or self._group is not None:
+            return
+        from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
+
+        wsp = self._wsp_settings()
+        security, addresses = wsp.security.from_environment(), wsp.servers
+        if addresses is None:
+            told = getattr(self._launcher, "given", {}) or os.environ  # children have it from their environment
+            addresses = tuple(told[SERVERS].split())
+            security = replace(security, token=told[TOKEN])
+        self._group = Group(self.global_rank, self.world_size, addresses, security, wsp, self.timeout)
+        self._group.open()
+
+    def _configure_launcher(self) -> None:
+        """Where this process is one of several, or is to start them."""
+        rank = self._rank
+        self._launcher = launcher_of(rank, self._start_server, closed=self._stop_server)
+        if rank.size > 1:
+            announce(rank)
+
+    def _start_server(self) -> dict[str, str]:
+        """Starts the server of this launch, unless others were named; gives what children need to find it."""
+        from lightning_hetpipe.strategy.group import count_anew
+
+        count_anew()  # as the processes that start now do
+        wsp = self._wsp_settings()
+        if wsp.servers is not None:
+            return {}
+        self._server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": wsp.lease})
+        self._server.start()
+        return {SERVERS: self._server.address, TOKEN: self._server.security.token or ""}
+
+    def _stop_server(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def _wsp_settings(self) -> WSPSettings:
+        trainer = getattr(self._launcher, "trainer", None)
+        among = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        return (self.wsp or (among[0] if among else WSPCallback())).settings
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        if self._group is not None:
+            self._exits.enter_context(collectives.shared_metrics(self._group, trainer.lightning_module))
+
+    def teardown(self) -> None:
+        try:
+            self._leave_group()
+        finally:
+            if self.cluster_environment is not None:
+                super().teardown()
+
+    def _agreed(self, value: T) -> T:
+        """Virtual worker 0's ``value``; not by ``broadcast``, as who counts its calls sees Lightning's."""
+        if self._group is None:
+            return value
+        given: T = collectives.broadcast(self._group, value, 0)
+        return given
+
+    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | None:
+        if self._group is None:
+            return None
+        synchroniser = Synchroniser(self._group, trainer.lightning_module)
+        wsp = self._group.settings
+        if wsp.aggregate == "sum":
+            rank_zero_warn(
+                f"the updates of {self._group.size} virtual workers are added, which acts like a learning rate"
+                f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
+            )
+        agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
+        synchroniser.enter(agreed, begun_minibatches(trainer)[0])
+        return synchroniser
+
+    def _leave_group(self) -> None:
+        self._exits.close()
+        group, self._group = self._group, None
+        if group is not None:
+            error = sys.exc_info()[1] or self._failure
+            group.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failure = exception
