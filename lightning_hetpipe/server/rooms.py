@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-from lightning_hetpipe.server.service import Service
-from lightning_hetpipe.server.transport import TIMEOUT, Channel, Refused, Reply
+from lightning_hetpipe.server.messages import AskStatus, Status, decode, encode
+from lightning_hetpipe.server.service import COORDINATOR_METHOD, Service
+from lightning_hetpipe.server.transport import HEADER_LIMIT, TIMEOUT, Channel, Refused, Reply
+
+STATUS = "status"
+"""The method that anybody with the token may call, in no room."""
 
 MOST = 64
 """Rooms that are kept; of more than that the oldest one goes that all have left."""
@@ -28,16 +35,34 @@ class Rooms:
         self._lock = threading.Lock()
 
     def open(self, method: str, header: bytes, size: int) -> memoryview:
+        if method == STATUS:
+            return memoryview(bytearray(size if size <= HEADER_LIMIT else 0))
         room, method = self._room(method)
         return room.open(method, header, size)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        if method == STATUS:
+            return Reply(json.dumps(self.status()).encode())
         room, method = self._room(method)
         return room.run(method, header, body)
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
+        if method == STATUS:
+            return
         room, method = self._room(method)
         room.abandoned(method, header, body)
+
+    def status(self) -> dict[str, Any]:
+        """Clocks, members, lag and bytes of every room, as JSON can say them."""
+        with self._lock:
+            rooms = dict(self._rooms)
+        found: dict[str, Any] = {}
+        for name, room in rooms.items():
+            told = decode(room.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b"")).header)
+            assert isinstance(told, Status)
+            members = [asdict(member) for member in told.members]
+            found[name] = {**asdict(told), "members": members, "held_bytes": room.bytes_held}
+        return {"rooms": len(found), **found}
 
     def _room(self, method: str) -> tuple[Service, str]:
         name, slash, rest = method.partition("/")

@@ -32,6 +32,9 @@ class Telling(Desk):
 
     said: object = SAID
 
+    def __init__(self, lease: float = 30) -> None:
+        super().__init__()
+
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         return Reply(json.dumps(self.said).encode())
 
