@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,23 +110,6 @@ def test_hydra_makes_it(module: Any) -> None:
 
 def test_a_list_config_by_hand() -> None:
     assert fit_with(HetPipeStrategy(module=ListConfig(["net"]), stages=2)).module == ["net"]
-
-
-def test_pytest_loads_it_for_other_peoples_tests(tmp_path: Path) -> None:
-    """``-p lightning_hetpipe`` makes ``strategy="hetpipe"`` known, in tests that do not import it."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_theirs.py").write_text(
-        "import lightning as L\n"
-        "def test_it() -> None:\n"
-        "    trainer = L.Trainer(strategy='hetpipe', accelerator='cpu', logger=False)\n"
-        "    assert type(trainer.strategy).__name__ == 'HetPipeStrategy'\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
-    paths = [str(Path(lightning_hetpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
 
 
 def test_the_package_is_typed() -> None:

@@ -109,6 +109,7 @@ def test_the_watched_step_has_its_activations_in_memory() -> None:
     assert min(notes[part] for part in ("watched", "capture", "again")) >= notes["activations"]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_has_one_thread() -> None:
     found = measure("times", "GPT", seconds=0.01)
     assert found.name == "GPT"

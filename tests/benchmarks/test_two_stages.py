@@ -29,6 +29,7 @@ def measured(name: str, rate: float) -> dict[str, Measurement]:
     return {name: Measurement(name, rate, cores=1.0, threads=1, loss=0.5)}
 
 
+@pytest.mark.slow
 def test_the_peer_trains_what_the_plain_trainer_trains() -> None:
     (plain,) = measure(TINY).values()
     pipelined = measure_schedule_1f1b(TINY, microbatches=(2, 4))
@@ -37,6 +38,7 @@ def test_the_peer_trains_what_the_plain_trainer_trains() -> None:
     assert [value.loss for value in pipelined.values()] == pytest.approx([plain.loss] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_at_once_add_up_and_use_one_thread_each() -> None:
     (both,) = measure_two_at_once(TINY).values()
     assert both.threads == 1

@@ -216,7 +216,11 @@ def test_an_import_that_fails_in_the_users_file_shows_its_line(ends: Ends, folde
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_it_trains_ends_with_its_code(folder: Path, number: int, code: int, said: str) -> None:
     command = [sys.executable, "-m", "lightning_hetpipe.cli.train", *MINE, f"model.signal={int(number)}"]

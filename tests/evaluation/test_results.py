@@ -44,7 +44,7 @@ def test_all_that_evaluation_shows(name: str) -> None:
     assert same(expected, found)
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
 def test_precision(precision: str, inference_mode: bool) -> None:
     settings: dict[str, Any] = {"precision": precision, "inference_mode": inference_mode}

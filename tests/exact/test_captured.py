@@ -63,7 +63,12 @@ def made(name: str) -> Learner:
 @pytest.mark.parametrize(
     ("name", "in_flight"),
     # With one in flight, noise in training_step itself is a plain run's: see test_captured_changes.
-    [(name, in_flight) for name in CASES for in_flight in (1, 2, 5) if (name, in_flight) != ("noise between", 1)],
+    [
+        pytest.param(name, in_flight, marks=[pytest.mark.slow] if in_flight == 2 else [])
+        for name in CASES
+        for in_flight in (1, 2, 5)
+        if (name, in_flight) != ("noise between", 1)
+    ],
 )
 def test_captured_models(name: str, in_flight: int, stages: int) -> None:
     _, loader, layers = CASES[name]

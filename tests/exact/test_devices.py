@@ -36,7 +36,7 @@ def two(in_flight: int) -> HetPipeStrategy:
     )
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["resnet", "dropout", "translator", "pieces", "unet"])
 def test_captured_models_are_evaluated_where_their_layers_are(name: str, inference_mode: bool) -> None:
     def run(strategy: Any) -> tuple[Record, Tensor]:

@@ -70,7 +70,7 @@ def sdist(checkout: Path) -> list[str]:
     return [str(build(checkout, "sdist"))]
 
 
-@pytest.mark.parametrize("form", [editable, wheel, sdist])
+@pytest.mark.parametrize("form", [editable, wheel, pytest.param(sdist, marks=pytest.mark.slow)])
 def test_hetpipe_train_runs_from_an_installation(
     form: Callable[[Path], list[str]], checkout: Path, environment: Path, tmp_path: Path
 ) -> None:
