@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from tests.exact.pipelines import even
 from tests.parity.comparing import difference
@@ -50,6 +51,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "address" in metafunc.fixturenames:
         found = sorted(addresses())
         metafunc.parametrize("address", found, ids=[".".join(address) for address in found])
+
+
+@pytest.fixture(autouse=True)
+def loaders_as_they_were() -> Iterator[None]:
+    """A hook for loaders that fails leaves wrappers of Lightning 2.6 on torch's classes."""
+    classes = (DataLoader, BatchSampler)
+    before = [dict(vars(each)) for each in classes]
+    yield
+    for each, attributes in zip(classes, before, strict=True):
+        for name in vars(each).keys() - attributes.keys():
+            delattr(each, name)
+        for name, value in attributes.items():
+            if vars(each)[name] is not value:
+                setattr(each, name, value)
 
 
 @pytest.fixture(autouse=True)
