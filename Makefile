@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Two processes: each test has one thread, and what it starts has few; more would have tests wait for each other.
+PARALLEL := -n 2 --dist worksteal
 CODE := lightning_hetpipe tests benchmarks examples
 
 .PHONY: demo test test-all check bench clean
@@ -10,10 +12,10 @@ demo: $(READY)  ## Train the digits experiment.
 	$(BIN)/hetpipe-train
 
 test: $(READY)  ## The tests, without those marked slow.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: $(READY)  ## All tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: $(READY)  ## Format, lint, types.
 	$(BIN)/ruff format --check .
