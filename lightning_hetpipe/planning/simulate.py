@@ -1,0 +1,215 @@
+"""Simulates one virtual worker: which stage does what when, under the schedule that the engine interprets too.
+
+Time only moves from event to event, so that a run of hours takes no longer than its number of tasks. What it knows:
+
+- Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
+  minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`.
+- Minibatch p starts when version p - Nm is published, and the first Nm at once (law L1).
+- Lightning's thread takes the minibatches in order: each step lasts ``step`` seconds (hooks, optimizer), and one that
+  ends a wave another ``synchronise`` (law L3), in which the pipeline goes on with what is in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that a stage takes for one minibatch.
+
+    Attributes:
+        forward, backward: Of its layers.
+        receive: Until what the stage before it sends has arrived; as long again for a gradient from the stage behind.
+        loss: Of the user's code between forward and backward, on the last stage.
+    """
+
+    forward: float
+    backward: float
+    receive: float = 0.0
+    loss: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of a turn: forward, loss and backward are one task there."""
+        return self.forward + self.backward + self.loss
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started."""
+
+    stage: int
+    work: Work
+    minibatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened.
+
+    Attributes:
+        spans: Every task, by its start.
+        published: When version p came to be, for p = 1, 2, ...
+        held: For each stage, the most minibatches whose activations it held at once.
+    """
+
+    spans: tuple[Span, ...]
+    published: tuple[float, ...]
+    held: tuple[int, ...]
+
+    def rate(self, edge: int = 0) -> float:
+        """Minibatches per second, without the first and the last ``edge`` of them, where the pipeline fills and drains.
+
+        Raises:
+            ValueError: if none is left.
+        """
+        last = len(self.published) - edge
+        if not 0 <= edge < last:
+            raise ValueError(f"edge={edge} leaves none of {len(self.published)} minibatches")
+        began = self.published[edge - 1] if edge else 0.0
+        return (last - edge) / (self.published[last - 1] - began)
+
+    def busy(self, stage: int) -> float:
+        """The fraction of all time in which ``stage`` computed."""
+        return sum(span.end - span.start for span in self.spans if span.stage == stage) / self.published[-1]
+
+
+def simulate(
+    stages: Sequence[StageTimes],
+    in_flight: int,
+    minibatches: int,
+    *,
+    step: float = 0.0,
+    wave: int | None = None,
+    synchronise: float = 0.0,
+) -> Simulation:
+    """Runs ``minibatches`` through a pipeline that starts empty.
+
+    Args:
+        stages: k of them, one segment each.
+        in_flight: Nm.
+        minibatches: How many, at least 1.
+        step: Seconds of Lightning's thread for each.
+        wave: W; by default Nm.
+        synchronise: Seconds that Lightning's thread waits at the end of each wave.
+
+    Raises:
+        ValueError: for numbers that no pipeline has.
+    """
+    if not stages or in_flight < 1 or minibatches < 1 or (wave is not None and wave < 1):
+        raise ValueError(f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}")
+    return _Run(stages, in_flight, minibatches, step, wave or in_flight, synchronise).simulation()
+
+
+@dataclass
+class _Stage:
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    """Ready tasks: minibatch, and which instruction of the route."""
+    busy: bool = False
+    held: int = 0
+    most: int = 0
+
+
+class _Run:
+    def __init__(
+        self,
+        stages: Sequence[StageTimes],
+        in_flight: int,
+        minibatches: int,
+        step: float,
+        wave: int,
+        synchronise: float,
+    ) -> None:
+        self._times = stages
+        self._in_flight = in_flight
+        self._minibatches = minibatches
+        self._step = step
+        self._wave = wave
+        self._synchronise = synchronise
+        self._route = route(segments([len(stages)], range(len(stages))))
+        self._stages = [_Stage() for _ in stages]
+        self._events: list[tuple[float, int, int, int]] = []  # time, order, minibatch, instruction that is now ready
+        self._order = itertools.count()
+        self._ends: list[tuple[float, int, int, int]] = []
+        self._spans: list[Span] = []
+        self._complete: dict[int, float] = {}
+        self._published: list[float] = []
+
+    def simulation(self) -> Simulation:
+        for number in range(1, min(self._in_flight, self._minibatches) + 1):
+            self._ready(0.0, number, 0)
+        while self._events or self._ends:
+            # What ends frees its stage before what becomes ready at the same moment asks for one.
+            if self._ends and (not self._events or self._ends[0][:2] <= self._events[0][:2]):
+                now, _, number, index = heapq.heappop(self._ends)
+                self._ended(now, number, index)
+            else:
+                now, _, number, index = heapq.heappop(self._events)
+                stage = self._segment(index).stage
+                self._stages[stage].queue.append((number, index))
+                self._start(now, stage)
+        return Simulation(
+            tuple(sorted(self._spans, key=lambda span: (span.start, span.stage))),
+            tuple(self._published),
+            tuple(stage.most for stage in self._stages),
+        )
+
+    def _segment(self, index: int) -> Segment:
+        return self._route[index].segment
+
+    def _ready(self, when: float, number: int, index: int) -> None:
+        heapq.heappush(self._events, (when, next(self._order), number, index))
+
+    def _start(self, now: float, index: int) -> None:
+        stage, times = self._stages[index], self._times[index]
+        if stage.busy or not stage.queue:
+            return
+        number, instruction = stage.queue.popleft()
+        work = self._route[instruction].work
+        seconds = {
+            Work.FORWARD: times.forward,
+            Work.BACKWARD: times.backward,
+            Work.TURN: times.total,
+        }[work]
+        stage.busy = True
+        if work is not Work.BACKWARD:
+            stage.held += 1
+            stage.most = max(stage.most, stage.held)
+        self._spans.append(Span(index, work, number, now, now + seconds))
+        heapq.heappush(self._ends, (now + seconds, next(self._order), number, instruction))
+
+    def _ended(self, now: float, number: int, index: int) -> None:
+        instruction = self._route[index]
+        here = instruction.segment.stage
+        stage = self._stages[here]
+        stage.busy = False
+        if instruction.work is not Work.FORWARD:
+            stage.held -= 1
+        if index + 1 < len(self._route):
+            there = self._segment(index + 1).stage
+            link = max(here, there) if here != there else None  # that before the later of the two
+            self._ready(now + (self._times[link].receive if link is not None else 0.0), number, index + 1)
+        else:
+            self._complete[number] = now
+            self._publish()
+        self._start(now, here)
+
+    def _publish(self) -> None:
+        """Lightning's thread goes on as far as it can."""
+        while (number := len(self._published) + 1) in self._complete:
+            before = self._published[-1] if self._published else 0.0
+            done = max(before, self._complete.pop(number)) + self._step
+            if number % self._wave == 0:
+                done += self._synchronise
+            self._published.append(done)
+            if number + self._in_flight <= self._minibatches:
+                self._ready(done, number + self._in_flight, 0)
