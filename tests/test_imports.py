@@ -36,6 +36,7 @@ BELOW: dict[str, set[str]] = {
     "capture": {"pipeline", "planning", "rules", "errors", "private"},
     "reporting": {"planning", "rules", "errors", "private"},
     "server": {"planning", "rules", "errors", "private"},
+    "emulation": {"pipeline", "errors"},
     "pipeline": {"planning", "rules", "errors", "private"},
     "planning": {"rules"},
     "rules": set(),

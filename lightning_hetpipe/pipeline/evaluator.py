@@ -222,22 +222,26 @@ class ForwardStage:
             return
         self._doing = (task, time.monotonic())
         try:
-            if self._settings.before_task is not None:
-                self._settings.before_task(self.index, "evaluate", task.flight.number)
-            started = time.perf_counter()
-            with self._quiet.computing(), self._around(task):
-                value = moved(task.value, self.device)
-                for number in task.segment.layers:
-                    value = self.calls[number][1](value)
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()
-            self.busy_seconds += time.perf_counter() - started
+            with self._quiet.computing():
+                started = time.perf_counter()
+                with self._settings.one_pass(self.index, "evaluate", task.flight.number):
+                    value = self._evaluate(task)
+                self.busy_seconds += time.perf_counter() - started
         except BaseException as error:
             self._doing = None
             task.flight.deliver(error)
             return
         self._doing = None
         self._done(task, value)
+
+    def _evaluate(self, task: Forward) -> Any:
+        with self._around(task):
+            value = moved(task.value, self.device)
+            for number in task.segment.layers:
+                value = self.calls[number][1](value)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        return value
 
     @contextmanager
     def _around(self, task: Forward) -> Iterator[None]:

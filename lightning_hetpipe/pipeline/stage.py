@@ -66,6 +66,14 @@ class Task:
     payload: Any  # a Value to run forward, or the gradients to run backward
 
 
+BeforePass = Callable[[int, str, int], Callable[[], None] | None]
+"""What a stage's thread calls before it computes, with stage, "forward", "backward" or "evaluate", and p.
+
+What it returns, if anything, is called when that is computed, and before it is handed on. On the last stage both passes
+of a minibatch are one task, with the loss between them.
+"""
+
+
 @dataclass(frozen=True)
 class StageSettings:
     """What all stages share.
@@ -75,14 +83,22 @@ class StageSettings:
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
-        before_task: Called by the stage's thread before each task, with stage, work and p; for tests.
+        before_pass: For emulated devices, and for tests.
     """
 
     chance: Chance
     in_flight: int
     torch_threads: int
     default_dtype: torch.dtype | None
-    before_task: Callable[[int, str, int], None] | None = None
+    before_pass: BeforePass | None = None
+
+    @contextmanager
+    def one_pass(self, stage: int, work: str, minibatch: int) -> Iterator[None]:
+        """Around the computing of ``work``."""
+        after = None if self.before_pass is None else self.before_pass(stage, work, minibatch)
+        yield
+        if after is not None:
+            after()
 
 
 class Stage:
@@ -174,9 +190,6 @@ class Stage:
             return
         self._doing = (task, time.monotonic())
         try:
-            if self._settings.before_task is not None:
-                work = task.instruction.work
-                self._settings.before_task(self.index, work.value, minibatch.number)
             result = self._perform(task)
         except BaseException as error:
             self._doing = None
@@ -191,17 +204,14 @@ class Stage:
     def _perform(self, task: Task) -> Any:
         work, segment = task.instruction.work, task.instruction.segment
         if work is Work.BACKWARD:
-            with self._quiet.computing():
-                return self._backward(task.minibatch, segment, task.payload)
-        with self._quiet.computing():
-            output = self._forward(task.minibatch, segment, task.payload)
+            return self._backward(task.minibatch, segment, task.payload)
+        output = self._forward(task.minibatch, segment, task.payload)
         if work is Work.FORWARD:
             return output
         task.minibatch.deliver(output)
         given = self._turn(task.minibatch)
         del output
-        with self._quiet.computing():
-            return self._backward(task.minibatch, segment, given)
+        return self._backward(task.minibatch, segment, given)
 
     def _turn(self, minibatch: Minibatch) -> Gradients:
         """Waits at the turn for the gradients that the user's loss gives to the outputs."""
@@ -220,29 +230,34 @@ class Stage:
         return given[0]
 
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value) -> Value:
-        started = time.perf_counter()
-        inputs = value.leaves(self.device)
-        part = self._parts[segment.index]
-        output, outputs = part.forward(minibatch, value, inputs)
-        self._saved[minibatch.number, segment.index] = (inputs, outputs)
-        self._settle()
-        self.busy_seconds += time.perf_counter() - started
+        with self._computing(Work.FORWARD, minibatch):
+            inputs = value.leaves(self.device)
+            part = self._parts[segment.index]
+            output, outputs = part.forward(minibatch, value, inputs)
+            self._saved[minibatch.number, segment.index] = (inputs, outputs)
         return output
 
     def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
-        started = time.perf_counter()
-        inputs, outputs = self._saved.pop((minibatch.number, segment.index))
-        given = [None if g is None else move(g, self.device) for g in given]
-        part = self._parts[segment.index]
-        own = part.parameters[self.ring.place(minibatch.version)]
-        with part.buffers_as_left(minibatch):
-            found = gradients(outputs, given, [*inputs, *own])
-        for live, gradient in reversed(list(zip(part.live_parameters, found[len(inputs) :], strict=True))):
-            if gradient is not None:
-                minibatch.add_gradient(live, gradient)
-        self._settle()
-        self.busy_seconds += time.perf_counter() - started
+        with self._computing(Work.BACKWARD, minibatch):
+            inputs, outputs = self._saved.pop((minibatch.number, segment.index))
+            given = [None if g is None else move(g, self.device) for g in given]
+            part = self._parts[segment.index]
+            own = part.parameters[self.ring.place(minibatch.version)]
+            with part.buffers_as_left(minibatch):
+                found = gradients(outputs, given, [*inputs, *own])
+            for live, gradient in reversed(list(zip(part.live_parameters, found[len(inputs) :], strict=True))):
+                if gradient is not None:
+                    minibatch.add_gradient(live, gradient)
         return found[: len(inputs)]
+
+    @contextmanager
+    def _computing(self, work: Work, minibatch: Minibatch) -> Iterator[None]:
+        with self._quiet.computing():
+            started = time.perf_counter()
+            with self._settings.one_pass(self.index, work.value, minibatch.number):
+                yield
+                self._settle()
+            self.busy_seconds += time.perf_counter() - started
 
     def _settle(self) -> None:
         # On an accelerator a kernel is done later than its call: without this, "ready" and "busy" would mean nothing.

@@ -129,7 +129,7 @@ class Evaluation:
 
     def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
         settings = self.settings
-        return StageSettings(self.chance, self.in_flight, settings.torch_threads, default_dtype, settings.before_task)
+        return StageSettings(self.chance, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass)
 
     def context(self, hook: str) -> AbstractContextManager[Any]:
         """Around the user's step ``hook``, what the precision plugin wants."""

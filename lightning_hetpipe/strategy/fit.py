@@ -226,7 +226,7 @@ class Fit:
             cuts,
             self._layout.devices,
             StageSettings(
-                self._chance, in_flight, self._settings.torch_threads, self._default_dtype(), self._settings.before_task
+                self._chance, in_flight, self._settings.torch_threads, self._default_dtype(), self._settings.before_pass
             ),
             self._settings.timeout,
             self._module,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.strategy.wsp import WSPCallback
 
 MOST = 1000
@@ -31,7 +32,7 @@ class FitSettings:
     devices: Sequence[torch.device]
     torch_threads: int
     choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
-    before_task: Callable[[int, str, int], None] | None
+    before_pass: BeforePass | None
     virtual_worker: int = 0
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import settings
@@ -125,7 +126,7 @@ class HetPipeStrategy(VirtualWorkers):
         self.last_run: RunReport | None = None
         self._fit: Fit | Alone | None = None
         self._evaluation: Evaluation | None = None
-        self._before_task: Callable[[int, str, int], None] | None = None
+        self._before_pass: BeforePass | None = None
 
     # Who we are: one process, one virtual worker.
 
@@ -288,7 +289,7 @@ class HetPipeStrategy(VirtualWorkers):
             devices=self._devices(),
             torch_threads=_torch_threads(),
             choose_cuts=self._choose_cuts,
-            before_task=self._before_task,
+            before_pass=self._before_pass,
             virtual_worker=self.global_rank,
         )
 

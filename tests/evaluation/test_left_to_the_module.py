@@ -190,6 +190,6 @@ def test_frozen_modules_and_those_without_gradients_run_in_it() -> None:
 
     strategy = pipeline()
     stages: set[int] = set()
-    strategy._before_task = lambda stage, work, batch: stages.add(stage)
+    strategy._before_pass = lambda stage, work, batch: stages.add(stage)
     assert same(predicted(Freezes(), "auto"), predicted(Freezes(), strategy))
     assert stages == {0, 1}

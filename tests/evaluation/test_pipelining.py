@@ -30,7 +30,7 @@ def test_all_stages_are_busy_at_once(task: str, stages: int) -> None:
             together.wait(20)
 
     strategy = pipeline(stages, in_flight=stages + 1)
-    strategy._before_task = before
+    strategy._before_pass = before
     getattr(make_trainer(strategy=strategy), task)(Model(), vectors(8))
     assert not together.broken
     assert {stage for stage, _ in seen} == set(range(stages))

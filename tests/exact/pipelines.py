@@ -48,5 +48,5 @@ class Delays:
 
 
 def delayed(strategy: Pinned, seed: int) -> Pinned:
-    strategy._before_task = Delays(seed)
+    strategy._before_pass = Delays(seed)
     return strategy

@@ -129,7 +129,7 @@ def test_workers_that_start_in_the_middle_of_an_epoch() -> None:
     def lag(*_: Any) -> None:
         threading.Event().wait(0.01)  # so that the loader gets ahead of the stages
 
-    strategy._before_task = lag
+    strategy._before_pass = lag
     task, data = Both(mlp().net), {"a": vectors(26, 4), "b": vectors(9, 2, seed=8)}
     epoch = [batch for batch, _, _ in CombinedLoader(data, "max_size_cycle")]
     loaders = {
@@ -207,7 +207,7 @@ def run_noisy(in_flight: int, stages: int, delays: int | None) -> Record:
     loader = DataLoader(data, batch_size=4, generator=torch.Generator())
     strategy: Any = even(4, stages, in_flight)
     if delays is not None:
-        strategy._before_task = Delays(delays)
+        strategy._before_pass = Delays(delays)
     return fit(task, loader, strategy=strategy)
 
 

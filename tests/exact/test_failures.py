@@ -51,7 +51,7 @@ def test_an_error_in_the_step(at: int, early: bool, seed: int) -> None:
     plain.load_state_dict(task.state_dict())
     expected = expect(plain, loader, 4)
     strategy = even(7, 3, 4)
-    strategy._before_task = Delays(seed)
+    strategy._before_pass = Delays(seed)
     recorder = Recorder()
     trainer = make_trainer([recorder], strategy=strategy)
     with pytest.raises(ArithmeticError, match=f"^minibatch {at}$") as caught:

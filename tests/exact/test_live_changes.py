@@ -62,7 +62,7 @@ def assert_any_cut(net: Net, callbacks: Callbacks = list, epochs: int = 3) -> Re
     one = run(net, callbacks, Pinned((0,), 3), epochs)
     for seed, cuts in enumerate(((0, 3), (0, 1, 2, 4))):
         strategy = Pinned(cuts, 3)
-        strategy._before_task = Delays(seed)
+        strategy._before_pass = Delays(seed)
         assert_same(one, run(net, callbacks, strategy, epochs))
     return one
 

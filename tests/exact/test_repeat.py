@@ -22,14 +22,15 @@ def test_delays_change_nothing(model: str, seed: int) -> None:
     task, loader = make_task(ADAMW), make_loader(26, 3)
     expected = expect(task, loader, 4)
     strategy = even(len(list(task.net.children())), 3, 4)
-    strategy._before_task = delays = Delays(seed)
+    strategy._before_pass = delays = Delays(seed)
     assert_equal(expected, fit(task, loader, strategy=strategy))
     for stage in range(3):
-        # FIFO: one order of forwards and one of backwards on each stage; the last stage has turns. The first minibatch
-        # runs before there are stages.
-        works = ["turn"] if stage == 2 else ["forward", "backward"]
-        for work in works:
+        # FIFO: one order of forwards and one of backwards on each stage. The first minibatch runs before there are any.
+        for work in ("forward", "backward"):
             assert [p for j, kind, p in delays.tasks if (j, kind) == (stage, work)] == list(range(2, 19))
+    # The last stage has turns: a minibatch's forward and backward are one task.
+    turns = [(kind, p) for j, kind, p in delays.tasks if j == 2]
+    assert turns == [(kind, p) for p in range(2, 19) for kind in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("seed", [4, 5])
@@ -37,7 +38,7 @@ def test_delays_change_nothing_in_pieces(seed: int) -> None:
     task, loader = Pieces(ADAMW), vectors(26, 3)
     expected = expect(task, loader, 5)
     strategy = even(7, 4, 5)
-    strategy._before_task = Delays(seed)
+    strategy._before_pass = Delays(seed)
     assert_equal(expected, fit(task, loader, strategy=strategy))
 
 
@@ -65,7 +66,7 @@ def test_logging_repeats(in_flight: int) -> None:
         task = Logging()
         strategy: Any = even(4, 3, in_flight)
         if seed is not None:
-            strategy._before_task = Delays(seed)
+            strategy._before_pass = Delays(seed)
         record = fit(task, vectors(34, 4), strategy=strategy)
         assert record.trainer is not None
         return record, dict(record.trainer.callback_metrics), task.order

@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class Line:
         cuts: The first layer of each stage.
         in_flight: Nm.
         timeout: Seconds until a wait in which nothing moves ends.
-        before_task: As ``StageSettings.before_task``.
+        before_pass: As ``StageSettings.before_pass``.
         default_dtype: As ``StageSettings.default_dtype``.
     """
 
@@ -41,13 +41,13 @@ class Line:
         cuts: Sequence[int] = (0,),
         in_flight: int = 2,
         timeout: float = 60.0,
-        before_task: Callable[[int, str, int], None] | None = None,
+        before_pass: BeforePass | None = None,
         default_dtype: torch.dtype | None = None,
     ) -> None:
         self.pieces = list(pieces)
         self._others = set(threading.enumerate())
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
-        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_task)
+        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass)
         self.engine = Engine(named, cuts, [CPU] * len(cuts), settings, timeout)
 
     def call(self, value: Any, piece: int = 0) -> Any:

@@ -123,11 +123,11 @@ def test_draining_waits_for_everything_and_takes_nothing() -> None:
             assert_gradients(line, engine.finish(p).gradients, line.expected(X + p))
 
 
-@pytest.mark.parametrize("where", [(0, "forward", 2), (1, "turn", 2), (0, "backward", 2)])
+@pytest.mark.parametrize("where", [(0, "forward", 2), (1, "forward", 2), (1, "backward", 2), (0, "backward", 2)])
 def test_discarding_in_the_middle(where: tuple[int, str, int]) -> None:
     """User code unwinds, stages forget, and the same minibatches run again as if nothing had been."""
     held = Held(*where)
-    line = Line(mlp(), cuts=(0, 2), in_flight=3, before_task=held)
+    line = Line(mlp(), cuts=(0, 2), in_flight=3, before_pass=held)
     unwound: list[str] = []
 
     def run() -> Tensor:
@@ -164,8 +164,8 @@ def test_closing_discards_what_is_in_flight() -> None:
 
 
 def test_code_that_catches_every_exception_cannot_keep_a_discarded_minibatch() -> None:
-    held, swallowed = Held(0, "turn", 1), list[Exception]()
-    line = Line(mlp(), in_flight=2, before_task=held)
+    held, swallowed = Held(0, "forward", 1), list[Exception]()
+    line = Line(mlp(), in_flight=2, before_pass=held)
     with line.running() as engine:
         engine.submit(1, line.swallowing(swallowed))
         engine.submit(2, line.swallowing(swallowed))

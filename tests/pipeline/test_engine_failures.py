@@ -291,8 +291,8 @@ def test_control_c_ends_at_once() -> None:
     """Whatever is in flight: the step that waited is interrupted, and no thread is left."""
     main = threading.main_thread().ident
     assert main is not None
-    held = Held(1, "turn", 1)
-    line = Line(mlp(), cuts=(0, 2), in_flight=2, before_task=held)
+    held = Held(1, "forward", 1)
+    line = Line(mlp(), cuts=(0, 2), in_flight=2, before_pass=held)
 
     def interrupt() -> None:
         held.reached.wait(30)

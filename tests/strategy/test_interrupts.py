@@ -174,8 +174,8 @@ class Fails(L.Callback):
         self.in_hand = threading.Event()
         self.failed = threading.Event()
 
-    def before_task(self, stage: int, work: str, minibatch: int) -> None:
-        if (work, minibatch) == ("turn", 3):
+    def before_pass(self, stage: int, work: str, minibatch: int) -> None:
+        if (stage, work, minibatch) == (1, "forward", 3):
             self.in_hand.set()
             assert self.failed.wait(60)
 
@@ -189,7 +189,7 @@ class Fails(L.Callback):
 def test_a_callback_fails_while_a_later_step_hangs() -> None:
     callback = Fails()
     strategy = even(4, 2, 3)
-    strategy._before_task = callback.before_task
+    strategy._before_pass = callback.before_pass
     with Gate() as gate:
         module = Learner(hanging_step(gate, 2, after_the_call=True))
         trainer = quiet_trainer(strategy, callbacks=[callback])

@@ -67,7 +67,7 @@ def assert_fails_at(at: int, module: Learner, loader: Any, in_flight: int, error
     """``fit`` ends with the user's error when step ``at`` is due, and all steps before are done."""
     steps = Steps()
     strategy = even(4, 2, in_flight)
-    strategy._before_task = Delays(at)
+    strategy._before_pass = Delays(at)
     trainer = quiet_trainer(strategy, callbacks=[steps])
     with pytest.raises(error, match=match):
         trainer.fit(module, loader)

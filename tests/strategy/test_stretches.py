@@ -80,10 +80,10 @@ class Meeting:
         self.looked = threading.Event()
         self.running: list[int] = []
         self.strategy: Any = even(7, 2, 3)
-        self.strategy._before_task = self.before_task
+        self.strategy._before_pass = self.before_pass
 
-    def before_task(self, stage: int, work: str, minibatch: int) -> None:
-        if (work, minibatch) == ("turn", 3):
+    def before_pass(self, stage: int, work: str, minibatch: int) -> None:
+        if (stage, work, minibatch) == (1, "forward", 3):
             assert self.stepping.wait(60)
 
     def after_step(self, *_: Any) -> None:

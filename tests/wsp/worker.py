@@ -104,7 +104,7 @@ def main(job: dict[str, Any]) -> None:
     )
     worker = strategy.global_rank
     if "delays" in job:
-        strategy._before_task = Delays(job["delays"] + worker)
+        strategy._before_pass = Delays(job["delays"] + worker)
     torch.manual_seed(3)
     recorder, validates = Recorder(), Validates()
     trainer = make_trainer(

@@ -1,0 +1,148 @@
+"""Devices that are slower than the host, for tests and benchmarks.
+
+A stage that is *padded* computes what it always does, and then sleeps until the time is up that its device would take.
+It holds neither the GIL nor the lock over user code meanwhile, so any number of emulated devices run at once on a few
+cores, as long as what they really compute fits into those.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.stage import BeforePass
+
+OVERSLEEP = 0.001
+"""Seconds, at most, that a pad is shorter because the one before it on this stage was slept too long.
+
+Sleeping ends a little late: without this, a stage would be slower than told. What is later than that is no matter of
+timers (somebody held the CPU or the GIL), and stays.
+"""
+
+
+@dataclass(frozen=True)
+class Pad:
+    """How long a stage takes.
+
+    Attributes:
+        forward: Seconds of its forward, in training and in evaluation.
+        backward: Seconds of its backward. On the last stage the loss comes between the two, and takes what it takes.
+    """
+
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("forward", self.forward), ("backward", self.backward)):
+            if not 0 <= seconds < float("inf"):
+                raise SettingError(f"Pad({name}={seconds!r}) must be a number of seconds, 0 or more")
+
+
+@dataclass
+class Padded:
+    """What became of one stage.
+
+    Attributes:
+        passes: Forwards and backwards so far.
+        overruns: Those that computed for longer than they were to take: the emulated device is slower than told.
+        longest: Seconds by which the worst of them did.
+        computed: Seconds of computing in all passes, without the sleep.
+    """
+
+    passes: int = 0
+    overruns: int = 0
+    longest: float = 0.0
+    computed: float = 0.0
+
+
+class Emulation:
+    """Pads the passes of stages; the stages' threads call it, see ``StageSettings.before_pass``.
+
+    Args:
+        pads: Of each stage.
+        now, sleep: The clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        pads: Sequence[Pad],
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.stages = [Padded() for _ in pads]
+        self._pads = list(pads)
+        self._now = now
+        self._sleep = sleep
+        self._late = [0.0 for _ in pads]
+
+    def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None]:
+        """A pass begins; what is returned sleeps until it is over.
+
+        Raises:
+            SettingError: where the stage has no pad.
+        """
+        if stage >= len(self._pads):
+            raise SettingError(f"{len(self._pads)} stages are padded, and there is a stage {stage}; give each a Pad")
+        pad = self._pads[stage]
+        return partial(self._fill, stage, self._now(), pad.backward if work == "backward" else pad.forward)
+
+    def _fill(self, stage: int, began: float, seconds: float) -> None:
+        now, padded = self._now(), self.stages[stage]
+        padded.passes += 1
+        padded.computed += now - began
+        over = now - began - seconds
+        if over > 0:
+            padded.overruns += 1
+            padded.longest = max(padded.longest, over)
+        end = began + seconds - self._late[stage]
+        if now < end:
+            self._sleep(end - now)
+            now = self._now()
+        self._late[stage] = 0.0 if over > 0 else min(now - end, OVERSLEEP)
+
+    def check(self) -> None:
+        """Warns of stages that were slower than told.
+
+        Raises:
+            SettingError: where a pad belongs to no stage.
+        """
+        if any(padded.passes for padded in self.stages) and not all(padded.passes for padded in self.stages):
+            idle = next(index for index, padded in enumerate(self.stages) if not padded.passes)
+            raise SettingError(f"{len(self._pads)} stages are padded, and there is no stage {idle}; leave its Pad out")
+        for index, padded in enumerate(self.stages):
+            if padded.overruns:
+                warnings.warn(
+                    f"stage {index} computed for longer than its Pad in {padded.overruns} of {padded.passes} passes, by"
+                    f" up to {1000 * padded.longest:.1f} ms: it is slower than what it emulates",
+                    stacklevel=4,
+                )
+
+
+class Strategy(Protocol):
+    """A strategy whose stages can be padded."""
+
+    _before_pass: BeforePass | None
+
+
+@contextmanager
+def padded(strategy: Strategy, pads: Sequence[Pad]) -> Iterator[Emulation]:
+    """Within it, the stages of this process's virtual worker take as long as ``pads`` say, one for each.
+
+    The first minibatch of a fit, which is watched, runs before there are stages, and so without pads.
+
+    Raises:
+        SettingError: in ``fit`` if a stage has no pad, and at the end if a pad has no stage.
+    """
+    before = strategy._before_pass
+    emulation = strategy._before_pass = Emulation(pads)
+    try:
+        yield emulation
+    finally:
+        strategy._before_pass = before
+    emulation.check()
