@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import _engine_run_backward as engine_run_backward
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from typing_extensions import Self
@@ -84,9 +86,43 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def run_backward(
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    keep_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """What ``torch.autograd.grad`` computes, for gradients that are known to fit, in less time than its checks take.
+
+    Gives None for an input that no gradient reaches.
+    """
+    return engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+
+
 def version_counter(tensor: Tensor) -> int:
     """How often ``tensor`` was changed in place. Changes through ``tensor.data`` are not counted."""
     return tensor._version
+
+
+def enter_function_mode(mode: TorchFunctionMode) -> None:
+    mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> bool:
+    """Leaves ``mode`` until its ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode  # torch has no types here
+    if innermost() is not mode:
+        return False
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return True
 
 
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

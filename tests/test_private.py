@@ -19,6 +19,8 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import lightning_hetpipe
@@ -69,6 +71,52 @@ def test_pytree() -> None:
     assert len(private.pytree.tree_leaves(tree)) == len(leaves), broken
     doubled = private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
     assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
+
+
+@guards("_engine_run_backward")
+def test_run_backward() -> None:
+    x, w, other = (
+        torch.arange(3.0).requires_grad_(),
+        torch.ones(3, requires_grad=True),
+        torch.ones(1, requires_grad=True),
+    )
+    given = torch.tensor([1.0, -1.0, 2.0])
+    plain = torch.autograd.grad([x.sin() * w], [x, w, other], grad_outputs=[given], allow_unused=True)
+    y = x.sin() * w
+    for keep_graph in (True, False):
+        found = private.run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
+        broken = "stages would compute other gradients: call torch.autograd.grad in private.py instead"
+        assert found[2] is None, broken
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True) if a is not None), broken
+    assert x.grad is None, "gradients would be added to live parameters, by several threads at once"
+    with pytest.raises(RuntimeError, match="second time"):
+        private.run_backward([y], [given], [x])
+
+
+class Sees(TorchFunctionMode):
+    """Counts the functions that it sees."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_get_current_function_mode")
+def test_function_modes_can_be_left() -> None:
+    outer, inner = Sees(), Sees()
+    private.enter_function_mode(outer)
+    try:
+        with inner:
+            assert not private.leave_function_mode(outer), "a mode that is not the innermost one must stay"
+            assert private.leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
+            torch.ones(1)
+            private.enter_function_mode(inner)
+            torch.ones(1)
+    finally:
+        assert private.leave_function_mode(outer)
+    assert (outer.count, inner.count) == (2, 1)
 
 
 class Counts(private.ThreadDispatchMode):

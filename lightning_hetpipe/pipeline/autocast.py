@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -28,22 +29,33 @@ class Autocast:
         dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
 
-    @contextmanager
-    def opened(self, *, alone: bool = True) -> Iterator[None]:
+    def opened(self, *, alone: bool = True) -> AbstractContextManager[None]:
         """Lets it hold in this thread.
 
         Torch's cache of cast weights belongs to the process, and whoever leaves autocast clears it. So unless this
         thread is ``alone``, nothing is kept, not even by layers that open autocast themselves: gradients of a weight
         that is used again would depend on timing.
         """
-        before = torch.is_autocast_cache_enabled()  # of this thread, and what autocast takes unless it is told
-        if not alone:
+        return _Opened([pair for pair in self.dtypes if pair[1] is not None], self.cache and alone, alone)
+
+
+class _Opened:
+    def __init__(self, dtypes: Sequence[tuple[str, torch.dtype | None]], cache: bool, alone: bool) -> None:
+        self._alone = alone
+        self._regions: list[AbstractContextManager[object]] = [
+            torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype in dtypes
+        ]
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()  # of this thread, and what autocast takes unless it is told
+        if not self._alone:
             torch.set_autocast_cache_enabled(False)
-        try:
-            with ExitStack() as stack:
-                for kind, dtype in self.dtypes:
-                    if dtype is not None:
-                        stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache and alone))
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(before)
+        for region in self._regions:
+            region.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for region in reversed(self._regions):
+            region.__exit__(kind, error, trace)
+        torch.set_autocast_cache_enabled(self._before)

@@ -30,7 +30,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -64,19 +64,13 @@ class Chance:
         # manual_seed takes a signed 64-bit number on some devices.
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
-    @contextmanager
-    def minibatch(self, minibatch: int | str) -> Iterator[None]:
+    def minibatch(self, minibatch: int | str) -> AbstractContextManager[None]:
         """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name).
 
         A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
         attached.
         """
-        outer = _thread.draws
-        _thread.draws = _Draws(self, minibatch)
-        try:
-            yield
-        finally:
-            _thread.draws = outer
+        return _Within(_Draws(self, minibatch))
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], minibatch: int | str) -> Iterator[dict[str, Callable[..., Any]]]:
@@ -193,6 +187,19 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+class _Within:
+    """Lets the draws of this thread be ``draws``."""
+
+    def __init__(self, draws: _Draws) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._outer, _thread.draws = _thread.draws, self._draws
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.draws = self._outer
 
 
 class _Forward:

@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.flight import Flight, running
 from lightning_hetpipe.pipeline.quiet import Quiet
-from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stage import Layer, Pass, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.threads import Worker
 from lightning_hetpipe.pipeline.values import move
@@ -222,11 +222,8 @@ class ForwardStage:
             return
         self._doing = (task, time.monotonic())
         try:
-            with self._quiet.computing():
-                started = time.perf_counter()
-                with self._settings.one_pass(self.index, "evaluate", task.flight.number):
-                    value = self._evaluate(task)
-                self.busy_seconds += time.perf_counter() - started
+            with Pass(self, self._quiet, self._settings.before_pass, "evaluate", task.flight.number):
+                value = self._evaluate(task)
         except BaseException as error:
             self._doing = None
             task.flight.deliver(error)
@@ -239,8 +236,6 @@ class ForwardStage:
             value = moved(task.value, self.device)
             for number in task.segment.layers:
                 value = self.calls[number][1](value)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
         return value
 
     @contextmanager

@@ -86,8 +86,7 @@ class Minibatch(Flight):
             self._view.check()
             self._step.check(total, {*self._view.ids(), *(id(call.anchor) for call in self._calls)})
             self._in_backward = True
-            with self._view:  # for hooks, and what is computed again
-                self._backward(total)
+            self._backward(total)
 
     def _landed(self, failure: BaseException | None) -> None:
         if failure is not None:
@@ -126,7 +125,7 @@ class Minibatch(Flight):
             direct = self._view.leaves(call.piece + 1) + (self._view.leaves(0) if before else [])
             waits = not first or (not before and bool(self._view.leaves(0)))
             leaves = [leaf for _, leaf in direct]
-            gradients, found = call.collect(total, above, leaves, keep_graph=waits)
+            gradients, found = call.collect(total, above, leaves, self._view, keep_graph=waits)
             self._add(direct, found)
             start = partial(self._engine.backward, self, call, gradients)
             if waits:
@@ -136,7 +135,7 @@ class Minibatch(Flight):
             above = call
         if waits:
             direct = self._view.leaves(0)
-            self._add(direct, below(total, above, [leaf for _, leaf in direct], keep_graph=False))
+            self._add(direct, below(total, above, [leaf for _, leaf in direct], self._view, keep_graph=False))
             self.end()
 
     def _add(self, direct: Sequence[tuple[nn.Parameter, Tensor]], gradients: Sequence[Tensor | None]) -> None:

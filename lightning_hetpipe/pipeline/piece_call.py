@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.private import graph_nodes
+from lightning_hetpipe.private import graph_nodes, run_backward
 
 
 class PieceCall:
@@ -51,7 +52,12 @@ class PieceCall:
         return outputs.tree(joined)
 
     def collect(
-        self, total: Tensor, above: PieceCall | None, leaves: Sequence[Tensor], keep_graph: bool
+        self,
+        total: Tensor,
+        above: PieceCall | None,
+        leaves: Sequence[Tensor],
+        within: AbstractContextManager[Any],
+        keep_graph: bool,
     ) -> tuple[Gradients, Sequence[Tensor | None]]:
         """Gradients of ``total`` with respect to this call's outputs, and to ``leaves`` that came after it.
 
@@ -59,17 +65,23 @@ class PieceCall:
             total: What is differentiated.
             above: The next call, whose input gradients are there; None for the last one.
             leaves: Used by user code between this call and ``above``.
+            within: Opened around the pass, for the user's hooks and what is computed again.
             keep_graph: Whether the graph is gone through again, further down.
         """
         self.collecting = True
         targets = [self.anchor, *leaves]
-        _, *found = below(total, above, targets, keep_graph, self._node)
+        _, *found = below(total, above, targets, within, keep_graph, self._node)
         self.collecting = False
         return self.output_gradients or [None] * self.outputs, found
 
 
 def below(
-    total: Tensor, above: PieceCall | None, leaves: Sequence[Tensor], keep_graph: bool, call: Node | None = None
+    total: Tensor,
+    above: PieceCall | None,
+    leaves: Sequence[Tensor],
+    within: AbstractContextManager[Any],
+    keep_graph: bool,
+    call: Node | None = None,
 ) -> Sequence[Tensor | None]:
     """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``.
 
@@ -88,10 +100,8 @@ def below(
             if not reached:
                 return [None] * len(leaves)
             starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        starts, targets, grad_outputs=gradients, retain_graph=keep_graph, allow_unused=True
-    )
-    return found
+    with within:
+        return run_backward(starts, gradients, targets, keep_graph)
 
 
 class _Seam(torch.autograd.Function):

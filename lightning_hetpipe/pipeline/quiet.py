@@ -8,8 +8,8 @@ stages and the optimizer pause between two tasks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from lightning_hetpipe.pipeline.threads import Patience
 
@@ -20,12 +20,19 @@ class Quiet:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._condition = threading.Condition()
+        self._computes = _Computes(self._begin, self._end)
         self._computing = 0
         self._alone = False
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Within it this thread computes; begins when nobody is alone."""
+        return self._computes
+
+    def _begin(self) -> None:
+        with self._condition:
+            if not self._alone:
+                self._computing += 1
+                return
 
         def begin(seconds: float) -> bool:
             with self._condition:
@@ -35,12 +42,11 @@ class Quiet:
                 return True
 
         self._patience.wait(begin, "a thread that is to compute for the capture of a model")
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._computing -= 1
-                self._condition.notify_all()
+
+    def _end(self) -> None:
+        with self._condition:
+            self._computing -= 1
+            self._condition.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -60,3 +66,17 @@ class Quiet:
             with self._condition:
                 self._alone = False
                 self._condition.notify_all()
+
+
+class _Computes:
+    """Begins and ends, for any number of threads: as a generator it would cost as much as a small layer."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()

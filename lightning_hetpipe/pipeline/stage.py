@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +58,7 @@ def mutates_input(layers: Sequence[Layer]) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     instruction: Instruction
     minibatch: Minibatch
     payload: Any  # a Value to run forward, or the gradients to run backward
@@ -92,13 +90,51 @@ class StageSettings:
     default_dtype: torch.dtype | None
     before_pass: BeforePass | None = None
 
-    @contextmanager
-    def one_pass(self, stage: int, work: str, minibatch: int) -> Iterator[None]:
-        """Around the computing of ``work``."""
-        after = None if self.before_pass is None else self.before_pass(stage, work, minibatch)
-        yield
-        if after is not None:
-            after()
+
+class Computes(Protocol):
+    """A stage, as far as a :class:`Pass` goes."""
+
+    index: int
+    device: torch.device
+    busy_seconds: float
+
+
+class Pass:
+    """Around what ``stage`` computes at once: never while somebody is alone; counted as busy, padded if that is asked.
+
+    A class, as a generator would cost as much as a small layer.
+    """
+
+    def __init__(self, stage: Computes, quiet: Quiet, before: BeforePass | None, work: str, minibatch: int) -> None:
+        self._stage = stage
+        self._alone = quiet.computing()
+        self._before = before
+        self._what = work, minibatch
+
+    def __enter__(self) -> None:
+        self._alone.__enter__()
+        self._started = time.perf_counter()
+        try:
+            self._after = None if self._before is None else self._before(self._stage.index, *self._what)
+        except BaseException:
+            self._alone.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._alone.__exit__(None, None, None)
+
+    def _finish(self) -> None:
+        stage = self._stage
+        # On an accelerator a kernel is done later than its call: without this, "ready" and "busy" would mean nothing.
+        if stage.device.type == "cuda":
+            torch.cuda.current_stream(stage.device).synchronize()
+        if self._after is not None:
+            self._after()
+        stage.busy_seconds += time.perf_counter() - self._started
 
 
 class Stage:
@@ -243,26 +279,16 @@ class Stage:
             given = [None if g is None else move(g, self.device) for g in given]
             part = self._parts[segment.index]
             own = part.parameters[self.ring.place(minibatch.version)]
-            with part.buffers_as_left(minibatch):
-                found = gradients(outputs, given, [*inputs, *own])
+            before = part.bind_left(minibatch)
+            found = gradients(outputs, given, [*inputs, *own])
+            part.check_left(minibatch, before)
             for live, gradient in reversed(list(zip(part.live_parameters, found[len(inputs) :], strict=True))):
                 if gradient is not None:
                     minibatch.add_gradient(live, gradient)
         return found[: len(inputs)]
 
-    @contextmanager
-    def _computing(self, work: Work, minibatch: Minibatch) -> Iterator[None]:
-        with self._quiet.computing():
-            started = time.perf_counter()
-            with self._settings.one_pass(self.index, work.value, minibatch.number):
-                yield
-                self._settle()
-            self.busy_seconds += time.perf_counter() - started
-
-    def _settle(self) -> None:
-        # On an accelerator a kernel is done later than its call: without this, "ready" and "busy" would mean nothing.
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def _computing(self, work: Work, minibatch: Minibatch) -> Pass:
+        return Pass(self, self._quiet, self._settings.before_pass, work.value, minibatch.number)
 
     def _forget(self, minibatch: Minibatch) -> None:
         for segment in self.segments:
@@ -309,9 +335,10 @@ class _Part:
         own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
         current = value.tree(own)
+        if not torch.is_grad_enabled():  # a layer has left it so
+            torch.set_grad_enabled(True)
         with (
             self._settings.chance.minibatch(minibatch.number),
-            torch.enable_grad(),
             minibatch.autocast(self._piece).opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):
@@ -326,12 +353,13 @@ class _Part:
         self.computed.after_forward(minibatch.number, self._computed_places[index])
         return Value.of(current), tensors_of(current)
 
-    @contextmanager
-    def buffers_as_left(self, minibatch: Minibatch) -> Iterator[None]:
-        """Around a backward: the layers hold the buffers that their forward left, and must leave them alone."""
+    def bind_left(self, minibatch: Minibatch) -> list[int]:
+        """Before a backward: the layers hold the buffers that their forward left; gives how often they were changed."""
         self.buffers.bind(minibatch.number, self._places[self._ring.place(minibatch.version)])
-        before = self.buffers.changes(minibatch.number)
-        yield
+        return self.buffers.changes(minibatch.number)
+
+    def check_left(self, minibatch: Minibatch, before: list[int]) -> None:
+        """After a backward: it must have left the buffers alone."""
         if before != self.buffers.changes(minibatch.number):
             raise SettingError(
                 f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.private import pytree, run_backward
 
 Gradients = list[Tensor | None]
 """One entry for each tensor of a value, in order; None where no gradient reached it."""
@@ -30,6 +30,8 @@ class Value:
 
     @staticmethod
     def of(tree: Any) -> Value:
+        if isinstance(tree, Tensor):  # as most often; what follows would cost as much as a small layer
+            return Value((tree.detach(),), (tree.requires_grad,), _ALONE, _LEAF)
         leaves, spec = pytree.tree_flatten(tree)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return Value(
@@ -41,6 +43,8 @@ class Value:
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """The original nesting, around ``tensors``."""
+        if self.others is _ALONE:
+            return tensors[0]
         replaced = iter(tensors)
         return pytree.tree_unflatten([next(replaced) if o is _TENSOR else o for o in self.others], self.spec)
 
@@ -58,9 +62,15 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 _TENSOR = object()
 """Marks the place of a tensor among a value's leaves."""
 
+_ALONE = (_TENSOR,)
+_LEAF = pytree.tree_structure(0)
+"""What a single tensor's leaves and its structure are."""
+
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of a nested value, in the order in which :class:`Value` keeps them."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -83,7 +93,5 @@ def gradients(
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not pairs or not wanted:
         return [None] * len(inputs)
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, grad_outputs=[g for _, g in pairs], allow_unused=True)
-    )
+    found = iter(run_backward([o for o, _ in pairs], [g for _, g in pairs], wanted))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]

@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.private import behind_functorch, pytree, version_counter
+from lightning_hetpipe.private import (
+    behind_functorch,
+    enter_function_mode,
+    leave_function_mode,
+    pytree,
+    version_counter,
+)
 
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__"}
@@ -102,9 +108,12 @@ class View(TorchFunctionMode):
     def resting(self) -> Iterator[None]:
         """Within it, functions are given what they are called with."""
         before, self._resting = self._resting, True
+        left = leave_function_mode(self)  # else it would be asked all the same
         try:
             yield
         finally:
+            if left:
+                enter_function_mode(self)
             self._resting = before
 
     def leaves(self, region: int) -> list[tuple[nn.Parameter, Tensor]]:
@@ -133,9 +142,12 @@ class View(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # A compiled function would be compiled again for each parameter that the lines below look up.
-        if torch.compiler.is_compiling() or self._resting:
+        if self._resting or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        concerned = [*self._concerned(args), *self._concerned(kwargs.values())]
+        concerned: list[_Weight | _Buffer] = []
+        self._find(args, concerned)
+        if kwargs:
+            self._find(kwargs.values(), concerned)
         if not concerned:
             return func(*args, **kwargs)
         name, kind = _name(func)
@@ -175,21 +187,22 @@ class View(TorchFunctionMode):
                 )
         return result
 
-    def _concerned(self, values: Iterable[Any]) -> Iterator[_Weight | _Buffer]:
+    def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer]) -> None:
+        """Adds to ``found`` what ``values`` hold of ours."""
         known = self._weights.known
         for value in values:
             if isinstance(value, Tensor):
-                if (found := known.get(id(value))) is not None:
-                    yield found
-                elif (inner := behind_functorch(value)) is not None and (found := known.get(id(inner))) is not None:
+                if (one := known.get(id(value))) is not None:
+                    found.append(one)
+                elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
                     raise SettingError(
-                        f"training_step gives '{found.name}' to a function of torch.func, where the pipeline cannot put"
-                        f" this minibatch's version in its place; give it {found.name}.clone()"
+                        f"training_step gives '{one.name}' to a function of torch.func, where the pipeline cannot put"
+                        f" this minibatch's version in its place; give it {one.name}.clone()"
                     )
             elif isinstance(value, list | tuple):
-                yield from self._concerned(value)
+                self._find(value, found)
             elif isinstance(value, dict):
-                yield from self._concerned(value.values())
+                self._find(value.values(), found)
 
     def replaced(self, value: Any) -> Any:
         """``value`` with copies in the place of live parameters."""
