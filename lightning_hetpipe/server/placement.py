@@ -14,8 +14,11 @@ def place(parameters: Sequence[Parameter], servers: int, how: str) -> list[list[
     """The indices of the parameters on each server, ascending.
 
     Args:
-        how: "size" gives each parameter, the largest first, to the server that has the fewest bytes; "round_robin" goes
-            through them in turn; "local" leaves all with the coordinator, which lies with VW 0.
+        how: "size" gives each parameter, the largest first, to the server that has the fewest bytes, so that each
+            machine's link carries about the same; "round_robin" goes through them in turn; "local" leaves all with the
+            coordinator, which lies beside VW 0, whose own updates then cross no network, and no other machine takes
+            weights with it when it is lost. (The paper's ED-local puts a parameter beside the stage that owns it in
+            every VW; our VWs each lie on one machine, so only one machine can be local to all parameters.)
 
     Raises:
         SettingError: for another ``how``.

@@ -9,31 +9,39 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import itertools
+import json
+import os
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import Client
+from lightning_hetpipe.server.client import Client, ServersSilent
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import RemoteFault
-from lightning_hetpipe.server.rooms import RoomChannel
-from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.rooms import STATUS, RoomChannel
+from lightning_hetpipe.server.transport import Refused, Unreachable
+from lightning_hetpipe.strategy.children import say
+from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
-_entered = {"talk": 0, "fit": 0}
+ROOMS = "HETPIPE_ROOMS"
+"""Environment variable that tells a child of our launcher how many rooms there were before it was started."""
+
+_entered: dict[str, int] = {"talk": 0, "fit": 0, **json.loads(os.environ.get(ROOMS, "{}"))}
 """Rooms so far. All processes of a launch run the same program, and so count alike."""
 
 
-def count_anew() -> None:
-    """A launch begins: its other processes have counted nothing yet."""
-    _entered.update(talk=0, fit=0)
+def rooms_so_far() -> dict[str, str]:
+    """For the environment of processes that take part from now on."""
+    return {ROOMS: json.dumps(_entered)}
 
 
 def _next_room(kind: str) -> str:
@@ -41,12 +49,15 @@ def _next_room(kind: str) -> str:
     return f"{kind}-{_entered[kind]}"
 
 
+UNTIL_SAID = 15.0
+"""Seconds of a wait for other processes after which a person is told of it."""
+
+
 class Group:
     """Virtual worker ``index`` among ``size``.
 
     Args:
-        addresses: Of the servers; the first one is the coordinator.
-        security: Certificates and token.
+        found: What this one knows of the servers.
         settings: Of the synchronisation.
         timeout: Seconds for which servers may be silent.
     """
@@ -55,16 +66,14 @@ class Group:
         self,
         index: int,
         size: int,
-        addresses: Sequence[str],
-        security: Security,
+        found: Found,
         settings: WSPSettings,
         timeout: float,
     ) -> None:
         self.index = index
         self.size = size
         self.settings = settings
-        self._addresses = addresses
-        self._security = security
+        self._found = found
         self._timeout = timeout
         self._exits = ExitStack()
         self._talk: Client | None = None
@@ -72,14 +81,21 @@ class Group:
         self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
         self._channels: list[GrpcChannel] = []
+        self._failed = False
 
     def open(self) -> None:
         """Enters the room of this run; waits until all virtual workers have."""
-        self._channels = [GrpcChannel(address, self._security) for address in self._addresses]
-        for channel in self._channels:
-            self._exits.callback(channel.close)
-        self._talk = self._client(_next_room("talk"), (), ())
-        self._talk.join([])
+        coordinator, room = self._connect(self._found.coordinator), _next_room("talk")
+        self._exits.callback(self._wait_until_all_have_left, coordinator, room)
+        self._talk = self._client(room, (), ())
+        try:
+            with self._told_what_it_waits_for():
+                self._talk.join([])
+        except ServersSilent as silent:
+            raise ServersSilent(f"{silent} (the coordinator is the server at {self._found.coordinator})") from None
+        known = [address for each in self.gather(list(self._found.known)) for address in each]
+        for address in known[1:]:
+            self._connect(address)
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Enters the room of a fit with its weights; returns w_0, which are those of VW 0.
@@ -129,6 +145,7 @@ class Group:
 
     def close(self, failure: str = "") -> None:
         """Leaves; with a ``failure`` the others are told, and end."""
+        self._failed = bool(failure)
         for client in (self._fit, self._talk):
             if client is not None and failure:
                 client.fail(failure)
@@ -147,21 +164,66 @@ class Group:
             if client is not None:
                 client.cancel()
 
+    def _connect(self, address: str) -> GrpcChannel:
+        channel = GrpcChannel(address, self._found.security)
+        self._exits.callback(channel.close)
+        self._channels.append(channel)
+        return channel
+
+    @contextmanager
+    def _told_what_it_waits_for(self) -> Iterator[None]:
+        """Within it a person at the terminal learns after a while why nothing happens."""
+        timer = threading.Timer(
+            UNTIL_SAID,
+            say,
+            [
+                f"virtual worker {self.index} waits until all {self.size} have come to the server at"
+                f" {self._found.coordinator}"
+            ],
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _wait_until_all_have_left(self, coordinator: GrpcChannel, room: str) -> None:
+        """A server that ends with this process must outlast the others' last calls, and tell them of a failure."""
+        if not self._found.hosts:
+            return
+        began, told, again = time.monotonic(), False, threading.Event()
+        while True:
+            try:
+                status = json.loads(coordinator.call(STATUS, b"", timeout=self.settings.lease))
+            except (Unreachable, Refused):
+                return  # it has ended, and only ends when all have left
+            members = status.get(room, {}).get("members", ())
+            left = [str(member["vw"]) for member in members if member["vw"] != self.index]
+            waited = time.monotonic() - began
+            if not left or (self._failed and waited > self.settings.lease):
+                return
+            if waited > UNTIL_SAID and not told:
+                told = True
+                say(f"virtual worker {self.index} has ended, and its server waits for {', '.join(left)} to end")
+            again.wait(0.1)
+
     def _client(self, room: str, parameters: tuple[Parameter, ...], settings: Sequence[str]) -> Client:
         wsp = self.settings
+        servers = len(self._channels)
         signature = Signature(
             importlib.metadata.version("lightning_hetpipe"),
             self.size,
             wsp.clock_distance,
             wsp.aggregate,
-            len(self._addresses),
+            servers,
             tuple(settings),
             parameters,
         )
         client = Client(
             [RoomChannel(channel, room) for channel in self._channels],
             signature,
-            place(parameters, len(self._addresses), wsp.placement),
+            place(parameters, servers, wsp.placement),
             self.index,
             time.time_ns(),
             lease=wsp.lease,

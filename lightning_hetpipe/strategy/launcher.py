@@ -31,7 +31,6 @@ class _Launch:
 
     job: str | None
     processes: int
-    given: Mapping[str, str]
     children: Children
     closed: Callable[[], None] | None
     grace: float
@@ -138,11 +137,6 @@ class Launcher(BaseLauncher):
         return False
 
     @property
-    def given(self) -> Mapping[str, str]:
-        """What ``extra`` returned, in the process that called it; the others have it in their environment."""
-        return {} if _launch is None else _launch.given
-
-    @property
     def failures(self) -> Mapping[int, int]:
         """Return codes of the virtual workers started here that have failed, by their number on this node."""
         return {} if _launch is None else dict(_launch.children.failures)
@@ -191,9 +185,8 @@ class Launcher(BaseLauncher):
         if _launch is not None and _launch.is_ours:
             _launch.finish()  # of the sweep's job before
         program = this_program()
-        given = dict(self._extra())
         try:
-            children = Children(program.command, program.folder, processes, given)
+            children = Children(program.command, program.folder, processes, dict(self._extra()))
         except BaseException:
             if self._closed is not None:
                 self._closed()
@@ -201,7 +194,7 @@ class Launcher(BaseLauncher):
         # Last, so that it comes before what `extra` wants done at the end: children may need its server.
         atexit.unregister(_finish)
         atexit.register(_finish)
-        _launch = _Launch(job, processes, given, children, self._closed, self._grace)
+        _launch = _Launch(job, processes, children, self._closed, self._grace)
         return _launch
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.strategy.ranks import Rank
 from lightning_hetpipe.strategy.wsp import WSPCallback
 
 MOST = 1000
@@ -83,16 +84,39 @@ def wsp(value: Any) -> WSPCallback | None:
     return value
 
 
-def stage_counts(stages: Any, virtual_workers: int) -> list[int | Literal["auto"]]:
-    """``stages`` of each virtual worker of a node."""
+Stages = int | Literal["auto"]
+
+
+def stage_counts(stages: Any, virtual_workers: int) -> Stages | list[Stages]:
+    """``stages``, checked as far as it can be before it is known who starts how many virtual workers."""
     if not isinstance(stages, Sequence) or isinstance(stages, str):
-        return [count("stages", stages)] * virtual_workers
-    if len(stages) != virtual_workers:
-        raise SettingError(
-            f"stages={list(stages)!r} has {len(stages)} entries, but there are virtual_workers={virtual_workers}; give"
-            " one for each, or one number for all"
-        )
+        return count("stages", stages)
+    if not stages or len(stages) % virtual_workers:
+        raise _other_stages(stages, virtual_workers)
     return [count("stages", each) for each in stages]
+
+
+def stages_of(stages: Stages | list[Stages], rank: Rank) -> Stages:
+    """k of one virtual worker; a list has one for each of a node's, or for each of all.
+
+    Raises:
+        SettingError: if it has another number of them.
+    """
+    if not isinstance(stages, list):
+        return stages
+    if len(stages) == rank.size:
+        return stages[rank.index]
+    if len(stages) != rank.per_node:
+        raise _other_stages(stages, rank.per_node, rank.size)
+    return stages[rank.local]
+
+
+def _other_stages(stages: Sequence[Any], virtual_workers: int, of: int | None = None) -> SettingError:
+    among = f" on this node, of {of} in all" if of not in (None, virtual_workers) else ""
+    return SettingError(
+        f"stages={list(stages)!r} has {len(stages)} entries, but there are virtual_workers={virtual_workers}{among};"
+        " give one for each, or one number for all"
+    )
 
 
 def seconds(timeout: timedelta | float) -> float:

@@ -43,18 +43,19 @@ if TYPE_CHECKING:
 
 
 class HetPipeStrategy(VirtualWorkers):
-    """Trains one LightningModule as a pipeline over this machine's devices, exactly.
+    """Trains one LightningModule as a pipeline over devices that need not match, exactly.
 
     Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
 
     Args:
         stages: k, the number of stages; by default one for each device. On CPU they may exceed the devices. A list
-            gives each virtual worker its own.
+            gives each virtual worker of a node its own, or each of all nodes.
         in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage. Each
             stage holds Nm copies of its weights.
-        virtual_workers: Virtual workers on this machine; each is a process, which ``fit`` starts. The devices are
-            divided among them in order.
+        virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
+            starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
+            processes, each of those is one, and this is to be left out.
         weights: Weight policy. Only "stash", until a later release.
         module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
@@ -120,7 +121,7 @@ class HetPipeStrategy(VirtualWorkers):
         }
         for name, value in of_later_releases.items():
             settings.check_later(name, value)
-        self._stages_of_each = settings.stage_counts(stages, self.virtual_workers)
+        self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
         self.module = settings.module_names(module)
         self.last_run: RunReport | None = None
@@ -133,7 +134,7 @@ class HetPipeStrategy(VirtualWorkers):
     @property
     def stages(self) -> int | Literal["auto"]:
         """k of this virtual worker."""
-        return self._stages_of_each[self._rank.local % len(self._stages_of_each)]
+        return settings.stages_of(self._stages, self._rank)
 
     @property
     def root_device(self) -> torch.device:
@@ -152,6 +153,10 @@ class HetPipeStrategy(VirtualWorkers):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         set_checkpoint_io(self, filled(io))
+
+    def _configure_launcher(self) -> None:
+        settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        super()._configure_launcher()
 
     def model_to_device(self) -> None:
         assert self.model is not None

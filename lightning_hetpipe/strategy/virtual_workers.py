@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,12 +13,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process import ServerProcess
-from lightning_hetpipe.strategy import collectives, settings
+from lightning_hetpipe.strategy import collectives, servers, settings
 from lightning_hetpipe.strategy.launcher import launcher_of
 from lightning_hetpipe.strategy.private import begun_minibatches
-from lightning_hetpipe.strategy.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.strategy.ranks import Rank, announce, find_rank
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
 
@@ -28,9 +24,6 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
-
-SERVERS, TOKEN = "HETPIPE_SERVERS", "HETPIPE_TOKEN"
-"""Environment variables that tell the processes of a launch where its servers are, and what they want to see."""
 
 
 class VirtualWorkers(ParallelStrategy):
@@ -53,7 +46,6 @@ class VirtualWorkers(ParallelStrategy):
         self._num_nodes = 1
         self._group: Group | None = None
         self._failure: BaseException | None = None
-        self._server: ServerProcess | None = None
         self._found_rank: Rank | None = None
         self._exits = ExitStack()
 
@@ -71,10 +63,6 @@ class VirtualWorkers(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, value: int) -> None:
-        if value != 1:
-            raise SettingError(
-                f"num_nodes={value} is not available yet: this release trains on one machine; leave num_nodes out"
-            )
         self._num_nodes = value
         self._found_rank = None
 
@@ -132,11 +120,6 @@ class VirtualWorkers(ParallelStrategy):
     # The life of a run.
 
     def setup_environment(self) -> None:
-        if self._rank.role is Role.EXTERNAL and self._rank.size > 1 and self._wsp_settings().servers is None:
-            raise SettingError(
-                f"{self._rank.size} processes were started (by torchrun, SLURM or the like), which need to know where"
-                " their servers are; start hetpipe-server, and set WSPCallback(servers=[its address]) and HETPIPE_TOKEN"
-            )
         self._open_group()
         super().setup_environment()
 
@@ -146,37 +129,25 @@ class VirtualWorkers(ParallelStrategy):
             return
         from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
 
+        assert self.cluster_environment is not None
         wsp = self._wsp_settings()
-        security, addresses = wsp.security.from_environment(), wsp.servers
-        if addresses is None:
-            told = getattr(self._launcher, "given", {}) or os.environ  # children have it from their environment
-            addresses = tuple(told[SERVERS].split())
-            security = replace(security, token=told[TOKEN])
-        self._group = Group(self.global_rank, self.world_size, addresses, security, wsp, self.timeout)
+        found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
+        self._group = Group(self.global_rank, self.world_size, found, wsp, self.timeout)
         self._group.open()
 
     def _configure_launcher(self) -> None:
         """Where this process is one of several, or is to start them."""
         rank = self._rank
-        self._launcher = launcher_of(rank, self._start_server, closed=self._stop_server)
+        self._launcher = launcher_of(rank, self._told_to_children, closed=servers.stop)
         if rank.size > 1:
             announce(rank)
 
-    def _start_server(self) -> dict[str, str]:
+    def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        from lightning_hetpipe.strategy.group import count_anew
+        from lightning_hetpipe.strategy.group import rooms_so_far
 
-        count_anew()  # as the processes that start now do
-        wsp = self._wsp_settings()
-        if wsp.servers is not None:
-            return {}
-        self._server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": wsp.lease})
-        self._server.start()
-        return {SERVERS: self._server.address, TOKEN: self._server.security.token or ""}
-
-    def _stop_server(self) -> None:
-        if self._server is not None:
-            self._server.stop()
+        assert self.cluster_environment is not None
+        return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **rooms_so_far()}
 
     def _wsp_settings(self) -> WSPSettings:
         trainer = getattr(self._launcher, "trainer", None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 
@@ -39,9 +39,12 @@ class WSPCallback(L.Callback):
         aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
         update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
             lost by it is added to the next update.
-        servers: Addresses (``host:port``) of running servers; by default one is started.
-        placement: Which server holds which parameter: "size", "round_robin" or "local".
-        security: Certificates and token; what is left out is taken from ``HETPIPE_*`` environment variables.
+        servers: Addresses (``host:port``) of running servers; by default one is started on each machine.
+        placement: Which server holds which parameter, where there are several: "size" balances their bytes,
+            "round_robin" deals parameters out one by one, "local" leaves all of them to the first server, beside
+            virtual worker 0: no other machine is needed then for weights to survive, but one link carries everything.
+        security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
+            from ``HETPIPE_*`` environment variables.
         lease: How long a virtual worker may be silent before the others go on without it.
 
     Raises:
@@ -56,7 +59,7 @@ class WSPCallback(L.Callback):
         update_dtype: str | None = None,
         servers: Sequence[str] | None = None,
         placement: str = "size",
-        security: Security | None = None,
+        security: Security | Mapping[str, Any] | None = None,
         lease: timedelta | float = timedelta(seconds=30),
     ) -> None:
         if isinstance(clock_distance, bool) or not isinstance(clock_distance, int) or clock_distance < 0:
@@ -81,9 +84,19 @@ class WSPCallback(L.Callback):
             update_dtype,
             None if servers is None else tuple(servers),
             placement,
-            security or Security(),
+            _security(security),
             float(seconds),
         )
+
+
+def _security(given: Security | Mapping[str, Any] | None) -> Security:
+    if given is None or isinstance(given, Security):
+        return given or Security()
+    known = [each.name for each in fields(Security)]
+    if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
+        what = f"security[{unknown[0]!r}] is not known" if isinstance(given, Mapping) else f"security={given!r} is none"
+        raise SettingError(f"{what}; give a mapping of {', '.join(known)}")
+    return Security(**given)
 
 
 def _one_of(name: str, value: object, known: Sequence[str]) -> None:

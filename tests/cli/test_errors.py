@@ -46,7 +46,7 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["trainer.logger=3"], "trainer.logger=3 must be a Logger or [a Logger, ...] or true or false or null."),
         (["trainer.callbacks.x._target_=torch.nn.Identity"], "trainer.callbacks.x._target_=torch.nn.Identity makes a"),
         (["trainer._target_=torch.nn.Identity"], "trainer._target_=torch.nn.Identity makes a torch.nn.modules.linear"),
-        (["trainer.num_nodes=2"], "trainer.num_nodes=2 is not available yet"),
+        (["trainer.num_nodes=2"], "trainer.num_nodes=2 needs MASTER_ADDR and MASTER_PORT; set"),
         (["strategy.stages=0"], "strategy.stages=0 must be a whole number of at least 1, or 'auto'"),
         (["strategy.compile=true"], "strategy.compile=true is not available yet: this release has layers as they are;"),
         (["trainer.max_epochs=abc"], "trainer.max_epochs=abc must be a whole number or null."),

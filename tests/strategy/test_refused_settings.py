@@ -122,17 +122,19 @@ def test_a_named_module_that_is_not_called() -> None:
 # The Trainer's settings.
 
 
-def test_several_nodes() -> None:
-    with refused("num_nodes=2 is not available yet", "leave num_nodes out"):
-        quiet_trainer(num_nodes=2)
+def test_several_nodes_without_an_address_to_meet_at() -> None:
+    assert_refused(Learner(), "num_nodes=2 needs MASTER_ADDR and MASTER_PORT; set MASTER_ADDR to the", num_nodes=2)
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert_refused(Learner(), "2 processes were started (by torchrun, SLURM or the like)", "start hetpipe-server")
+def test_stages_of_each_are_counted_when_all_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "1")
+    stages = [1, 2, 3, 4, 5, 6]
+    with refused("stages=[1, 2, 3, 4, 5, 6] has 6 entries, but there are virtual_workers=2 on this node, of 4 in all"):
+        quiet_trainer(HetPipeStrategy(virtual_workers=2, stages=stages), num_nodes=2)
+    of_all, of_node = (HetPipeStrategy(virtual_workers=2, stages=stages[:count]) for count in (4, 2))
+    for strategy in (of_all, of_node):
+        quiet_trainer(strategy, num_nodes=2)
+    assert (of_all.stages, of_node.stages) == (3, 1)
 
 
 def test_sync_batchnorm() -> None:
@@ -184,6 +186,8 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
         ({"servers": "10.0.0.1:5"}, ["servers='10.0.0.1:5'", "list of addresses"]),
         ({"servers": []}, ["servers=[]"]),
         ({"placement": "near"}, ["placement='near'"]),
+        ({"security": {"secure": True}}, ["security['secure'] is not known", "give a mapping of ca, certificate"]),
+        ({"security": "high"}, ["security='high' is none", "insecure"]),
         ({"lease": 0}, ["lease=0"]),
     ],
 )

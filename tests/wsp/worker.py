@@ -100,16 +100,18 @@ def main(job: dict[str, Any]) -> None:
     lengths: Sequence[int] = job["lengths"]
     wsp = WSPCallback(**job.get("wsp", {}))
     strategy = HetPipeStrategy(
-        virtual_workers=len(lengths), stages=job["stages"], in_flight=job["in_flight"], wsp=wsp, timeout=60
+        virtual_workers=job.get("virtual_workers", len(lengths)),
+        stages=job["stages"],
+        in_flight=job["in_flight"],
+        wsp=wsp,
+        timeout=60,
     )
+    trainer_settings = {"strategy": strategy, "use_distributed_sampler": False, **job.get("trainer", {})}
+    recorder, validates = Recorder(), Validates()
+    trainer = make_trainer([validates, recorder], **trainer_settings)
     worker = strategy.global_rank
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
-    torch.manual_seed(3)
-    recorder, validates = Recorder(), Validates()
-    trainer = make_trainer(
-        [validates, recorder], strategy=strategy, use_distributed_sampler=False, **job.get("trainer", {})
-    )
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()))
     torch.manual_seed(3)
     loader = data_of(job["task"], worker, lengths[worker])

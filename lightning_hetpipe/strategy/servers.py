@@ -1,0 +1,234 @@
+"""The servers of a launch: which of them this process starts, and how it finds the coordinator.
+
+    servers=[...]                   nothing is started; the first of them is the coordinator
+    one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
+    one machine, torchrun or such   likewise, and the others ask the first VW (``neighbours``)
+    several machines                each node's first VW starts one. Node 0's is the coordinator: it listens on
+                                    MASTER_ADDR, port HETPIPE_PORT or else MASTER_PORT + 1, where all look for it
+
+All VWs meet at the coordinator, which is where they tell each other of further servers (``group``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.server.security import Security, is_loopback
+from lightning_hetpipe.strategy import neighbours
+from lightning_hetpipe.strategy.ranks import Rank, Role
+from lightning_hetpipe.strategy.wsp import WSPSettings
+
+COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
+"""Environment variables that tell our launcher's children where the coordinator is, and what it wants to see."""
+PORT = "HETPIPE_PORT"
+"""The port on which each node's server listens, where there are several nodes."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one process knows of the servers.
+
+    Attributes:
+        coordinator: Its address.
+        known: The servers that this process tells all others of.
+        security: What servers want to see.
+        hosts: Whether servers end with this process though VWs that it did not start may still need them.
+    """
+
+    coordinator: str
+    known: tuple[str, ...]
+    security: Security
+    hosts: bool = False
+
+
+_server: ServerProcess | None = None
+_teller: neighbours.Teller | None = None
+
+
+def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict[str, str]:
+    """Starts this node's server, where its first VW is to and has not yet; returns what the node's others are to know.
+
+    Raises:
+        SettingError: if the server cannot listen where it should, or it would be open to strangers.
+    """
+    if wsp.servers is not None:
+        return {}
+    if rank.size > rank.per_node:
+        coordinator, security = _over_nodes(rank, environment, wsp.security.from_environment())
+        host = _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
+        port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
+        _serve(f"{host}:{port}", security, wsp.lease)
+        return {COORDINATOR: coordinator, TOKEN: security.token or ""}
+    server = _serve("127.0.0.1:0", Security(), wsp.lease)
+    return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
+
+
+def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> Found:
+    """Where the servers are; where this process is its node's first VW, they are running then.
+
+    Args:
+        timeout: Seconds to wait for the node's first VW to say it.
+
+    Raises:
+        SettingError: as ``start`` does; and if something is missing in the environment.
+    """
+    given = wsp.security.from_environment()
+    if wsp.servers is not None:
+        return Found(wsp.servers[0], wsp.servers if rank.index == 0 else (), given)
+    over_nodes = rank.size > rank.per_node
+    told: Mapping[str, str]
+    if rank.local == 0:
+        told = start(rank, environment, wsp)
+        if rank.role is Role.EXTERNAL and not over_nodes:
+            _tell(environment, told)
+    elif over_nodes:
+        coordinator, _ = _over_nodes(rank, environment, given)
+        told = {COORDINATOR: coordinator, TOKEN: given.token or ""}
+    elif rank.role is Role.CHILD:
+        told = os.environ
+    else:
+        told = neighbours.ask(_launch_of(environment), timeout)
+    security = replace(given if over_nodes else Security(), token=told[TOKEN])
+    known = (_server.address,) if _server is not None and rank.local == 0 else ()
+    return Found(told[COORDINATOR], known, security, rank.local == 0 and (over_nodes or rank.role is Role.EXTERNAL))
+
+
+def stop() -> None:
+    """Ends what this process has started."""
+    global _server, _teller
+    teller, _teller = _teller, None
+    if teller is not None:
+        teller.close()
+    server, _server = _server, None
+    if server is not None:
+        server.stop()
+
+
+def _serve(address: str, security: Security, lease: float) -> ServerProcess:
+    """The server of this process: the launch's other Trainers use the same one."""
+    global _server
+    if _server is None:
+        server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": lease}, address, security)
+        try:
+            server.start()
+        except SettingError as error:
+            if is_loopback(_host_of(address)):
+                raise
+            raise SettingError(
+                f"this node's server cannot listen on {address}: node 0's listens on MASTER_ADDR, which must be that"
+                f" node's address in the network (other nodes set NODE_RANK), port {PORT} or else MASTER_PORT + 1,"
+                f" which must be free; set them so on every node ({error})"
+            ) from None
+        _server = server
+        atexit.unregister(stop)
+        atexit.register(stop)
+    return _server
+
+
+def _tell(environment: ClusterEnvironment, told: Mapping[str, str]) -> None:
+    global _teller
+    if _teller is None:
+        _teller = neighbours.Teller(_launch_of(environment), told)
+
+
+# Several nodes.
+
+
+def _over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
+    """The coordinator's address, and ``security`` if it does."""
+    host, port = _main(environment, f"num_nodes={rank.nodes}")
+    if PORT in os.environ:
+        if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:
+            raise SettingError(f"{PORT}={os.environ[PORT]} must be a port, 1 to 65535, that is free on every node")
+        port = int(os.environ[PORT])
+    else:
+        port += 1
+    coordinator = f"{_spelled(host)}:{port}"
+    if security.token is None:
+        raise SettingError(
+            f"num_nodes={rank.nodes} needs a secret that all nodes share; set {TOKEN} to the same long random value on"
+            ' each of them (python -c "import secrets; print(secrets.token_urlsafe(32))" makes one)'
+        )
+    if is_loopback(host):
+        return coordinator, security  # a user who tries several nodes on one machine
+    if not security.encrypted and not security.insecure:
+        raise SettingError(
+            f"num_nodes={rank.nodes} has a server on {coordinator}, open to other machines, without certificates; set"
+            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files, or, on a network that you trust,"
+            " WSPCallback(security={'insecure': True})"
+        )
+    if rank.index == 0 and is_loopback(_address_of(host)):
+        raise SettingError(
+            f"MASTER_ADDR={host} means {_address_of(host)} on node 0, which other nodes cannot reach; set MASTER_ADDR"
+            " to node 0's address in the network, on every node"
+        )
+    return coordinator, security
+
+
+def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, as the environment knows them."""
+    if isinstance(environment, LightningEnvironment):  # which makes up what is missing
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise SettingError(
+                f"{why} needs {' and '.join(missing)}; set MASTER_ADDR to the first node's address and MASTER_PORT to a"
+                " free port of its, the same values for every process"
+            )
+    return environment.main_address, environment.main_port
+
+
+def _own_host(coordinator: str) -> str:
+    """This node's address, as far as the coordinator's node is concerned. Nothing is sent."""
+    host, _, port = coordinator.rpartition(":")
+    family, address = _resolved(host.strip("[]"), int(port))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise SettingError(
+                f"MASTER_ADDR={host} cannot be reached from this node ({error.strerror}); give node 0's address in the"
+                " network, on every node"
+            ) from None
+        own: str = probe.getsockname()[0]
+    return own
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The family and address of ``host``, as a socket wants them."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise SettingError(
+            f"MASTER_ADDR={host} is not known on this node ({error.strerror}); give node 0's address in the network"
+        ) from None
+    return family, address
+
+
+def _address_of(host: str) -> str:
+    return str(_resolved(host, 0)[1][0])
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _spelled(host: str) -> str:
+    """As in host:port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _launch_of(environment: ClusterEnvironment) -> str:
+    """What tells this launch from others on this machine."""
+    host, port = _main(environment, "a virtual worker with LOCAL_RANK")
+    run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return "/".join([host, str(port), *run])
