@@ -60,6 +60,8 @@ class Client:
         timeout: seconds for which servers may be unreachable, and for which one request may take.
         patience: seconds to wait for other VWs, as long as they live.
         name: of the threads.
+        lost: why the servers will not come back, once somebody knows that; the call under way raises it, and all later
+            ones.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Client:
         patience: float = 3600.0,
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
+        lost: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
@@ -95,6 +98,7 @@ class Client:
         self._result = bytearray()
         self._lease, self._timeout, self._patience = lease, timeout, patience
         self._now = now
+        self._lost = lost
         self._name = name
         self._pool = ThreadPoolExecutor(len(channels), thread_name_prefix=name)
         self._busy = threading.Lock()
@@ -186,8 +190,8 @@ class Client:
 
     def check(self) -> None:
         """Raises what the heartbeat has learnt, if anything: call it where nothing else is called for long."""
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self.failure or self._lost()) is not None:
+            raise failure
 
     # How.
 

@@ -6,8 +6,10 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ from lightning_hetpipe.server.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
 _STOP = 10.0  # seconds in which a child must end by itself
+_LOOK = 0.2  # seconds between looks at whether a start is still wanted
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
 # Who the parent is must be asked before anything else: later it may be dead already, and another one's child this.
@@ -66,7 +69,9 @@ class ServerProcess:
         """What channels to this server need."""
         self.security.check(address)
         self._address = address
-        self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {})}
+        # Absolute, as a program may go to another folder before its server has to be started again.
+        path = [os.path.abspath(each) for each in sys.path]
+        self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
         self._prefix = tuple(prefix)
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -80,6 +85,11 @@ class ServerProcess:
         """The child's, or None where it does not run."""
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
+    @property
+    def code(self) -> int | None:
+        """How the child ended, negative for a signal; None where it runs, or was never started."""
+        return self._child.poll() if self._child is not None else None
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -89,12 +99,15 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
-    def start(self) -> None:
+    def start(self, unwanted: threading.Event | None = None) -> None:
         """Starts the child and returns when it serves; does nothing where it runs.
+
+        Args:
+            unwanted: Once it is set, the start is given up.
 
         Raises:
             SettingError: if it cannot have the address, or use the certificates.
-            RuntimeError: if it ends, or does not serve within two minutes.
+            RuntimeError: if it ends, or does not serve within two minutes, or is not wanted any more.
         """
         if self.pid is not None:
             return
@@ -106,7 +119,7 @@ class ServerProcess:
             start_new_session=True,
         )
         try:
-            answer = self._ask(self._child)
+            answer = self._ask(self._child, unwanted or threading.Event())
         except BaseException:
             self.stop()
             raise
@@ -139,11 +152,11 @@ class ServerProcess:
         self.stop()
         self.start()
 
-    def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
+    def _ask(self, child: subprocess.Popen[bytes], unwanted: threading.Event) -> dict[str, str]:
         """Tells the child what to do, on its standard input: others can read command lines. Returns what it says."""
         assert child.stdin is not None
         assert child.stdout is not None
-        told = {**self._told, "path": sys.path, "address": self._address, "security": asdict(self.security)}
+        told = {**self._told, "address": self._address, "security": asdict(self.security)}
         try:
             child.stdin.write(json.dumps(told).encode() + b"\n")
             child.stdin.flush()
@@ -152,9 +165,13 @@ class ServerProcess:
         said = b""
         deadline = time.monotonic() + _START
         while not said.endswith(b"\n"):
-            ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select([child.stdout], [], [], _LOOK)
+            if unwanted.is_set():
+                raise RuntimeError("The server is not wanted any more.")
             if not ready:
-                raise RuntimeError(f"The server's process does not serve {self._address} within {_START:g} s.")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"The server's process does not serve {self._address} within {_START:g} s.")
+                continue
             part = os.read(child.stdout.fileno(), 4096)
             if not part:
                 raise RuntimeError(
@@ -164,6 +181,16 @@ class ServerProcess:
             said += part
         child.stdout.close()
         return cast(dict[str, str], json.loads(said))
+
+
+def how(code: int) -> str:
+    """How a process ended, by its return code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"died by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died by signal {-code}"
 
 
 def child(parent: int, handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import lifeline
 
 OnDeath = Callable[[int, int], None]
@@ -157,16 +158,6 @@ class Children:
             return self._changed.wait_for(
                 lambda: not self._running, None if until is None else until - time.monotonic()
             )
-
-
-def how(code: int) -> str:
-    """How a process ended, by its return code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"died by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died by signal {-code}"
 
 
 def say(sentence: str) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -60,6 +60,7 @@ class Group:
         found: What this one knows of the servers.
         settings: Of the synchronisation.
         timeout: Seconds for which servers may be silent.
+        lost: As for a `Client`.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Group:
         found: Found,
         settings: WSPSettings,
         timeout: float,
+        lost: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         self.index = index
         self.size = size
         self.settings = settings
         self._found = found
         self._timeout = timeout
+        self._lost = lost
         self._exits = ExitStack()
         self._talk: Client | None = None
         self._fit: Client | None = None
@@ -229,6 +232,7 @@ class Group:
             lease=wsp.lease,
             timeout=self._timeout,
             name=f"hetpipe-{room}",
+            lost=self._lost,
         )
         return self._exits.enter_context(client)
 

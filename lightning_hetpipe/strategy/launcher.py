@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import lightning as L
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.children import Children, OnDeath, how, say
+from lightning_hetpipe.server.process import how
+from lightning_hetpipe.strategy.children import Children, OnDeath, say
 from lightning_hetpipe.strategy.lifeline import started
 from lightning_hetpipe.strategy.private import BaseLauncher, TunerExit
 from lightning_hetpipe.strategy.program import current_job, this_program

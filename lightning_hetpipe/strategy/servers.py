@@ -24,7 +24,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process import ServerProcess
 from lightning_hetpipe.server.security import Security, is_loopback
+from lightning_hetpipe.server.supervisor import ServerLost, Supervisor
 from lightning_hetpipe.strategy import neighbours
+from lightning_hetpipe.strategy.children import say
 from lightning_hetpipe.strategy.ranks import Rank, Role
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
@@ -51,7 +53,8 @@ class Found:
     hosts: bool = False
 
 
-_server: ServerProcess | None = None
+_server: Supervisor | None = None
+_lost: ServerLost | None = None
 _teller: neighbours.Teller | None = None
 
 
@@ -99,13 +102,24 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     else:
         told = neighbours.ask(_launch_of(environment), timeout)
     security = replace(given if over_nodes else Security(), token=told[TOKEN])
-    known = (_server.address,) if _server is not None and rank.local == 0 else ()
+    known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
     return Found(told[COORDINATOR], known, security, rank.local == 0 and (over_nodes or rank.role is Role.EXTERNAL))
+
+
+def lost() -> Exception | None:
+    """Why the virtual workers cannot go on, where the server that this process has started is gone for good."""
+    return _lost
+
+
+def _lose(error: ServerLost) -> None:
+    global _lost
+    _lost = error
 
 
 def stop() -> None:
     """Ends what this process has started."""
-    global _server, _teller
+    global _lost, _server, _teller
+    _lost = None
     teller, _teller = _teller, None
     if teller is not None:
         teller.close()
@@ -118,7 +132,8 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
     """The server of this process: the launch's other Trainers use the same one."""
     global _server
     if _server is None:
-        server = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": lease}, address, security)
+        process = ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": lease}, address, security)
+        server = Supervisor(process, say, _lose)
         try:
             server.start()
         except SettingError as error:
@@ -132,7 +147,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         _server = server
         atexit.unregister(stop)
         atexit.register(stop)
-    return _server
+    return _server.server
 
 
 def _tell(environment: ClusterEnvironment, told: Mapping[str, str]) -> None:

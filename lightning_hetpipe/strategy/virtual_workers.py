@@ -132,7 +132,7 @@ class VirtualWorkers(ParallelStrategy):
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
-        self._group = Group(self.global_rank, self.world_size, found, wsp, self.timeout)
+        self._group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
         self._group.open()
 
     def _configure_launcher(self) -> None:

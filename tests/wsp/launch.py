@@ -38,8 +38,14 @@ def start(job: Job) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-def run(job: Job) -> list[dict[str, Any]]:
-    """Runs ``job`` to its end; gives what each virtual worker wrote."""
+def finished(job: Job) -> tuple[list[dict[str, Any]], str]:
+    """Runs ``job`` to its end; gives what each virtual worker wrote, and what was said on stderr."""
     done = start(job)
     assert done.returncode == 0, done.stderr
-    return [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(len(job.lengths))]
+    found = [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(len(job.lengths))]
+    return found, done.stderr
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    """Runs ``job`` to its end; gives what each virtual worker wrote."""
+    return finished(job)[0]

@@ -23,6 +23,7 @@ from tests import models
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder, make_trainer
 from tests.models import Learner
+from tests.wsp import faults
 
 TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] = {
     "mlp": (lambda: models.mlp(models.ADAMW), models.vectors),
@@ -76,7 +77,10 @@ class Evaluated(Learner):
             if what == "nan":
                 outputs = self.compute(batch)
                 return {**outputs, "loss": outputs["loss"] * float("nan")}
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[what])
+            if what == "server":
+                faults.kill_server()
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[what])
         return super().training_step(batch, batch_idx)
 
     def compute(self, batch: Any) -> Any:
@@ -110,6 +114,7 @@ def main(job: dict[str, Any]) -> None:
     recorder, validates = Recorder(), Validates()
     trainer = make_trainer([validates, recorder], **trainer_settings)
     worker = strategy.global_rank
+    faults.install(worker, job.get("faults", ()))
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()))

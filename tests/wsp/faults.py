@@ -1,0 +1,150 @@
+"""Faults by address, inside a virtual worker: before, after or in the middle of its n-th message of a kind.
+
+An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_hetpipe.server import grpc_transport
+from lightning_hetpipe.server.frames import Answer, Opening
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.messages import decode
+from lightning_hetpipe.server.transport import TIMEOUT
+from lightning_hetpipe.strategy import group
+
+PATIENCE = 60.0
+LAUNCHER = os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when ``condition`` holds, which only other processes can bring about."""
+    deadline, pause = time.monotonic() + PATIENCE, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, what
+        pause.wait(0.02)
+
+
+def processes(parent: int) -> Iterator[tuple[int, str]]:
+    """The children of ``parent`` that run, with their command lines."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                yield int(folder.name), (folder / "cmdline").read_bytes().decode().replace("\0", " ")
+        except OSError:
+            continue
+
+
+def server() -> int | None:
+    """The process of the launch's server."""
+    launcher = os.getpid() if LAUNCHER else os.getppid()
+    return next((pid for pid, command in processes(launcher) if "hetpipe-server" in command), None)
+
+
+def kill_server() -> None:
+    pid = server()
+    assert pid is not None, "the server does not run"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server() != pid, "the server does not die")
+
+
+def do(what: str) -> None:
+    """Lets it happen, to this virtual worker or to the server."""
+    if what == "server":
+        kill_server()
+    else:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+
+
+class Injector:
+    """What is to befall which messages of this virtual worker."""
+
+    def __init__(self, vw: int, faults: Sequence[dict[str, Any]]) -> None:
+        self._faults = [fault for fault in faults if fault["vw"] == vw]
+        self._counts: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
+
+    def of(self, method: str, header: bytes) -> dict[str, Any] | None:
+        """What befalls the message that goes out now."""
+        room, _, _ = method.partition("/")
+        message = type(decode(header)).__name__
+        with self._lock:
+            nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
+        wanted = {"room": room, "message": message, "nth": nth}
+        return next((fault for fault in self._faults if wanted.items() <= fault.items()), None)
+
+
+def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
+    """Lets ``faults`` happen to the messages that this process sends from now on."""
+    injector = Injector(vw, faults)
+    now = threading.local()  # what befalls the call that this thread makes
+
+    class Channel(GrpcChannel):
+        def call(
+            self,
+            method: str,
+            header: bytes,
+            body: Sequence[memoryview] = (),
+            into: Sequence[memoryview] = (),
+            timeout: float = TIMEOUT,
+        ) -> bytes:
+            fault = injector.of(method, header) if "/" in method else None
+            when = None if fault is None else fault["when"]
+            if fault is not None and "once" in fault:
+                self.await_others(method.partition("/")[0], fault["once"])
+            now.what = fault["what"] if fault is not None and when == "middle" else None
+            if fault is not None and when == "before":
+                do(fault["what"])
+            answer = super().call(method, header, body, into, timeout)
+            if fault is not None and when == "after":
+                do(fault["what"])
+            return answer
+
+        def await_others(self, room: str, what: str) -> None:
+            """Until the others have pushed what this virtual worker has still to push, or wait at a cut."""
+
+            def there() -> bool:
+                members = json.loads(super(Channel, self).call("status", b""))[room]["members"]
+                mine = next(member["clock"] for member in members if member["vw"] == vw)
+                others = [member for member in members if member["vw"] != vw]
+                return all(other["clock"] > mine if what == "pushed" else other["waits_at"] >= 0 for other in others)
+
+            until(there, f"the others are not yet {what}")
+
+    class Exchange(grpc_transport._MessageExchange):
+        """Half of the request's body, or none of the reply's, has been sent when the fault comes."""
+
+        def __init__(self, opening: Opening, body: list[memoryview], into: list[memoryview]) -> None:
+            super().__init__(opening, body, into)
+            self._what = getattr(now, "what", None)
+
+        def requests(self) -> Iterator[bytes]:
+            for number, message in enumerate(super().requests()):
+                if number == 1 and self._what is not None and self._opening.size:
+                    half = len(message) // 2
+                    yield message[:half]
+                    do(self._what)
+                    yield message[half:]
+                else:
+                    yield message
+
+        def take(self, replies: Iterator[bytes]) -> Answer:
+            def befallen() -> Iterator[bytes]:
+                for number, message in enumerate(replies):
+                    if number == 0 and self._what is not None and self._opening.room:
+                        do(self._what)
+                    yield message
+
+            return super().take(befallen())
+
+    group.GrpcChannel = Channel  # type: ignore[misc]
+    grpc_transport._MessageExchange = Exchange  # type: ignore[misc]
