@@ -99,8 +99,10 @@ class Client:
         self._lease, self._timeout, self._patience = lease, timeout, patience
         self._now = now
         self._lost = lost
-        self._name = name
-        self._pool = ThreadPoolExecutor(len(channels), thread_name_prefix=name)
+        self._silence = ""
+        """Why a server was last unreachable."""
+        # One for each server, and one to join again.
+        self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
         self._busy = threading.Lock()
         """Held by whoever drives the member."""
         self._stopped = threading.Event()
@@ -252,7 +254,7 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self._timeout:
-                raise ServersSilent(f"{who} for {self._timeout:g} s for servers that do not answer")
+                raise ServersSilent(f"{who} for {self._timeout:g} s for servers that do not answer: {self._silence}")
             if now - began > self._patience:
                 raise ServersSilent(f"{who} for {self._patience:g} s for {why or 'a server'}")
             if not why:
@@ -304,7 +306,8 @@ class Client:
         """The answer; ``None`` if none came."""
         try:
             header = self._channels[server].call(method, encode(message), body, into, timeout or self._timeout)
-        except Unreachable:
+        except Unreachable as error:
+            self._silence = str(error)
             return None
         except TransportRefused as refused:
             fault = RemoteFault.parse(str(refused))
@@ -331,21 +334,22 @@ class Client:
             self.failure = error
 
     def _say_alive(self) -> None:
-        answer = self._call(COORDINATOR, COORDINATOR_METHOD, self.member.heartbeat(), (), (), self._lease / 3)
+        heartbeat = self.member.heartbeat()
+        answer = self._call(COORDINATOR, COORDINATOR_METHOD, heartbeat, (), (), self._lease / 3)
         if isinstance(answer, Failed):
             self.failure = PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
         elif isinstance(answer, Refused) and answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT):
             if not self._stopped.is_set():
                 self.failure = RemoteFault(answer.refusal, answer.why)
         elif isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION:
-            self._rejoin()
+            self._pool.submit(self._rejoin, heartbeat.generation)  # it may take long, and the heart has to go on
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, lost: str) -> None:
         """A server was lost while the VW computes: its report is needed now. A call that is under way sees to it."""
         if not self._busy.acquire(blocking=False):
             return
         try:
-            if self.member.state is State.IDLE:
+            if self.member.state is State.IDLE and self.member.generation == lost:
                 self.member.lose()
                 self._drive()
         except Cancelled:

@@ -5,7 +5,7 @@
     FORMING   LOADING    the VWs have reported what they hold (``forming`` says whose reports are needed)
     LOADING   RUNNING    the holder of the newest weights has loaded them into all shards
     LOADING   FORMING    the holder is gone, or a VW joins with a new report (a server was lost, again)
-    RUNNING   FORMING    a member joins with a new report: a server was lost
+    RUNNING   FORMING    a member joins with a new report: a server was lost; or all are gone, and others come
     any       FAILED     a VW has failed: everybody is told, and ends
 
 Every message of a VW renews its lease; a VW that is silent for longer is no member any more.
@@ -13,10 +13,10 @@ Every message of a VW renews its lease; a VW that is silent for longer is no mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from lightning_hetpipe.server.forming import Formation, decide
+from lightning_hetpipe.server.forming import Formation, check, decide
 from lightning_hetpipe.server.gathers import Gathers
 from lightning_hetpipe.server.messages import (
     Answer,
@@ -46,7 +46,7 @@ from lightning_hetpipe.server.messages import (
     Status,
 )
 from lightning_hetpipe.server.order import Order
-from lightning_hetpipe.server.protocol import Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol import Refusal, RemoteFault
 from lightning_hetpipe.server.signature import difference
 
 MAX_FAILURE = 4000
@@ -66,9 +66,13 @@ class Coordinator:
         epoch: the server's.
         lease: seconds of silence after which a VW is left out.
         gather_limit: bytes that a VW may give to a gather.
+        gone: incarnations of VWs that were left out, or have left, before this coordinator took over. Older ones than
+            those are gone as well.
     """
 
-    def __init__(self, epoch: str, lease: float, gather_limit: int = 64 << 20) -> None:
+    def __init__(
+        self, epoch: str, lease: float, gather_limit: int = 64 << 20, gone: Mapping[int, int] | None = None
+    ) -> None:
         self.epoch = epoch
         self.phase = Phase.FORMING
         self.order: Order | None = None
@@ -81,7 +85,7 @@ class Coordinator:
         """The newest of each VW that has been heard of."""
         self._seen: dict[int, float] = {}
         """When each VW that is alive was last heard."""
-        self._gone: dict[int, int] = {}
+        self.gone: dict[int, int] = dict(gone or {})
         """Incarnations that were left out, or have left."""
         self._joins: dict[int, Join] = {}
         """What was reported for the generation to come."""
@@ -94,12 +98,22 @@ class Coordinator:
         self._formation: Formation | None = None
         self._lost_at: float | None = None
         self._failure: tuple[int, str] | None = None
+        self._failed_at = 0.0
+        self._forgotten = False
         self._admits: set[int] = set()
 
     @property
+    def unused(self) -> bool:
+        """Whether no VW has come."""
+        return not self._incarnation
+
+    @property
     def finished(self) -> bool:
-        """Whether there were VWs, and all are gone."""
-        return bool(self._incarnation) and not self._seen
+        """Whether there were VWs, and all are gone. After a failure those who come late are told for one lease."""
+        if self.unused or self._seen:
+            return False
+        number = 0 if self._signature is None else self._signature.virtual_workers
+        return self._failure is None or self._forgotten or len(self._incarnation) >= number
 
     def next_expiry(self) -> float | None:
         """When the next lease runs out, if nothing is heard until then."""
@@ -114,6 +128,7 @@ class Coordinator:
             self._remove(vw)
         if self.phase is Phase.FORMING:
             self._form(now)
+        self._forgotten = self._failure is not None and now - self._failed_at > self._lease
 
     def check(self, message: Request, size: int) -> None:
         """Refuses a body before it is taken."""
@@ -142,7 +157,7 @@ class Coordinator:
             if isinstance(message, Join):
                 return self._join(message, body, now), ()
             if isinstance(message, Leave):
-                return self._leave(message), ()
+                return self._leave(message, now), ()
             return self._serve(message, body)
         except RemoteFault as fault:
             return Refused(self.epoch, fault.refusal, str(fault)), ()
@@ -153,7 +168,7 @@ class Coordinator:
         assert not isinstance(message, AskStatus)
         vw, incarnation = message.vw, message.incarnation
         if isinstance(message, Join):
-            _check(message)
+            check(message)
             first = self._signature or message.signature
             if (what := difference(first, message.signature)) is not None:
                 raise RemoteFault(Refusal.SIGNATURE, f"VW {vw} differs from the VW that came first: {what}")
@@ -161,7 +176,7 @@ class Coordinator:
         known = self._incarnation.get(vw, -1)
         if incarnation < known:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
-        if self._gone.get(vw) == incarnation and not isinstance(message, Leave):
+        if incarnation <= self.gone.get(vw, -1) and not isinstance(message, Leave):
             raise RemoteFault(
                 Refusal.LEFT_OUT, f"VW {vw} was silent for longer than its lease of {self._lease:g} s, or has left"
             )
@@ -185,20 +200,20 @@ class Coordinator:
         member = self._attempts.pop(vw, None) is not None
         if not member:
             return
-        self._gone[vw] = self._incarnation[vw]
+        self.gone[vw] = self._incarnation[vw]
         if self.phase is Phase.RUNNING and self.order is not None:
             self.order.drop(vw)
             self._admit()
         elif self.phase is Phase.LOADING and self._formation is not None and self._formation.holder == vw:
             self.phase = Phase.FORMING
 
-    def _leave(self, message: Leave) -> Answer:
+    def _leave(self, message: Leave, now: float) -> Answer:
         if message.failure and self._failure is None:
-            self._failure = (message.vw, message.failure[:MAX_FAILURE])
+            self._failure, self._failed_at = (message.vw, message.failure[:MAX_FAILURE]), now
             self.phase = Phase.FAILED
         if message.vw in self._seen:
             self._remove(message.vw)
-        self._gone[message.vw] = message.incarnation
+        self.gone[message.vw] = message.incarnation
         return Done(self.epoch)
 
     # How a generation begins.
@@ -208,6 +223,9 @@ class Coordinator:
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
         self._reports[vw] = message.attempt
+        if self.phase is Phase.RUNNING and self.order is not None and not self.order.clock:
+            self._newcomers.clear()  # they ask again
+            self.phase, self.order = Phase.FORMING, None
         if self.phase is not Phase.FORMING and vw in self._attempts:
             if message.attempt == self._attempts[vw]:
                 return self._joined(vw)
@@ -240,7 +258,7 @@ class Coordinator:
         era = self.order.base.era if self.order is not None else 0
         if self._formation is not None:
             era = max(era, self._formation.base.era)
-        found = decide(self._joins, self._seen, self._gone, self.order, era, waited)
+        found = decide(self._joins, self._seen, self.gone, self.order, era, waited)
         if isinstance(found, list):
             return found
         self._formation = found
@@ -372,18 +390,3 @@ class Coordinator:
         slowest = -1 if order is None or order.slowest is None else order.slowest
         commits = 0 if order is None else order.commits
         return Status(self.epoch, self.phase.value, self.generation, slowest, commits, members)
-
-
-def _check(join: Join) -> None:
-    """A report that cannot be is refused before anything is concluded from it."""
-    report, me = join.report, Mark(join.vw, join.incarnation, -1)
-    if not 0 <= join.vw < join.signature.virtual_workers:
-        raise RemoteFault(Refusal.MALFORMED, f"there is no VW {join.vw}")
-    if len(join.contents) != join.signature.servers or join.signature.clock_distance < 0:
-        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} contradicts itself")
-    if min(report.era, report.clock, report.cut, report.cut_clock) < 0 or join.incarnation < 0:
-        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports what cannot be")
-    if report.point is not None and (me not in report.point.members or min(report.point.age) < 0):
-        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports a pull that it cannot have made")
-    if report.point is None and report.pending:
-        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports an update to weights that it has not")

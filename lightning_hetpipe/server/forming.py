@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lightning_hetpipe.server.messages import Join, Lost
 from lightning_hetpipe.server.order import Order, Standing
-from lightning_hetpipe.server.protocol import Mark, Point
+from lightning_hetpipe.server.protocol import Mark, Point, Refusal, RemoteFault
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,25 @@ class Formation:
     cut_clock: int
     cut_at: int
     lost: tuple[Lost, ...]
+
+
+def check(join: Join) -> None:
+    """A report that cannot be is refused before anything is concluded from it.
+
+    Raises:
+        RemoteFault: it says why.
+    """
+    report, me = join.report, Mark(join.vw, join.incarnation, -1)
+    if not 0 <= join.vw < join.signature.virtual_workers:
+        raise RemoteFault(Refusal.MALFORMED, f"there is no VW {join.vw}")
+    if len(join.contents) != join.signature.servers or join.signature.clock_distance < 0:
+        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} contradicts itself")
+    if min(report.era, report.clock, report.cut, report.cut_clock) < 0 or join.incarnation < 0:
+        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports what cannot be")
+    if report.point is not None and (me not in report.point.members or min(report.point.age) < 0):
+        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports a pull that it cannot have made")
+    if report.point is None and report.pending:
+        raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports an update to weights that it has not")
 
 
 def decide(

@@ -39,6 +39,12 @@ _NO = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 
+_STRANGERS = {
+    "CERTIFICATE_VERIFY_FAILED": "shows no certificate that security.ca has signed; give the one that signed it",
+    "WRONG_VERSION_NUMBER": "does not speak TLS, and security has certificates; give it some, or leave these out",
+}
+"""What a connection that fails says where trying again changes nothing."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -143,10 +149,14 @@ class GrpcChannel:
             replies.cancel()
 
     def _meaning(self, error: grpc.RpcError) -> Refused | Unreachable:
-        code, details = error.code(), error.details()
+        code, details = error.code(), str(error.details())
+        for sign, sentence in _STRANGERS.items():
+            if sign in details:
+                return Refused(f"the server at {self.address} {sentence}")
         if code in _NO:
             return Refused(f"the server at {self.address} refused the call: {details}")
-        return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details})")
+        hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""
+        return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
 
 
 class _MessageExchange:

@@ -17,13 +17,16 @@ STATUS = "status"
 """The method that anybody with the token may call, in no room."""
 
 MOST = 64
-"""Rooms that are kept; of more than that the oldest one goes that all have left."""
+"""Rooms that are known at a time; of more than that the oldest one goes that all have left."""
 
 _NAME = re.compile(r"[a-z]{1,20}-\d{1,9}")
 
 
 class Rooms:
     """A handler that gives each room, named in a method such as "fit-1/shard", a :class:`Service` of its own.
+
+    When all have left a room, or were left out, its memory is given back: it is as if nobody had been there, but for
+    those who come back from that time, who are told that the others have gone on without them.
 
     Args:
         lease: Seconds of silence after which a VW is left out.
@@ -33,53 +36,92 @@ class Rooms:
         self._lease = lease
         self._rooms: dict[str, Service] = {}
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._sweeper: threading.Thread | None = None
 
     def open(self, method: str, header: bytes, size: int) -> memoryview:
         if method == STATUS:
             return memoryview(bytearray(size if size <= HEADER_LIMIT else 0))
-        room, method = self._room(method)
-        return room.open(method, header, size)
+        name, method = _parts(method)
+        return self._room(name).open(method, header, size)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         if method == STATUS:
             return Reply(json.dumps(self.status()).encode())
-        room, method = self._room(method)
-        return room.run(method, header, body)
+        name, method = _parts(method)
+        room = self._room(name)
+        reply = room.run(method, header, body)
+        self._clear(name, room)
+        return reply
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        if method == STATUS:
-            return
-        room, method = self._room(method)
-        room.abandoned(method, header, body)
+        if method != STATUS:
+            name, method = _parts(method)
+            self._room(name).abandoned(method, header, body)
+
+    def close(self) -> None:
+        """Wakes whatever waits in ``run``, and ends the thread that looks after rooms."""
+        self._closed.set()
+        for room in self._known().values():
+            room.close()
+        if self._sweeper is not None:
+            self._sweeper.join()
 
     def status(self) -> dict[str, Any]:
-        """Clocks, members, lag and bytes of every room, as JSON can say them."""
-        with self._lock:
-            rooms = dict(self._rooms)
+        """Clocks, members, lag and bytes of every room that somebody is in, as JSON can say them."""
+        self._clear_all()
         found: dict[str, Any] = {}
-        for name, room in rooms.items():
-            told = decode(room.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b"")).header)
-            assert isinstance(told, Status)
-            members = [asdict(member) for member in told.members]
-            found[name] = {**asdict(told), "members": members, "held_bytes": room.bytes_held}
+        for name, room in self._known().items():
+            if not room.unused:
+                told = decode(room.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b"")).header)
+                assert isinstance(told, Status)
+                members = [asdict(member) for member in told.members]
+                found[name] = {**asdict(told), "members": members, "held_bytes": room.bytes_held}
         return {"rooms": len(found), **found}
 
-    def _room(self, method: str) -> tuple[Service, str]:
-        name, slash, rest = method.partition("/")
-        if not slash or not _NAME.fullmatch(name):
-            raise Refused(f"malformed: '{method[:40]}' names no room")
+    def _known(self) -> dict[str, Service]:
+        with self._lock:
+            return dict(self._rooms)
+
+    def _room(self, name: str) -> Service:
         with self._lock:
             if name not in self._rooms:
                 self._make_way()
                 self._rooms[name] = Service(self._lease)
-            return self._rooms[name], rest
+                if self._sweeper is None:
+                    self._sweeper = threading.Thread(target=self._sweep, name="hetpipe-rooms", daemon=True)
+                    self._sweeper.start()
+            return self._rooms[name]
 
     def _make_way(self) -> None:
-        for name in [name for name, room in self._rooms.items() if room.finished]:
+        for name in [name for name, room in self._rooms.items() if room.unused]:
             if len(self._rooms) >= MOST:
                 del self._rooms[name]
         if len(self._rooms) >= MOST:
             raise Refused(f"busy: {MOST} rooms are in use")
+
+    def _clear(self, name: str, room: Service) -> None:
+        if room.finished:
+            with self._lock:
+                if self._rooms.get(name) is room:
+                    self._rooms[name] = Service(self._lease, gone=room.gone)
+
+    def _clear_all(self) -> None:
+        for name, room in self._known().items():
+            self._clear(name, room)
+
+    def _sweep(self) -> None:
+        """Who was killed says nothing that ``run`` could see."""
+        while not self._closed.wait(self._lease):
+            self._clear_all()
+
+
+def _parts(method: str) -> tuple[str, str]:
+    """The room's name, and the method in it."""
+    name, slash, rest = method.partition("/")
+    if not slash or not _NAME.fullmatch(name):
+        raise Refused(f"malformed: '{method[:40]}' names no room")
+    return name, rest
 
 
 class RoomChannel:

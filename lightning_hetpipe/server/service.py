@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 from lightning_hetpipe.server.coordinator import Coordinator
@@ -45,6 +45,7 @@ class Service:
         gather_limit: bytes that a VW may give to a gather.
         patience: seconds for which a request waits.
         now: the time, in seconds; of any origin, but steady.
+        gone: incarnations of VWs whose time here is over, as `gone` of a service that this one takes the place of.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Service:
         gather_limit: int = 64 << 20,
         patience: float = 2.0,
         now: Callable[[], float] = time.monotonic,
+        gone: Mapping[int, int] | None = None,
     ) -> None:
         self.epoch = secrets.token_hex(8)
         self._patience = min(patience, lease / 3)  # who waits is not heard
         self._now = now
-        self._coordinator = Coordinator(self.epoch, lease, gather_limit)
+        self._coordinator = Coordinator(self.epoch, lease, gather_limit, gone)
+        self._closed = False
         self._changed = threading.Condition()
         self._shard = Shard(self.epoch, limit)
         self._shard_lock = threading.Lock()
@@ -70,6 +73,24 @@ class Service:
         with self._changed:
             self._coordinator.tick(self._now())
             return self._coordinator.finished
+
+    @property
+    def unused(self) -> bool:
+        """Whether no VW has come."""
+        with self._changed:
+            return self._coordinator.unused
+
+    @property
+    def gone(self) -> Mapping[int, int]:
+        """Of each VW that is gone, the last incarnation."""
+        with self._changed:
+            return dict(self._coordinator.gone)
+
+    def close(self) -> None:
+        """Wakes whatever waits in ``run``, now and later; it is told to ask again, and finds nobody."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     @property
     def bytes_held(self) -> int:
@@ -125,7 +146,7 @@ class Service:
             began = now = self._now()
             answer, parts = self._coordinator.handle(message, now, body)
             self._changed.notify_all()
-            while isinstance(answer, NotYet) and now - began < self._patience:
+            while isinstance(answer, NotYet) and now - began < self._patience and not self._closed:
                 expiry = self._coordinator.next_expiry()
                 rest = began + self._patience - now
                 self._changed.wait(rest if expiry is None else max(0.001, min(rest, expiry - now)))

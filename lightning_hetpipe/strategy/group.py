@@ -25,7 +25,7 @@ from lightning_hetpipe.server.client import Client, ServersSilent
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.placement import place
-from lightning_hetpipe.server.protocol import RemoteFault
+from lightning_hetpipe.server.protocol import Refusal, RemoteFault
 from lightning_hetpipe.server.rooms import STATUS, RoomChannel
 from lightning_hetpipe.server.transport import Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
@@ -93,7 +93,7 @@ class Group:
         self._talk = self._client(room, (), ())
         try:
             with self._told_what_it_waits_for():
-                self._talk.join([])
+                _join(self._talk, [])
         except ServersSilent as silent:
             raise ServersSilent(f"{silent} (the coordinator is the server at {self._found.coordinator})") from None
         known = [address for each in self.gather(list(self._found.known)) for address in each]
@@ -114,7 +114,7 @@ class Group:
         )
         self._fit = self._client(_next_room("fit"), parameters, settings)
         self._fit_ordinal = itertools.count(1)
-        return self._fit.join([tensor.detach() for _, tensor in named])
+        return _join(self._fit, [tensor.detach() for _, tensor in named])
 
     @property
     def weights(self) -> Client:
@@ -141,19 +141,25 @@ class Group:
         """All have come to a cut: gathers count from one again."""
         self._fit_ordinal = itertools.count(1)
 
-    def leave_fit(self) -> None:
-        if self._fit is not None:
-            fit, self._fit = self._fit, None
-            fit.leave()
-
     def close(self, failure: str = "") -> None:
-        """Leaves; with a ``failure`` the others are told, and end."""
+        """Leaves, once all are about to; with a ``failure`` the others are told, and end.
+
+        If servers die, they are rebuilt from what the virtual workers hold. Who has left holds nothing: so nobody does
+        before all have what the last gather and the last cut gave.
+        """
         self._failed = bool(failure)
-        for client in (self._fit, self._talk):
-            if client is not None and failure:
-                client.fail(failure)
-        self._fit = self._talk = None
-        self._exits.close()
+        try:
+            if not failure:
+                self.gather(None)
+        except BaseException as error:
+            failure, self._failed = f"{type(error).__name__}: {error}", True
+            raise
+        finally:
+            for client in (self._fit, self._talk):
+                if client is not None and failure:
+                    client.fail(failure)
+            self._fit = self._talk = None
+            self._exits.close()
 
     def check(self) -> None:
         """Raises what has become known of the others: that one of them has failed."""
@@ -237,9 +243,12 @@ class Group:
         return self._exits.enter_context(client)
 
 
-def refusal(error: RemoteFault) -> SettingError:
-    """What a user can do about ``error``."""
-    return SettingError(f"this virtual worker was refused: {error}; give all of them the same model and settings")
+def _join(client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return client.join(weights)
+    except RemoteFault as error:
+        way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
+        raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
 
 
 def _name(dtype: torch.dtype) -> str:

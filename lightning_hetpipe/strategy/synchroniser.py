@@ -127,9 +127,6 @@ class Synchroniser:
 
         return give_back
 
-    def leave(self) -> None:
-        self.group.leave_fit()
-
     def _buffers_of_first(self) -> list[Tensor]:
         mine = [buffer.detach().cpu() for buffer in self._module.buffers()]
         found = self.group.gather(mine if self.group.index == 0 else None)

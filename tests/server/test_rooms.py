@@ -23,7 +23,9 @@ from lightning_hetpipe.server.transport import Refused
 @contextmanager
 def served() -> Iterator[GrpcChannel]:
     with ExitStack() as stack:
-        server = stack.enter_context(GrpcServer(Rooms(10.0), "127.0.0.1:0", Security(token="t")))
+        rooms = Rooms(10.0)
+        stack.callback(rooms.close)
+        server = stack.enter_context(GrpcServer(rooms, "127.0.0.1:0", Security(token="t")))
         channel = GrpcChannel(server.address, Security(token="t"))
         stack.callback(channel.close)
         yield channel

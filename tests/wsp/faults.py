@@ -1,4 +1,4 @@
-"""Faults by address, inside a virtual worker: before, after or in the middle of its n-th message of a kind.
+"""Faults by address, inside a virtual worker: what happens before, after or amid its n-th message of a kind.
 
 An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}.
 """

@@ -22,7 +22,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "in mid-pull": [address(0, "Read", 2, "middle")],
     "after a pull": [address(1, "Pulled", 2, "before")],
     "while the other waits for a wave": [address(1, "Stage", 2, "before", once="pushed")],
-    "while the other waits at a cut": [address(1, "Stage", 3, "before", once="wait")],
+    "while the other waits at a cut": [address(1, "Arrive", 1, "before", once="wait")],
     "at a cut": [address(0, "Arrive", 1, "after")],
     "in a gather": [address(1, "Gather", 2, "before")],
     "in a gather's end": [address(0, "Fetch", 2, "before")],

@@ -1,0 +1,81 @@
+"""How a coordinator's time ends, and what those hear who come later."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hetpipe.server.actions import State
+from lightning_hetpipe.server.coordinator import Coordinator
+from lightning_hetpipe.server.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
+from lightning_hetpipe.server.protocol import Mark, PeerFailed, Refusal
+from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
+from tests.server.world import LEASE, World
+
+
+def begin_anew(world: World, vw: int) -> None:
+    """The VW of another launch, whose weights have nothing to do with those of the one before."""
+    world.begin(vw, 1)
+    world.updates.clear()
+    world.w0 = [block.clone() for block in world.vws[min(world.vws)].weights[0]]
+
+
+def test_who_comes_back_after_all_have_gone_is_told_so() -> None:
+    """A VW that was only stopped came back when the others had finished, found a room as if nobody had ever been there,
+    and after a lease went on alone."""
+    world = started(2)
+    wave(world, 0, 1)
+    stopped = world.vws.pop(1).member
+    world.pass_time(LEASE + 1)
+    assert not world.server[0].coordinator.finished
+    ask(world, world.vws.pop(0).member.leave())
+    assert world.server[0].coordinator.finished
+    world.server[0].coordinator = Coordinator("later", LEASE, gone=world.server[0].coordinator.gone)
+    assert world.server[0].coordinator.unused
+    answer = ask(world, stopped.heartbeat())
+    assert isinstance(answer, Refused)
+    assert answer.refusal is Refusal.LEFT_OUT
+    assert world.server[0].coordinator.unused
+    begin_anew(world, 0)  # but a new launch is as welcome as the first one
+    begin_anew(world, 1)
+    all_idle(world)
+
+
+def test_a_failure_is_told_to_who_comes_within_a_lease() -> None:
+    world = World(3)
+    until(world, 0, State.JOIN)
+    world.step(0)
+    failed = world.server[0].coordinator
+    ask(world, Leave(0, 0, "ValueError: bad batch"))
+    assert not failed.finished  # the two others have still to hear of it
+    until(world, 1, State.JOIN)
+    with pytest.raises(PeerFailed, match="VW 0 failed: ValueError: bad batch"):
+        world.step(1)
+    ask(world, Leave(1, 0, ""))
+    world.now += LEASE / 2
+    failed.tick(world.now)
+    assert not failed.finished
+    world.now += LEASE
+    failed.tick(world.now)
+    assert failed.finished
+
+
+def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
+    """It waited for ever for a cut at which to join, as all who could come to one were dead."""
+    world = started(2)
+    wave(world, 0, 1)
+    world.vws.clear()
+    begin_anew(world, 0)  # before the lease of VW 1 has run out
+    until(world, 0, State.JOIN)
+    world.step(0)
+    answer = ask(world, Join(0, 1, 1, world.signature, NOTHING, ("epoch1.1", "epoch1.1")))
+    assert answer == NotYet("epoch1", "a cut at which VWs may join")
+    begin_anew(world, 1)
+    all_idle(world)
+    assert {one.member.point.included for one in world.vws.values() if one.member.point} == {()}
+    wave(world, 0, 1)
+    late = ask(world, Heartbeat(1, 0, "epoch1.1"))
+    assert isinstance(late, Refused)
+    assert late.refusal is Refusal.FENCED
+    assert ask(world, Leave(1, 0, "")) != Done("epoch1")  # nor does its end say anything of the new one
+    assert world.server[0].coordinator.order is not None
+    assert Mark(1, 1, -1) in world.server[0].coordinator.order.members
