@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from lightning_hetpipe.cli.status import laid_out
 from lightning_hetpipe.server.client import Client
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Parameter, Signature
+from lightning_hetpipe.server.messages import NOTHING, Join, NotYet, Parameter, Signature, decode, encode
+from lightning_hetpipe.server.protocol import RemoteFault
 from lightning_hetpipe.server.rooms import RoomChannel, Rooms
 from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.transport import Refused
+from tests.server.transports import PATIENCE, eventually
 
 
 @contextmanager
@@ -31,10 +35,10 @@ def served() -> Iterator[GrpcChannel]:
         yield channel
 
 
-def client(channel: GrpcChannel, room: str, size: int) -> Client:
+def client(channel: GrpcChannel, room: str, size: int, incarnation: int = 1) -> Client:
     parameters = (Parameter("w", (size,), "float32", "float32"),)
     signature = Signature("1", 1, 0, "sum", 1, (), parameters)
-    return Client([RoomChannel(channel, room)], signature, [[0]], 0, 1, lease=10.0, timeout=20.0)
+    return Client([RoomChannel(channel, room)], signature, [[0]], 0, incarnation, lease=10.0, timeout=20.0)
 
 
 def test_rooms_are_apart() -> None:
@@ -63,3 +67,53 @@ def test_the_status_tells_of_every_room() -> None:
 def test_what_names_no_room_is_refused(method: str) -> None:
     with served() as channel, pytest.raises(Refused):
         channel.call(method, b"x")
+
+
+def room_of(channel: GrpcChannel) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(channel.call("status", b""))
+    return status
+
+
+def test_a_room_that_all_have_left_gives_its_memory_back_and_can_be_entered_again() -> None:
+    """The weights of 64 fits were kept; and the next launch on the same server, whose rooms have the same names, was
+    refused for its other model, or waited for ever to join the one before."""
+    with served() as channel:
+        for incarnation, size in enumerate([3, 5], start=1):
+            with client(channel, "fit-1", size, incarnation) as one:
+                assert torch.equal(one.join([torch.ones(size)])[0], torch.ones(size))
+                assert room_of(channel)["fit-1"]["held_bytes"] >= size
+            assert room_of(channel) == {"rooms": 0}
+
+
+def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> None:
+    rooms = Rooms(0.2)
+    with closing(rooms), GrpcServer(rooms) as server, closing(GrpcChannel(server.address)) as channel:
+        one = client(channel, "fit-1", 3)
+        one.join([torch.ones(3)])  # without a heartbeat
+        eventually(lambda: not held(rooms), "the weights are still there")
+        with pytest.raises(RemoteFault, match="longer than its lease"):
+            one.synchronise([torch.ones(3)])
+        one.close()
+
+
+def held(rooms: Rooms) -> int:
+    """Bytes, without a call that would make the server look after its rooms."""
+    return sum(room.bytes_held for room in rooms._known().values())
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A server that was told to end waited for the requests that waited in it."""
+    rooms = Rooms(3000.0)
+    service = rooms._room("fit-1")
+    service._patience = PATIENCE * 10
+    signature = Signature("1", 2, 0, "sum", 1, (), ())
+    join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rooms.run, f"fit-1/{COORDINATOR_METHOD}", join, memoryview(b""))
+        eventually(lambda: room_is_entered(rooms), "the request has not come")
+        rooms.close()
+        assert isinstance(decode(waiting.result(PATIENCE).header), NotYet)
+
+
+def room_is_entered(rooms: Rooms) -> bool:
+    return not rooms._room("fit-1").unused

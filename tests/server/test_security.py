@@ -99,11 +99,19 @@ def test_both_sides_must_show_a_certificate() -> None:
     with GrpcServer(desk, "127.0.0.1:0", ours) as server:
         mixed = Security(str(folder / "ca.pem"), str(theirs / "certificate.pem"), str(theirs / "key.pem"), ours.token)
         others = Security(str(theirs / "ca.pem"), mixed.certificate, mixed.key, ours.token)
-        for stranger in (Security(token=ours.token), mixed, others):
-            with closing(GrpcChannel(server.address, stranger)) as channel, pytest.raises(Unreachable):
+        for stranger in (Security(token=ours.token), mixed):  # as a server that dies looks from here
+            says = "does it want other certificates than security has"
+            with closing(GrpcChannel(server.address, stranger)) as channel, pytest.raises(Unreachable, match=says):
                 channel.call("echo", b"")
+        says = r"shows no certificate that security\.ca has signed; give"
+        with closing(GrpcChannel(server.address, others)) as channel, pytest.raises(Refused, match=says):
+            channel.call("echo", b"")
         with closing(GrpcChannel(server.address, ours)) as channel:
             assert channel.call("echo", b"ab") == b"ba"
     assert desk.ran() == ["echo"]
-    with serve("grpc", desk) as plain, closing(connect("tls", plain.address)) as channel, pytest.raises(Unreachable):
+    with (
+        serve("grpc", desk) as plain,
+        closing(connect("tls", plain.address)) as channel,
+        pytest.raises(Refused, match="does not speak TLS, and security has certificates"),
+    ):
         channel.call("echo", b"")

@@ -1,0 +1,155 @@
+"""Virtual workers as a group, in threads of one process, over a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.client import ServersSilent
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.messages import Fetch, Gather, Leave, Message, decode
+from lightning_hetpipe.server.rooms import Rooms
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.supervisor import ServerLost
+from lightning_hetpipe.server.transport import TIMEOUT
+from lightning_hetpipe.strategy import group
+from lightning_hetpipe.strategy.group import Group
+from tests.server.transports import PATIENCE, certificates, security
+
+LEASE = 1.5
+
+
+@pytest.fixture(autouse=True)
+def one_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process counts its rooms; here one is several virtual workers."""
+    monkeypatch.setattr(group, "_next_room", "{}-1".format)
+
+
+def group_of(
+    index: int,
+    address: str,
+    security: Security | None = None,
+    timeout: float = PATIENCE,
+    lost: Callable[[], Exception | None] = lambda: None,
+) -> Group:
+    return Group(index, 2, [address], security or Security(), WSPCallback(lease=LEASE).settings, timeout, lost)
+
+
+class Server:
+    """A handler whose memory can be lost."""
+
+    def __init__(self) -> None:
+        self.rooms = Rooms(LEASE)
+        self.starts = 1
+
+    def restart(self) -> None:
+        self.rooms.close()
+        self.rooms, self.starts = Rooms(LEASE), self.starts + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rooms, name)
+
+
+def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -> None:
+    """``before`` is told of each message before it goes out."""
+
+    class Channel(GrpcChannel):
+        def call(
+            self,
+            method: str,
+            header: bytes,
+            body: Sequence[memoryview] = (),
+            into: Sequence[memoryview] = (),
+            timeout: float = TIMEOUT,
+        ) -> bytes:
+            before(decode(header))
+            return super().call(method, header, body, into, timeout)
+
+    monkeypatch.setattr(group, "GrpcChannel", Channel)
+
+
+def gathers(index: int, address: str) -> list[Any]:
+    """What a virtual worker gets that gathers once, and leaves."""
+    one = group_of(index, address)
+    try:
+        one.open()
+        found = one.gather(index)
+    except BaseException as error:
+        one.close(str(error))
+        raise
+    one.close()
+    return found
+
+
+def test_nobody_leaves_before_all_have_what_the_last_gather_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VW 0 had left when the server died and VW 1 had not fetched the result yet: it was alone then, and took its own
+    part for everyone's: other buffers, and another `monitor`, than VW 0 had seen."""
+    rooms, fetched, went_on = Server(), Event(), Event()
+
+    def before(message: Message) -> None:
+        match message:
+            case Fetch(vw=0):
+                fetched.set()
+            case Gather(vw=0) | Leave(vw=0) if fetched.is_set():
+                went_on.set()
+            case Fetch(vw=1) if rooms.starts == 1:
+                assert went_on.wait(PATIENCE)
+                rooms.restart()
+
+    befall(monkeypatch, before)
+    with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
+        found = [pool.submit(gathers, index, server.address) for index in range(2)]
+        assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
+    assert rooms.starts == 2
+    rooms.close()
+
+
+def refused(address: str, shown: Security) -> str:
+    one = group_of(0, address, shown)
+    with pytest.raises(SettingError) as error:
+        one.open()
+    one.close("refused")
+    return str(error.value)
+
+
+def test_who_shows_the_wrong_things_is_told_in_one_sentence(tmp_path: Path) -> None:
+    ours = security("tls")
+    assert ours is not None
+    certificates.cache_clear()
+    theirs = str(certificates() / "ca.pem")
+    rooms = Rooms(LEASE)
+    with GrpcServer(rooms, security=ours) as server:
+        begin = f"this virtual worker was refused: the server at {server.address}"
+        for token in (None, "wrong"):
+            what = "refused the call: the token is missing or wrong; give the server's as HETPIPE_TOKEN"
+            assert refused(server.address, replace(ours, token=token)) == f"{begin} {what}"
+        what = "shows no certificate that security.ca has signed; give the one that signed it"
+        assert refused(server.address, replace(ours, ca=theirs)) == f"{begin} {what}"
+        silent = group_of(0, server.address, Security(token=ours.token), timeout=0.5)
+        with pytest.raises(ServersSilent, match=r"do not answer: .* other certificates than security has\?"):
+            silent.open()
+        silent.close("refused")
+    rooms.close()
+    one = group_of(0, "node-1:5000", Security(token="a"))
+    with pytest.raises(SettingError, match="node-1:5000 is open to other machines and security has no certificates"):
+        one.open()
+    one.close("refused")
+
+
+def test_servers_that_will_not_come_back_end_a_wait() -> None:
+    """Nobody waits for ``timeout`` when the one who started the server has given it up."""
+    known = iter([None, None])
+    given_up = ServerLost("the parameter server has failed 6 times")
+    one = group_of(0, "127.0.0.1:1", timeout=600.0, lost=lambda: next(known, given_up))
+    with pytest.raises(ServerLost, match="has failed 6 times"):
+        one.open()
+    one.close("ended")
