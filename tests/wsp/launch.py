@@ -31,19 +31,24 @@ class Job:
         told = {name: value for name, value in vars(self).items() if name != "more"}
         return json.dumps({**told, "folder": str(self.folder), "lengths": list(self.lengths), **self.more})
 
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.wsp.worker", self.text()]
+
+    def written(self) -> list[dict[str, Any]]:
+        """What each virtual worker wrote."""
+        return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
+
 
 def start(job: Job) -> subprocess.CompletedProcess[str]:
     """Runs ``job`` to its end, whatever that is."""
-    program = [sys.executable, "-m", "tests.wsp.worker", job.text()]
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(job.command(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 def finished(job: Job) -> tuple[list[dict[str, Any]], str]:
     """Runs ``job`` to its end; gives what each virtual worker wrote, and what was said on stderr."""
     done = start(job)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(job.folder / f"{worker}.pt", weights_only=False) for worker in range(len(job.lengths))]
-    return found, done.stderr
+    return job.written(), done.stderr
 
 
 def run(job: Job) -> list[dict[str, Any]]:

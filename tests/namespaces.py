@@ -1,0 +1,159 @@
+"""Machines that are network namespaces of this one, joined by a switch: what runs on one sees others as a cluster does.
+
+Needs root, and a kernel that has network namespaces, virtual Ethernet and bridges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 30.0
+
+_count = itertools.count(1)
+
+
+class Unavailable(Exception):
+    """This machine makes no namespaces; the message says why."""
+
+
+class Machine:
+    """One of them. ``address`` is its own in the network; it has a loopback interface of its own, too."""
+
+    def __init__(self, name: str, address: str, switch: str, port: str) -> None:
+        self.name = name
+        self.address = address
+        self._switch = switch
+        self._port = port
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def inside(self, *command: object) -> list[str]:
+        """``command``, as it is to be run on this machine."""
+        return ["ip", "netns", "exec", self.name, *map(str, command)]
+
+    def run(self, *command: object) -> str:
+        """Runs a short command on this machine; gives its output."""
+        return _run(*self.inside(*command))
+
+    def start(self, command: Sequence[object], folder: Path, environment: Mapping[str, Any]) -> subprocess.Popen[str]:
+        """Starts a program, in a session of its own, that ends with the network at the latest."""
+        process = subprocess.Popen(
+            self.inside(*command),
+            cwd=folder,
+            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def cut(self) -> None:
+        """Pulls this machine's cable out of the switch."""
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def mend(self) -> None:
+        """Puts it back."""
+        _ip("-n", self._switch, "link", "set", self._port, "up")
+
+    def transferred(self) -> int:
+        """Bytes that have come to and gone from this machine, headers included."""
+        folder = "/sys/class/net/eth0/statistics"
+        return sum(int(self.run("cat", f"{folder}/{way}_bytes")) for way in ("rx", "tx"))
+
+    def listening(self) -> set[str]:
+        """The addresses, with ports, on which programs of this machine take connections."""
+        return {line.split()[3] for line in self.run("ss", "-Hltn").splitlines()}
+
+    def programs(self) -> list[int]:
+        """The processes that run on this machine."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
+
+    def end(self) -> None:
+        """Ends what still runs on this machine."""
+        for pid in self.programs():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in self._processes:
+            process.kill()
+            process.communicate(timeout=TIMEOUT)
+
+
+@contextmanager
+def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
+    """Machines 10.0.0.1, 10.0.0.2, ... Leaves nothing behind.
+
+    Args:
+        rate: What each cable carries each way, as tc writes it, such as "200mbit"; None: as much as it can.
+
+    Raises:
+        Unavailable: if this machine makes no namespaces.
+    """
+    if os.geteuid() or any(shutil.which(program) is None for program in ("ip", "tc", "ss")):
+        raise Unavailable("network namespaces need root, and the programs ip, tc and ss (iproute2)")
+    names = [f"hetpipe-{os.getpid()}-{next(_count)}" for _ in range(machines + 1)]
+    made: list[Machine] = []
+    try:
+        try:
+            _build(names, rate)
+        except subprocess.CalledProcessError as error:
+            raise Unavailable(f"this machine makes no network namespaces: {error.stderr.strip()}") from None
+        made = [Machine(name, f"10.0.0.{i}", names[0], f"port{i}") for i, name in enumerate(names[1:], start=1)]
+        yield made
+    finally:
+        for machine in made:
+            machine.end()
+        present = {line.split()[0] for line in _ip("netns", "list").splitlines()}
+        for name in present & set(names):
+            _ip("netns", "delete", name)
+
+
+def _build(names: Sequence[str], rate: str | None) -> None:
+    switch = names[0]
+    for name in names:
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+    _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+    _ip("-n", switch, "link", "set", "switch", "up")
+    for i, name in enumerate(names[1:], start=1):
+        _ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", switch, "link", "set", f"port{i}", "master", "switch")
+        _ip("-n", switch, "link", "set", f"port{i}", "up")
+        _ip("-n", name, "address", "add", f"10.0.0.{i}/24", "dev", "eth0")
+        _ip("-n", name, "link", "set", "eth0", "up")
+        for where, device in ((switch, f"port{i}"), (name, "eth0")) if rate is not None else ():
+            limit = ["tbf", "rate", str(rate), "burst", "512kb", "latency", "50ms"]
+            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
+
+
+def finished(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[int, str, str]]:
+    """Waits for all of them to end: each one's exit code, standard output and error.
+
+    Raises:
+        subprocess.TimeoutExpired: if one has not ended after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    said = []
+    for process in processes:
+        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        said.append((process.returncode, out, err))
+    return said
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout

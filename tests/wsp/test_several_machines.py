@@ -1,0 +1,77 @@
+"""Virtual workers on several machines, which are network namespaces: what they train does not depend on who lies where.
+
+However their processes are started, they find each other by Lightning's own variables, and start a server on each
+machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.namespaces import Machine, Unavailable, finished, network
+from tests.wsp.launch import ROOT, SECONDS, Job
+from tests.wsp.test_exact import check, expected
+
+pytestmark = pytest.mark.slow
+
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500, "HETPIPE_TOKEN": "open-sesame"}
+TRUSTED = {"security": {"insecure": True}}
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    try:
+        with network(2) as made:
+            yield made
+    except Unavailable as why:
+        pytest.skip(str(why))
+
+
+def trained(job: Job, processes: Sequence[subprocess.Popen[str]], wave: int) -> None:
+    """They end well, and what they have trained is what the laws say."""
+    for code, _, err in finished(processes, SECONDS):
+        assert code == 0, err
+    check(job, job.written(), expected(job, wave))
+
+
+def test_a_command_on_each(machines: list[Machine], tmp_path: Path) -> None:
+    """Two virtual workers on each machine; the first one's number of stages differs from the second's."""
+    more = {"virtual_workers": 2, "trainer": {"num_nodes": 2}, "wsp": TRUSTED}
+    job = Job(tmp_path, lengths=(4, 3, 4, 5), stages=[2, 1], in_flight=2, more=more)
+    processes = [
+        machine.start(job.command(), ROOT, {**MEETING, "NODE_RANK": node}) for node, machine in enumerate(machines)
+    ]
+    trained(job, processes, 2)
+    assert [machine.programs() for machine in machines] == [[], []], "processes were left"
+
+
+def test_torchrun_with_unequal_numbers(machines: list[Machine], tmp_path: Path) -> None:
+    more = {"virtual_workers": 1, "wsp": {**TRUSTED, "placement": "round_robin"}}
+    job = Job(tmp_path, lengths=(4, 5, 3), stages=[2, 3, 1], more=more)
+    processes = []
+    for node, (machine, count) in enumerate(zip(machines, (2, 1), strict=True)):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node]
+        torchrun += ["--nproc-per-node", count, "--master-addr", "10.0.0.1", "--master-port", 29500]
+        secret = {"HETPIPE_TOKEN": "open-sesame"}
+        processes.append(machine.start([*torchrun, *job.command()[1:]], ROOT, secret))
+    trained(job, processes, 3)
+
+
+def test_slurm(machines: list[Machine], tmp_path: Path) -> None:
+    """The variables that srun sets; MASTER_ADDR and MASTER_PORT follow from them."""
+    more = {"virtual_workers": 1, "trainer": {"num_nodes": 2}, "wsp": {**TRUSTED, "placement": "local"}}
+    job = Job(tmp_path, lengths=(4, 5), more=more)
+    of_all: dict[str, Any] = {"SLURM_NTASKS": 2, "SLURM_NNODES": 2, "SLURM_NTASKS_PER_NODE": 1, "SLURM_JOB_NAME": "a"}
+    of_all |= {"SLURM_JOB_ID": 1234, "SLURM_NODELIST": "10.0.0.1,10.0.0.2", "HETPIPE_TOKEN": "open-sesame"}
+    of_all |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": 0}
+    processes = [
+        machine.start(job.command(), ROOT, {**of_all, "SLURM_PROCID": node, "SLURM_NODEID": node})
+        for node, machine in enumerate(machines)
+    ]
+    trained(job, processes, 3)
