@@ -93,6 +93,8 @@ class Client:
         self._update_layouts = [Layout(parameters, update=True) for parameters in owned]
         self._weights = [[block_of(layout.size) for layout in self._weight_layouts] for _ in range(2)]
         self._update = [block_of(layout.size) for layout in self._update_layouts]
+        self._silence = ""
+        """Why the last call had no answer, in the transport's words: it says which server."""
         self._part = b""
         self._kept = b""
         self._result = bytearray()
@@ -254,7 +256,7 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self._timeout:
-                raise ServersSilent(f"{who} for {self._timeout:g} s for servers that do not answer: {self._silence}")
+                raise ServersSilent(f"{who} for {self._timeout:g} s for an answer: {self._silence}")
             if now - began > self._patience:
                 raise ServersSilent(f"{who} for {self._patience:g} s for {why or 'a server'}")
             if not why:
@@ -306,8 +308,8 @@ class Client:
         """The answer; ``None`` if none came."""
         try:
             header = self._channels[server].call(method, encode(message), body, into, timeout or self._timeout)
-        except Unreachable as error:
-            self._silence = str(error)
+        except Unreachable as silence:
+            self._silence = str(silence)
             return None
         except TransportRefused as refused:
             fault = RemoteFault.parse(str(refused))

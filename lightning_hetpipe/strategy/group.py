@@ -25,7 +25,7 @@ from lightning_hetpipe.server.client import Client, ServersSilent
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.placement import place
-from lightning_hetpipe.server.protocol import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol import COORDINATOR, Refusal, RemoteFault
 from lightning_hetpipe.server.rooms import STATUS, RoomChannel
 from lightning_hetpipe.server.transport import Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
@@ -95,7 +95,10 @@ class Group:
             with self._told_what_it_waits_for():
                 _join(self._talk, [])
         except ServersSilent as silent:
-            raise ServersSilent(f"{silent} (the coordinator is the server at {self._found.coordinator})") from None
+            raise ServersSilent(
+                f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
+                " machine reach it?"
+            ) from None
         known = [address for each in self.gather(list(self._found.known)) for address in each]
         for address in known[1:]:
             self._connect(address)
@@ -219,20 +222,22 @@ class Group:
 
     def _client(self, room: str, parameters: tuple[Parameter, ...], settings: Sequence[str]) -> Client:
         wsp = self.settings
-        servers = len(self._channels)
+        placed = place(parameters, len(self._channels), wsp.placement)
+        # A server that has nothing to keep is not asked for anything: it may be lost.
+        used = [server for server, indices in enumerate(placed) if indices or server == COORDINATOR]
         signature = Signature(
             importlib.metadata.version("lightning_hetpipe"),
             self.size,
             wsp.clock_distance,
             wsp.aggregate,
-            servers,
+            len(used),
             tuple(settings),
             parameters,
         )
         client = Client(
-            [RoomChannel(channel, room) for channel in self._channels],
+            [RoomChannel(self._channels[server], room) for server in used],
             signature,
-            place(parameters, servers, wsp.placement),
+            [placed[server] for server in used],
             self.index,
             time.time_ns(),
             lease=wsp.lease,

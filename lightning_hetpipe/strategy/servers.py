@@ -3,8 +3,9 @@
     servers=[...]                   nothing is started; the first of them is the coordinator
     one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
     one machine, torchrun or such   likewise, and the others ask the first VW (``neighbours``)
-    several machines                each node's first VW starts one. Node 0's is the coordinator: it listens on
-                                    MASTER_ADDR, port HETPIPE_PORT or else MASTER_PORT + 1, where all look for it
+    several machines                each node's first VW starts one (with placement="local" only node 0's does).
+                                    Node 0's is the coordinator: it listens on MASTER_ADDR, port HETPIPE_PORT or else
+                                    MASTER_PORT + 1, where all look for it
 
 All VWs meet at the coordinator, which is where they tell each other of further servers (``group``).
 """
@@ -70,7 +71,8 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict
         coordinator, security = _over_nodes(rank, environment, wsp.security.from_environment())
         host = _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
         port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
-        _serve(f"{host}:{port}", security, wsp.lease)
+        if rank.index == 0 or wsp.placement != "local":
+            _serve(f"{host}:{port}", security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     server = _serve("127.0.0.1:0", Security(), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
@@ -103,7 +105,8 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
         told = neighbours.ask(_launch_of(environment), timeout)
     security = replace(given if over_nodes else Security(), token=told[TOKEN])
     known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
-    return Found(told[COORDINATOR], known, security, rank.local == 0 and (over_nodes or rank.role is Role.EXTERNAL))
+    hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
+    return Found(told[COORDINATOR], known, security, hosts)
 
 
 def lost() -> Exception | None:

@@ -89,6 +89,7 @@ def test_each_node_has_one_and_all_look_for_the_first(monkeypatch: pytest.Monkey
     assert found(rank(1, 2, 2, Role.CHILD)) == servers.Found("127.0.0.1:5001", (), secret)
     assert found(rank(2, 2, 2)) == servers.Found("127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True)
     servers.stop()
+    assert found(rank(2, 2, 2), placement="local") == servers.Found("127.0.0.1:5001", (), secret)
     put(monkeypatch, HETPIPE_PORT="6000")
     assert found(rank(0)).known == ("127.0.0.1:6000",)
     servers.stop()

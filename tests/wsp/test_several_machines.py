@@ -6,8 +6,11 @@ machine.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,10 @@ def machines() -> Iterator[list[Machine]]:
         pytest.skip(str(why))
 
 
+def by_hand(machines: Sequence[Machine], job: Job) -> list[subprocess.Popen[str]]:
+    return [machine.start(job.command(), ROOT, {**MEETING, "NODE_RANK": node}) for node, machine in enumerate(machines)]
+
+
 def trained(job: Job, processes: Sequence[subprocess.Popen[str]], wave: int) -> None:
     """They end well, and what they have trained is what the laws say."""
     for code, _, err in finished(processes, SECONDS):
@@ -44,10 +51,7 @@ def test_a_command_on_each(machines: list[Machine], tmp_path: Path) -> None:
     """Two virtual workers on each machine; the first one's number of stages differs from the second's."""
     more = {"virtual_workers": 2, "trainer": {"num_nodes": 2}, "wsp": TRUSTED}
     job = Job(tmp_path, lengths=(4, 3, 4, 5), stages=[2, 1], in_flight=2, more=more)
-    processes = [
-        machine.start(job.command(), ROOT, {**MEETING, "NODE_RANK": node}) for node, machine in enumerate(machines)
-    ]
-    trained(job, processes, 2)
+    trained(job, by_hand(machines, job), 2)
     assert [machine.programs() for machine in machines] == [[], []], "processes were left"
 
 
@@ -75,3 +79,52 @@ def test_slurm(machines: list[Machine], tmp_path: Path) -> None:
         for node, machine in enumerate(machines)
     ]
     trained(job, processes, 3)
+
+
+def test_an_exception_on_one_ends_all(machines: list[Machine], tmp_path: Path) -> None:
+    """The server that tells the others of it is the failing one's own, and outlasts it for as long as that takes."""
+    more = {"virtual_workers": 1, "trainer": {"num_nodes": 2}, "wsp": {**TRUSTED, "lease": 6}, "fault": (0, 2, "raise")}
+    (first, _, said), (second, _, heard) = finished(by_hand(machines, Job(tmp_path, more=more)), SECONDS)
+    assert (first, second) == (1, 1)
+    assert "ValueError: a bad batch" in said
+    assert "VW 0 failed: ValueError: a bad batch" in heard
+    assert [machine.programs() for machine in machines] == [[], []]
+
+
+@pytest.mark.parametrize("placement", ["local", "size"])
+def test_a_cable_is_pulled_out_in_mid_training(placement: str, machines: list[Machine], tmp_path: Path) -> None:
+    """Nobody hangs. If all weights are on the machine that is left, it goes on after a lease; else both say why."""
+    more = {
+        "virtual_workers": 1,
+        "trainer": {"num_nodes": 2},
+        "wsp": {**TRUSTED, "placement": placement, "lease": 5},
+        "fault": (1, 2, "pause"),
+        "timeout": 40,
+    }
+    job = Job(tmp_path, more=more)
+    for name in ("paused", "go on"):
+        os.mkfifo(tmp_path / name)
+    processes = by_hand(machines, job)
+    paused = threading.Thread(target=(tmp_path / "paused").read_text, name="test-paused", daemon=True)
+    paused.start()
+    until = time.monotonic() + SECONDS
+    while paused.is_alive():
+        assert [process.poll() for process in processes] == [None, None], finished(processes, SECONDS)
+        assert time.monotonic() < until, "virtual worker 1 has not come to its third batch"
+        paused.join(0.5)
+    machines[1].cut()
+    go_on = threading.Thread(target=(tmp_path / "go on").write_text, args=("",), name="test-go-on", daemon=True)
+    go_on.start()
+    (first, _, said), (second, _, heard) = finished(processes, SECONDS)
+    go_on.join(SECONDS)
+    assert second == 1
+    assert "VW 1, in state" in heard
+    assert "for 40 s for an answer: the server at 10.0.0.1:29501 cannot be reached" in heard
+    if placement == "local":
+        assert first == 0, said
+        assert (tmp_path / "0.pt").exists()
+    else:
+        assert first == 1
+        assert "VW 0, in state" in said
+        assert "for 40 s for an answer: the server at 10.0.0.2:" in said
+    assert [machine.programs() for machine in machines] == [[], []]

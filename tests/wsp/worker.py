@@ -60,12 +60,14 @@ class Evaluated(Learner):
     Args:
         task: What is trained.
         fault: (virtual worker, batch, what happens there).
+        folder: Where it meets the test, if it is told to pause.
     """
 
-    def __init__(self, task: Learner, fault: Sequence[Any] = ()) -> None:
+    def __init__(self, task: Learner, fault: Sequence[Any] = (), folder: str = "") -> None:
         super().__init__(task.recipe)
         self.task = task
         self.fault = fault
+        self.folder = folder
         self.mean = MeanMetric()
         self.all = CatMetric()
 
@@ -77,7 +79,10 @@ class Evaluated(Learner):
             if what == "nan":
                 outputs = self.compute(batch)
                 return {**outputs, "loss": outputs["loss"] * float("nan")}
-            if what == "server":
+            if what == "pause":
+                Path(self.folder, "paused").write_text("")  # pipes: each waits until the test is there
+                Path(self.folder, "go on").read_text()
+            elif what == "server":
                 faults.kill_server()
             else:
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[what])
@@ -108,7 +113,7 @@ def main(job: dict[str, Any]) -> None:
         stages=job["stages"],
         in_flight=job["in_flight"],
         wsp=wsp,
-        timeout=60,
+        timeout=job.get("timeout", 60),
     )
     trainer_settings = {"strategy": strategy, "use_distributed_sampler": False, **job.get("trainer", {})}
     recorder, validates = Recorder(), Validates()
@@ -117,7 +122,7 @@ def main(job: dict[str, Any]) -> None:
     faults.install(worker, job.get("faults", ()))
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
-    module = Evaluated(task_of(job["task"], worker), job.get("fault", ()))
+    module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
     torch.manual_seed(3)
     loader = data_of(job["task"], worker, lengths[worker])
     trainer.fit(module, loader, data_of(job["task"], 8 + worker, 3) if job.get("validate") else None)
