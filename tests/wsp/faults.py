@@ -146,5 +146,5 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             return super().take(befallen())
 
-    group.GrpcChannel = Channel  # type: ignore[misc]
-    grpc_transport._MessageExchange = Exchange  # type: ignore[misc]
+    vars(group)["GrpcChannel"] = Channel
+    vars(grpc_transport)["_MessageExchange"] = Exchange
