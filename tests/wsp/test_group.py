@@ -23,6 +23,7 @@ from lightning_hetpipe.server.supervisor import ServerLost
 from lightning_hetpipe.server.transport import TIMEOUT
 from lightning_hetpipe.strategy import group
 from lightning_hetpipe.strategy.group import Group
+from lightning_hetpipe.strategy.servers import Found
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5
@@ -41,7 +42,8 @@ def group_of(
     timeout: float = PATIENCE,
     lost: Callable[[], Exception | None] = lambda: None,
 ) -> Group:
-    return Group(index, 2, [address], security or Security(), WSPCallback(lease=LEASE).settings, timeout, lost)
+    found = Found(address, (address,) if index == 0 else (), security or Security())
+    return Group(index, 2, found, WSPCallback(lease=LEASE).settings, timeout, lost)
 
 
 class Server:
@@ -135,7 +137,7 @@ def test_who_shows_the_wrong_things_is_told_in_one_sentence(tmp_path: Path) -> N
         what = "shows no certificate that security.ca has signed; give the one that signed it"
         assert refused(server.address, replace(ours, ca=theirs)) == f"{begin} {what}"
         silent = group_of(0, server.address, Security(token=ours.token), timeout=0.5)
-        with pytest.raises(ServersSilent, match=r"do not answer: .* other certificates than security has\?"):
+        with pytest.raises(ServersSilent, match=r"for an answer: .* other certificates than security has\?"):
             silent.open()
         silent.close("refused")
     rooms.close()
