@@ -173,6 +173,8 @@ class Coordinator:
             if (what := difference(first, message.signature)) is not None:
                 raise RemoteFault(Refusal.SIGNATURE, f"VW {vw} differs from the VW that came first: {what}")
             self._signature = first
+        if vw < 0 or (self._signature is not None and vw >= self._signature.virtual_workers):
+            raise RemoteFault(Refusal.MALFORMED, f"there is no VW {vw}")
         known = self._incarnation.get(vw, -1)
         if incarnation < known:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
@@ -182,7 +184,7 @@ class Coordinator:
             )
         if incarnation > known:
             if not isinstance(message, Join | Leave):
-                if vw not in self._seen and self._signature is not None and vw < self._signature.virtual_workers:
+                if vw not in self._seen and self._signature is not None:
                     self._incarnation[vw], self._seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
             if vw in self._seen:
@@ -208,7 +210,8 @@ class Coordinator:
             self.phase = Phase.FORMING
 
     def _leave(self, message: Leave, now: float) -> Answer:
-        if message.failure and self._failure is None:
+        left_out = message.incarnation <= self.gone.get(message.vw, -1)  # what befalls it is no matter of the others'
+        if message.failure and self._failure is None and not left_out:
             self._failure, self._failed_at = (message.vw, message.failure[:MAX_FAILURE]), now
             self.phase = Phase.FAILED
         if message.vw in self._seen:

@@ -82,3 +82,13 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     assert ask(world, Leave(1, 0, "")) != Done("epoch1")  # nor does its end say anything of the new one
     assert world.server[0].coordinator.order is not None
     assert Mark(1, 1, -1) in world.server[0].coordinator.order.members
+
+
+def test_who_was_left_out_fails_alone() -> None:
+    """A VW that had been stopped for longer than its lease ended with an error, and that ended all who had gone on."""
+    world = started(2)
+    stopped = world.vws.pop(1).member
+    world.pass_time(LEASE + 1)
+    wave(world, 0)
+    ask(world, stopped.leave("RemoteFault: VW 1 was silent for longer than its lease"))
+    wave(world, 0)

@@ -449,7 +449,8 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         (Loaded(*me), None),  # said again
         (Heartbeat(1, 0, "elsewhere"), Refusal.GENERATION),
         (Heartbeat(1, 1, me[2]), Refusal.GENERATION),
-        (Heartbeat(7, 0, me[2]), Refusal.GENERATION),
+        (Heartbeat(7, 0, me[2]), Refusal.MALFORMED),
+        (Leave(7, 0, "ValueError: in no launch of ours"), Refusal.MALFORMED),
         (Arrive(*me, -1, False), None),  # it has passed that one
         (Join(2, 0, 1, world.signature, NOTHING, ("", "")), Refusal.MALFORMED),
         (Join(1, 0, 9, world.signature, report, ("", "")), Refusal.MALFORMED),

@@ -1,6 +1,8 @@
 """Faults by address, inside a virtual worker: what happens before, after or amid its n-th message of a kind.
 
-An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}.
+An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}; with
+"once": "pushed" it happens when the other virtual workers have pushed their updates of the wave, with "wait", when they
+wait at a cut.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from lightning_hetpipe.server import grpc_transport
 from lightning_hetpipe.server.frames import Answer, Opening
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import decode
+from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.server.transport import TIMEOUT
 from lightning_hetpipe.strategy import group
+from lightning_hetpipe.strategy.servers import COORDINATOR, TOKEN
+from tests.server.strangers import annoy
 
 PATIENCE = 60.0
-LAUNCHER = os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -46,7 +50,7 @@ def processes(parent: int) -> Iterator[tuple[int, str]]:
 
 def server() -> int | None:
     """The process of the launch's server."""
-    launcher = os.getpid() if LAUNCHER else os.getppid()
+    launcher = os.getpid() if os.environ.get("LOCAL_RANK", "0") == "0" else os.getppid()
     return next((pid for pid, command in processes(launcher) if "hetpipe-server" in command), None)
 
 
@@ -57,12 +61,31 @@ def kill_server() -> None:
     until(lambda: server() != pid, "the server does not die")
 
 
+def others() -> list[int]:
+    """The processes of the other virtual workers, as the first one sees them."""
+    return [pid for pid, command in processes(os.getpid()) if "tests.wsp.worker" in command]
+
+
 def do(what: str) -> None:
-    """Lets it happen, to this virtual worker or to the server."""
-    if what == "server":
-        kill_server()
-    else:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+    """Lets it happen.
+
+    server: the server is killed. kill, stop: this virtual worker is. kill others: those of the first one are. continue
+    others: those that were stopped go on, to their end. garbage: the server gets all that makes no sense.
+    """
+    match what:
+        case "server":
+            kill_server()
+        case "kill" | "stop":
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        case "kill others" | "continue others":
+            for pid in others():
+                os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
+            until(lambda: not others(), "the others do not end")
+        case "garbage":
+            security = Security(token=os.environ[TOKEN])
+            assert annoy(os.environ[COORDINATOR], security, "fit-1") > 100
+        case _:
+            raise ValueError(what)
 
 
 class Injector:

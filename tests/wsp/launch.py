@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 180
+MARK = "HETPIPE_TEST_FOLDER"
+"""The environment variable by which the processes of a launch are known, however many removes from here."""
 
 
 @dataclass
@@ -39,14 +42,29 @@ class Job:
         return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
 
 
-def start(job: Job) -> subprocess.CompletedProcess[str]:
-    """Runs ``job`` to its end, whatever that is."""
-    return subprocess.run(job.command(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+def start(job: Job, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``job`` to its end, whatever that is, with these environment variables beside those of the test."""
+    environment = {**os.environ, **variables, MARK: str(job.folder)}
+    return subprocess.run(
+        job.command(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
 
 
-def finished(job: Job) -> tuple[list[dict[str, Any]], str]:
+def left_behind(job: Job) -> list[str]:
+    """The processes of the launch of ``job`` that still run, also those that have lost their parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={job.folder}\0".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().decode())
+        except OSError:
+            continue
+    return found
+
+
+def finished(job: Job, **variables: str) -> tuple[list[dict[str, Any]], str]:
     """Runs ``job`` to its end; gives what each virtual worker wrote, and what was said on stderr."""
-    done = start(job)
+    done = start(job, **variables)
     assert done.returncode == 0, done.stderr
     return job.written(), done.stderr
 

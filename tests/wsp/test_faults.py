@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.wsp.launch import Job, start
+from tests.wsp.launch import Job, finished, left_behind, start
+from tests.wsp.test_exact import check, expected
 
 
 def launched(tmp_path: Path, what: str, worker: int = 1) -> subprocess.CompletedProcess[str]:
     job = Job(tmp_path, more={"fault": (worker, 2, what), "wsp": {"lease": 3.0}, "trainer": {"max_epochs": 1}})
-    return start(job)
-
-
-def descendants_of_the_test() -> list[str]:
-    """Programs that run tests.wsp.worker or a server, anywhere below this process."""
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if "tests.wsp.worker" in line and f" {os.getpid()} " in line]
+    done = start(job)
+    assert left_behind(job) == []
+    return done
 
 
 def test_an_exception_in_one_ends_all(tmp_path: Path) -> None:
@@ -27,7 +26,6 @@ def test_an_exception_in_one_ends_all(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ValueError: a bad batch" in done.stderr
     assert "VW 1 failed: ValueError: a bad batch" in done.stderr
-    assert descendants_of_the_test() == []
 
 
 @pytest.mark.slow
@@ -53,4 +51,65 @@ def test_control_c_in_one_ends_all(tmp_path: Path, worker: int) -> None:
     done = launched(tmp_path, "interrupt", worker)
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []
-    assert descendants_of_the_test() == []
+
+
+def address(vw: int, message: str, nth: int, when: str, what: str, **more: str) -> dict[str, Any]:
+    return {"vw": vw, "room": "fit-1", "message": message, "nth": nth, "when": when, "what": what, **more}
+
+
+def befallen(tmp_path: Path, *faults: dict[str, Any]) -> tuple[Job, subprocess.CompletedProcess[str]]:
+    job = Job(tmp_path, lengths=(5, 4), in_flight=2, more={"faults": faults, "wsp": {"lease": 8.0}})
+    done = start(job)
+    assert left_behind(job) == []
+    return job, done
+
+
+DEATHS = {
+    "in mid-push": address(1, "Stage", 2, "middle", "kill"),
+    "in mid-pull": address(1, "Read", 2, "middle", "kill"),
+    "while it waits at a cut": address(0, "Arrive", 1, "before", "kill others", once="wait"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEATHS)
+def test_the_others_train_to_the_end_without_one_that_dies(name: str, tmp_path: Path) -> None:
+    _, done = befallen(tmp_path, DEATHS[name])
+    assert done.returncode == 0, done.stderr
+    assert "hetpipe: this run went on without virtual worker 1, which died by SIGKILL." in done.stderr
+    assert len(torch.load(tmp_path / "0.pt", weights_only=False)["outputs"]) == 10  # all minibatches of two epochs
+    assert not (tmp_path / "1.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_death_of_the_first_one_ends_all(tmp_path: Path) -> None:
+    """It started the launch, and is what Lightning calls rank 0."""
+    _, done = befallen(tmp_path, address(0, "Stage", 2, "middle", "kill"))
+    assert done.returncode == -signal.SIGKILL
+    assert "ends, as its launcher (process" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Path) -> None:
+    stop = address(1, "Stage", 2, "before", "stop")
+    _, done = befallen(tmp_path, stop, address(0, "Arrive", 2, "before", "continue others"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("VW 1 was silent for longer than its lease of 8 s, or has left\n") == 1
+    assert "hetpipe: this run went on without virtual worker 1, which ended with exit code 1." in done.stderr
+    assert len(torch.load(tmp_path / "0.pt", weights_only=False)["outputs"]) == 10
+    assert not (tmp_path / "1.pt").exists()
+
+
+@pytest.mark.slow
+def test_garbage_changes_nothing(tmp_path: Path) -> None:
+    """While VW 0 computes, and while it waits for VW 1, from which it comes."""
+    faults = [
+        address(1, "Stage", 1, "before", "garbage"),
+        address(1, "Stage", 2, "before", "garbage", once="pushed"),
+        address(1, "Arrive", 1, "after", "garbage"),
+    ]
+    job = Job(tmp_path, lengths=(5, 4), in_flight=2, more={"faults": faults})
+    found, said = finished(job)
+    check(job, found, expected(job, 2))
+    assert "was started again" not in said

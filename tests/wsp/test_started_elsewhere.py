@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.server.security import Security
 from tests import oracle
-from tests.wsp.launch import ROOT, SECONDS, Job
+from tests.server.transports import certificates
+from tests.wsp.launch import ROOT, SECONDS, Job, finished, left_behind, start
+from tests.wsp.test_exact import check, expected
 
 
 @pytest.mark.slow
@@ -42,3 +45,22 @@ def test_two_processes_and_two_servers(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False)["end"] for rank in range(2))
     assert oracle.difference(one, other) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", ["right", "wrong"])
+def test_a_launch_on_a_server_with_certificates(token: str, tmp_path: Path) -> None:
+    folder = certificates()
+    variables = {f"HETPIPE_{name.upper()}": str(folder / f"{name}.pem") for name in ("ca", "certificate", "key")}
+    shown = Security(token="right").from_environment(variables)
+    with ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0}, security=shown) as server:
+        job = Job(tmp_path, more={"wsp": {"servers": [server.address]}, "trainer": {"max_epochs": 1}})
+        if token == "right":
+            found, _ = finished(job, HETPIPE_TOKEN=token, **variables)
+            check(job, found, expected(job, 3, 1))
+        else:
+            done = start(job, HETPIPE_TOKEN=token, **variables)
+            assert done.returncode == 1
+            assert "SettingError: this virtual worker was refused: the server at" in done.stderr
+            assert "the token is missing or wrong; give the server's as HETPIPE_TOKEN\n" in done.stderr
+        assert left_behind(job) == []

@@ -1,0 +1,120 @@
+"""All that anybody, and a holder of the token by mistake, may send to a server while virtual workers train on it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from lightning_hetpipe.server.frames import CHUNK, Opening
+from lightning_hetpipe.server.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.messages import (
+    NOTHING,
+    Arrive,
+    Fetch,
+    Gather,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Loaded,
+    Message,
+    Pull,
+    Pulled,
+    Pushed,
+    Read,
+    Request,
+    Signature,
+    Stage,
+    encode,
+)
+from lightning_hetpipe.server.protocol import Commit, Mark
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.transport import Refused
+from tests.server.transports import PATIENCE
+
+OTHERS = Signature("9.9", 2, 0, "sum", 1, ("another=program",), ())
+GARBAGE = (b"GET / HTTP/1.0\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000)
+
+
+def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
+    """What makes no sense now, with bodies: of a former incarnation, of another time, of VWs that there are not.
+
+    Args:
+        generation: The one that runs.
+        clock: That of the wave that is open.
+    """
+    for vw in (0, 1, 7):
+        for old in (Stage(vw, 0, generation, clock), Stage(vw, 0, generation, 0), Stage(vw, 0, "", 0)):
+            yield old, b"too short"
+        yield Pushed(vw, 0, generation, clock, True), b""
+        yield Pull(vw, 0, generation, 99), b""
+        yield Pulled(vw, 0, generation, 99), b""
+        yield Arrive(vw, 0, generation, 1 << 40, True), b""
+        yield Gather(vw, 0, generation, 0, 99), b"part"
+        yield Fetch(vw, 0, generation, 0, 99), b""
+        yield Heartbeat(vw, 0, generation), b""
+        yield Loaded(vw, 0, generation), b""
+        yield Leave(vw, 0, "ValueError: of long ago"), b""
+        yield Join(vw, 0, 99, OTHERS, NOTHING, ("",)), b""
+        yield Join(vw, 1 << 62, 1, OTHERS, NOTHING, ("",)), b""
+        yield Load(vw, 0, "another", generation + "x", (), ()), b""
+        yield Load(vw, 0, generation, generation, (), ()), b""
+        yield Read(vw, 0, generation, 999, ()), b""
+        yield Read(vw, 0, generation, 0, (Commit(Mark(vw, 0, 99), 1), Commit(Mark(vw, 0, 100), 0))), b""
+
+
+def annoy(address: str, security: Security, room: str) -> int:
+    """Sends all of it to ``room`` at ``address``, and waits for what comes back; returns how much was answered."""
+    with closing(GrpcChannel(address, security)) as channel:
+        status: dict[str, Any] = json.loads(channel.call("status", b""))[room]
+        clock = max((member["clock"] for member in status["members"]), default=0)
+        answered = 0
+        for message, body in messages(status["generation"], clock):
+            header = encode(message)
+            method = COORDINATOR_METHOD if isinstance(message, Request) else SHARD_METHOD
+            for where, told in (
+                (f"{room}/{method}", header),
+                (f"{room}/{method}", header[:-1]),
+                (f"{room}/{method}", b"\xff" + header),
+                (f"{room}/nothing", header),
+                ("nothing", header),
+            ):
+                with suppress(Refused):
+                    channel.call(where, told, [memoryview(body)], timeout=PATIENCE)
+                answered += 1
+    with closing(GrpcChannel(address, replace(security, token="wrong"))) as stranger, suppress(Refused):
+        stranger.call(f"{room}/{COORDINATOR_METHOD}", encode(Leave(0, 1 << 62, "ValueError: a stranger's")))
+    if not security.encrypted:
+        raw(address, security, room, status["generation"], clock)
+    return answered
+
+
+def raw(address: str, security: Security, room: str, generation: str, clock: int) -> None:
+    """What no channel of ours would send: bodies that are larger, shorter or longer than they say, and mere bytes."""
+    sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
+    stage = encode(Stage(0, 0, generation, clock))
+    bodies = [
+        [Opening(f"{room}/{method}", stage, size, 0).pack(), bytes(9)]
+        for size in sizes
+        for method in (SHARD_METHOD, COORDINATOR_METHOD)
+    ]
+    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{room}/x", stage, 0, 1 << 60).pack()]]
+    metadata = ((TOKEN, f"{BEARER}{security.token}"),)
+    with grpc.insecure_channel(address) as channel:
+        for body in bodies:
+            for method in (ONE, MANY, "Nothing"):
+                call = channel.stream_stream(f"/{SERVICE}/{method}")(iter(body), timeout=PATIENCE, metadata=metadata)
+                with suppress(grpc.RpcError):
+                    list(call)
+    host, port = address.split(":")
+    for garbage in GARBAGE:
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(garbage)
