@@ -72,7 +72,8 @@ class Machine:
 
     def listening(self) -> set[str]:
         """The addresses, with ports, on which programs of this machine take connections."""
-        return {line.split()[3] for line in self.run("ss", "-Hltn").splitlines()}
+        found = (line.split()[3] for line in self.run("ss", "-Hltn").splitlines())
+        return {address.replace("[::ffff:", "").replace("]", "") for address in found}
 
     def programs(self) -> list[int]:
         """The processes that run on this machine."""
