@@ -1,4 +1,4 @@
-"""Processes that torchrun or the like has started, on servers that somebody else has started."""
+"""Processes that torchrun or the like has started on one machine, with servers of somebody else's or of their own."""
 
 from __future__ import annotations
 
@@ -64,3 +64,15 @@ def test_a_launch_on_a_server_with_certificates(token: str, tmp_path: Path) -> N
             assert "SettingError: this virtual worker was refused: the server at" in done.stderr
             assert "the token is missing or wrong; give the server's as HETPIPE_TOKEN\n" in done.stderr
         assert left_behind(job) == []
+
+
+@pytest.mark.slow
+def test_torchrun_needs_no_more_than_for_ddp(tmp_path: Path) -> None:
+    """The first process starts the server, on loopback, and tells the other one where."""
+    job = Job(tmp_path, stages=[2, 3], more={"virtual_workers": 1})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, *job.command()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    check(job, job.written(), expected(job, 3))

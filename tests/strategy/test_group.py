@@ -1,0 +1,111 @@
+"""How virtual workers meet at the coordinator, learn of the other servers, and see each other off."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.server.client import ServersSilent
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.rooms import Rooms
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.strategy import group as module
+from lightning_hetpipe.strategy.group import Group
+from lightning_hetpipe.strategy.servers import Found
+
+SECONDS = 30.0
+LEASE = 2.0
+
+
+class Pair:
+    """Two virtual workers, each beside its server, as on two machines; their calls run in threads."""
+
+    def __init__(self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch, placement: str = "size") -> None:
+        # Each process counts rooms for itself; here both are in one.
+        monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
+        self.rooms = [Rooms(LEASE), Rooms(LEASE)]
+        addresses = [exits.enter_context(GrpcServer(rooms)).address for rooms in self.rooms]
+        settings = WSPCallback(lease=LEASE, placement=placement).settings
+        self.groups = [
+            Group(index, 2, Found(addresses[0], (address,), Security(), hosts=True), settings, SECONDS)
+            for index, address in enumerate(addresses)
+        ]
+        self.threads = exits.enter_context(ThreadPoolExecutor(2))
+        for opened in [self.threads.submit(group.open) for group in self.groups]:
+            opened.result(SECONDS)
+
+
+@pytest.fixture
+def exits() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("placement", "beside"), [("size", {"fit-1"}), ("local", set())])
+def test_all_servers_share_the_weights(
+    placement: str, beside: set[str], exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With placement="local" the second one is never asked: it may be lost."""
+    pair = Pair(exits, monkeypatch, placement)
+    named = [("a", torch.ones(3)), ("b", torch.full((3,), 2.0))]
+    entered = [pair.threads.submit(group.enter_fit, named, ()) for group in pair.groups]
+    for each in entered:
+        assert [tensor.tolist() for tensor in each.result(SECONDS)] == [[1.0] * 3, [2.0] * 3]
+    assert pair.rooms[0].status().keys() == {"rooms", "talk-1", "fit-1"}
+    assert pair.rooms[1].status().keys() == {"rooms", *beside}
+    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
+        closed.result(SECONDS)
+
+
+@pytest.mark.parametrize("failure", ["", "ValueError: a bad batch"])
+def test_who_has_a_server_stays_until_the_others_have_left(
+    failure: str, exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(exits, monkeypatch)
+    first, second = pair.groups
+    asked = threading.Event()
+    status = Rooms.status
+
+    def noted(rooms: Rooms) -> dict[str, object]:
+        asked.set()
+        return status(rooms)
+
+    monkeypatch.setattr(Rooms, "status", noted)
+    closed = pair.threads.submit(first.close, failure)
+    assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
+    assert not closed.done()
+    second.close()
+    closed.result(SECONDS)
+
+
+def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one computes on, and its heart beats: it knows by then, and ends when it comes to look."""
+    pair = Pair(exits, monkeypatch)
+    pair.threads.submit(pair.groups[0].close, "ValueError: a bad batch").result(SECONDS)
+    with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
+        pair.groups[1].gather(1)
+    pair.groups[1].close()
+
+
+def test_nobody_at_the_coordinators_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "UNTIL_SAID", 0.05)
+    found = Found("127.0.0.1:1", (), Security())
+    group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
+    with pytest.raises(ServersSilent) as silent:
+        group.open()
+    group.close("ServersSilent")
+    said = str(silent.value)
+    assert said.startswith(
+        "VW 1, in state 'hello', has waited for 0.3 s for an answer: the server at 127.0.0.1:1 cannot"
+    )
+    assert said.endswith("is the program running that starts the server at 127.0.0.1:1, and may this machine reach it?")
+    told = capsys.readouterr().err
+    assert told == "hetpipe: virtual worker 1 waits until all 2 have come to the server at 127.0.0.1:1.\n"
