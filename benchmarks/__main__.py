@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import capture_costs, transport, two_stages
+from benchmarks import capture_costs, transport, two_stages, virtual_workers
 from benchmarks.harness import Options, Outcome
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     two_stages.NAME: two_stages.run,
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
+    virtual_workers.NAME: virtual_workers.run,
 }
 
 

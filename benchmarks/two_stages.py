@@ -19,10 +19,10 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.machine import describe_machine, two_cores
-from benchmarks.two_stages_task import Task
+from benchmarks.training_task import Task
 
 NAME = "two_stages"
-WORKER = "benchmarks.two_stages_worker"
+WORKER = "benchmarks.training_worker"
 MICROBATCHES = (2, 4, 8, 16)  # Schedule1F1B refuses fewer microbatches than stages.
 QUICK_MICROBATCHES = (2, 4)
 TIMEOUT = 600.0
@@ -33,8 +33,19 @@ DEFAULT_THREADS = "c plain Trainer, torch's default threads"
 SCHEDULE_1F1B = "d Schedule1F1B, two gloo processes, one thread each"
 ONE_STAGE = "e HetPipeStrategy(stages=1), one thread"
 TWO_AT_ONCE = "f two processes of b at once"
+TWO_STAGES_TEST = "g as a, Trainer.test"
+ONE_THREAD_TEST = "h as b, Trainer.test"
 
-VARIANTS = (TWO_STAGES, ONE_THREAD, DEFAULT_THREADS, SCHEDULE_1F1B, ONE_STAGE, TWO_AT_ONCE)
+VARIANTS = (
+    TWO_STAGES,
+    ONE_THREAD,
+    DEFAULT_THREADS,
+    SCHEDULE_1F1B,
+    ONE_STAGE,
+    TWO_AT_ONCE,
+    TWO_STAGES_TEST,
+    ONE_THREAD_TEST,
+)
 
 Round = Mapping[str, Mapping[str, Measurement]]
 """Of each variant that ran in the round, its measurements by name (one, except for the microbatches of 1F1B)."""
@@ -57,6 +68,7 @@ RATIOS = (
     Ratio("a/f  two stages over the ceiling", TWO_STAGES, TWO_AT_ONCE),
     Ratio("a/c  two stages over the default threads", TWO_STAGES, DEFAULT_THREADS),
     Ratio("e/b  one stage over the plain Trainer", ONE_STAGE, ONE_THREAD),
+    Ratio("g/h  evaluation, two stages over one thread", TWO_STAGES_TEST, ONE_THREAD_TEST),
 )
 
 
@@ -140,6 +152,8 @@ def run(options: Options) -> Outcome:
         SCHEDULE_1F1B: partial(measure_schedule_1f1b, task, best),
         ONE_STAGE: partial(measure, replace(task, variant="strategy", stages=1)),
         TWO_AT_ONCE: partial(measure_two_at_once, task),
+        TWO_STAGES_TEST: partial(measure, replace(task, variant="strategy", loop="test")),
+        ONE_THREAD_TEST: partial(measure, replace(task, loop="test")),
     }
     rounds, failures = in_rounds(jobs, options.rounds)
     return report(machine, task, rounds, failures)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import Measurement
+from benchmarks.training_task import Task
 from benchmarks.two_stages import (
     ONE_THREAD,
     RATIOS,
@@ -18,7 +19,6 @@ from benchmarks.two_stages import (
     measure_two_at_once,
     report,
 )
-from benchmarks.two_stages_task import Task
 
 TINY = Task("plain", layers=4, width=8, batch=8, warmup=2, steps=3, tail=1)
 STAGES_OVER_THREAD, STAGES_OVER_1F1B = RATIOS[:2]

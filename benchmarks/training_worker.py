@@ -1,10 +1,15 @@
-"""One process of the two-stage benchmark: trains the variant that its argument names and announces its throughput."""
+"""A training process of a benchmark: trains the variant that its argument names and announces its throughput.
+
+Where a variant has several workers, this process starts the others, each of which announces its own.
+"""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +18,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import Measurement, announce, wait_for_others
-from benchmarks.two_stages_task import Task, Variant
+from benchmarks.training_task import Task, Variant
 
 if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
+
+    from lightning_hetpipe import HetPipeStrategy
 
 Pair = tuple[Tensor, Tensor]
 
@@ -32,9 +40,9 @@ def build_model(task: Task) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def build_optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.SGD:
+def build_optimizer(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.SGD:
     """The same optimizer for every variant."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
 
 
 class Synthetic(Dataset[Pair]):
@@ -45,7 +53,7 @@ class Synthetic(Dataset[Pair]):
         self.pool = 4 * task.batch
         self.inputs = torch.randn(self.pool, task.width, generator=generator)
         self.targets = self.inputs.roll(1, dims=1)
-        self.length = task.total * task.batch
+        self.length = task.total * task.batch * task.workers
 
     def __len__(self) -> int:
         return self.length
@@ -77,6 +85,8 @@ class Window:
     finished: int = 0
     clock: list[tuple[float, float]] = field(default_factory=list)
     loss: float | None = None
+    cpu_seconds: Callable[[], float] = time.process_time
+    """Of this process and of those that work for it alone."""
 
     def minibatch_done(self, loss: Tensor | None) -> None:
         """To be called after each minibatch, its optimizer step included."""
@@ -84,27 +94,31 @@ class Window:
         if self.finished == self.task.warmup:
             if self.task.together:
                 wait_for_others()
-            self.clock.append((time.perf_counter(), time.process_time()))
+            self.clock.append((time.perf_counter(), self.cpu_seconds()))
         elif self.finished == self.task.warmup + self.task.steps:
-            self.clock.append((time.perf_counter(), time.process_time()))
+            self.clock.append((time.perf_counter(), self.cpu_seconds()))
             if loss is not None:
                 self.loss = loss.item()
 
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.clock[1][0] - self.clock[0][0]
+
     def measurement(self, name: str, notes: Mapping[str, object] | None = None) -> Measurement:
         """What the window saw."""
-        (start, cpu_start), (end, cpu_end) = self.clock
         return Measurement(
             name=name,
-            rate=self.task.steps / (end - start),
-            cores=(cpu_end - cpu_start) / (end - start),
+            rate=self.task.steps / self.seconds,
+            cores=(self.clock[1][1] - self.clock[0][1]) / self.seconds,
             threads=torch.get_num_threads(),
             loss=self.loss,
             notes=notes or {},
         )
 
 
-def fit(task: Task, strategy: "str | Strategy") -> Window:
-    """Trains with one Trainer and one LightningModule, whatever the strategy; returns the window."""
+def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger | None" = None) -> Window:
+    """Runs one Trainer with one LightningModule, whatever the strategy; returns the window."""
     import lightning as L
 
     class Regression(L.LightningModule):
@@ -116,8 +130,11 @@ def fit(task: Task, strategy: "str | Strategy") -> Window:
             inputs, targets = batch
             return functional.mse_loss(self.net(inputs), targets)
 
+        def test_step(self, batch: Pair, batch_idx: int) -> Tensor:
+            return self.training_step(batch, batch_idx)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return build_optimizer(self.net.parameters())
+            return build_optimizer(task, self.net.parameters())
 
     class Stopwatch(L.Callback):
         def on_train_batch_end(
@@ -126,40 +143,96 @@ def fit(task: Task, strategy: "str | Strategy") -> Window:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             window.minibatch_done(loss if isinstance(loss, Tensor) else None)
 
-    window = Window(task)
+        def on_test_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any, **index: Any) -> None:
+            window.minibatch_done(outputs)
+
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=1,
+        devices=task.workers if task.variant == "ddp" else 1,
         max_epochs=1,
         callbacks=[Stopwatch()],
-        logger=False,
+        logger=logger or False,
+        log_every_n_steps=task.log_every,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Regression(), build_loader(task))
+    if task.loop == "fit":
+        trainer.fit(Regression(), build_loader(task))
+    else:
+        trainer.test(Regression(), build_loader(task), verbose=False)
     return window
 
 
 def train_plainly(task: Task) -> None:
     """Variant "plain": Lightning's own way, in a process that never imports the package."""
-    announce(fit(task, "auto").measurement(task.variant))
+    announce(run(task, "auto", Window(task)).measurement(task.variant))
+
+
+def train_with_ddp(task: Task) -> None:
+    """Variant "ddp": Lightning's data parallel strategy, over gloo."""
+    announce(run(task, "ddp", Window(task)).measurement(task.variant))
 
 
 def train_with_strategy(task: Task) -> None:
     """Variant "strategy": the same with a HetPipeStrategy."""
-    from lightning_hetpipe import HetPipeStrategy
+    from lightning_hetpipe import HetPipeStrategy, WSPCallback
+    from lightning_hetpipe.emulation import Pad, padded
 
-    strategy = HetPipeStrategy(stages=task.stages)
-    window = fit(task, strategy)
+    # The mean, as DDP's: with the sum, the learning rate of this variant would be another one.
+    wsp = WSPCallback(clock_distance=task.clock_distance, wave=task.wave or "auto", aggregate="mean")
+    strategy = HetPipeStrategy(
+        stages=task.stages, in_flight=task.in_flight or "auto", virtual_workers=task.workers, wsp=wsp
+    )
+    metrics = collected_metrics() if task.workers > 1 else None
+    with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
+        window = run(
+            task, strategy, Window(task, cpu_seconds=lambda: time.process_time() + of_server(strategy)), metrics
+        )
     report = strategy.last_run
     notes: dict[str, object] = {}
     if report is not None:
         notes["in_flight"] = report.in_flight
         notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
         notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
+    if emulation is not None:
+        notes["overruns"] = sum(stage.overruns for stage in emulation.stages)
+        notes["passes"] = sum(stage.passes for stage in emulation.stages)
+    if metrics is not None:
+        inside = [each for step, each in metrics.logged if task.warmup <= step < task.warmup + task.steps]
+        notes["waited"] = sum(each["hetpipe/sync_wait_seconds"] for each in inside) / window.seconds
     announce(window.measurement(task.variant, notes))
+
+
+def of_server(strategy: "HetPipeStrategy") -> float:
+    """CPU seconds of the server that `strategy` has started so far; 0 where it has none, or without /proc."""
+    pid = strategy._server.pid if strategy._server is not None else None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def collected_metrics() -> Any:
+    """A logger that keeps what it is told as (step, metrics) in `logged`."""
+    from lightning.pytorch.loggers import Logger
+
+    class Collected(Logger):
+        name, version = "collected", 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[tuple[int, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.logged.append((step or 0, metrics))
+
+        def log_hyperparams(self, *args: object, **kwargs: object) -> None:
+            """Nothing to keep."""
+
+    return Collected()
 
 
 def train_with_schedule_1f1b(task: Task) -> None:
@@ -172,7 +245,7 @@ def train_with_schedule_1f1b(task: Task) -> None:
     for microbatches in task.microbatches:
         model = build_model(task)
         part = model[:half] if task.rank == 0 else model[half:]
-        optimizer = build_optimizer(part.parameters())
+        optimizer = build_optimizer(task, part.parameters())
         stage = PipelineStage(part, stage_index=task.rank, num_stages=2, device=torch.device("cpu"))
         schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=functional.mse_loss)
         window = Window(task)
@@ -192,6 +265,7 @@ def train_with_schedule_1f1b(task: Task) -> None:
 TRAINING: Mapping[Variant, Callable[[Task], None]] = {
     "plain": train_plainly,
     "strategy": train_with_strategy,
+    "ddp": train_with_ddp,
     "schedule_1f1b": train_with_schedule_1f1b,
 }
 

@@ -1,10 +1,10 @@
-"""What one process of the two-stage benchmark is asked to do; written by the benchmark, read by its workers."""
+"""What one training process of a benchmark is asked to do; written by the benchmark, read by its workers."""
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Variant = Literal["plain", "strategy", "schedule_1f1b"]
+Variant = Literal["plain", "strategy", "ddp", "schedule_1f1b"]
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,31 @@ class Task:
     """
 
     variant: Variant
+    loop: Literal["fit", "test"] = "fit"
+    """What the Trainer does; "schedule_1f1b" has none, and trains."""
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the operating system likes."""
     layers: int = 8
     width: int = 1024
     batch: int = 256
+    """Samples in a minibatch, of each worker."""
+    momentum: float = 0.9
+    """Of SGD."""
     warmup: int = 10
     steps: int = 30
     tail: int = 10
+    workers: int = 1
+    """Processes that train one model on their own data, which the worker starts itself: virtual workers, or DDP's."""
     stages: int = 2
-    """For "strategy"."""
+    """For "strategy": of each virtual worker."""
+    in_flight: int | None = None
+    """For "strategy": Nm; None for its default."""
+    pads: tuple[tuple[float, float], ...] = ()
+    """For "strategy": seconds that the forward and the backward of each stage take; empty for as long as they do."""
+    wave: int | None = None
+    """For "strategy": W; None for its default."""
+    clock_distance: int = 0
+    """For "strategy": D."""
     together: bool = False
     """Start the window at the same moment as the other processes of the same run."""
     rank: int = 0
@@ -36,8 +51,13 @@ class Task:
     """For "schedule_1f1b": numbers of microbatches to measure, one after the other."""
 
     @property
+    def log_every(self) -> int:
+        """Minibatches between two logs of metrics; `warmup` and `steps` should be multiples of it."""
+        return max(4, self.wave or self.in_flight or 1)
+
+    @property
     def total(self) -> int:
-        """Minibatches to train on."""
+        """Minibatches of each worker."""
         return self.warmup + self.steps + self.tail
 
     def to_json(self) -> str:
@@ -50,4 +70,5 @@ class Task:
         values: dict[str, Any] = json.loads(text)
         for name in ("cores", "microbatches"):
             values[name] = tuple(values[name])
+        values["pads"] = tuple((forward, backward) for forward, backward in values["pads"])
         return cls(**values)
