@@ -298,7 +298,9 @@ class Fit:
             return
         version, in_epoch = begun_minibatches(self._trainer)
         epoch = self._trainer.current_epoch
-        self._synchroniser.cut(epoch, None if at_end else in_epoch, version, self._unlocked)
+        computing = nullcontext if self.engine is None else self.engine.quiet.computing
+        with self._unlocked():
+            self._synchroniser.cut(epoch, None if at_end else in_epoch, version, computing)
         if at_end:
             self._synchroniser.take_buffers()
 
@@ -353,8 +355,9 @@ class Fit:
         assert self.engine is not None
         assert self._form is not None
         assert self._telemetry is not None
-        if self._synchroniser is not None:
-            self._synchroniser.published(version, self.engine.unlocked)
+        if self._synchroniser is not None and self._synchroniser.published(version):
+            with self.engine.unlocked():
+                self._synchroniser.synchronise(self.engine.quiet.computing)
         changed = self._form.changed()
         if changed is not None:
             self._adopt(changed, version)

@@ -16,6 +16,9 @@ from lightning_hetpipe.private import foreach_copy_
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
+Computing = Callable[[], AbstractContextManager[None]]
+"""Opened around computing, as ``Quiet.computing`` is."""
+
 EPOCH = 1 << 32
 """Cuts are numbered by epoch and minibatch, so that virtual workers with different numbers of batches agree."""
 
@@ -73,40 +76,44 @@ class Synchroniser:
             "hetpipe/pull_bytes": float(pulled),
         }
 
-    def published(self, version: int, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """``version`` is there: if it ends a wave, becomes what the servers make of it.
+    def published(self, version: int) -> bool:
+        """``version`` is there, after Lightning's step of that number, with all its callbacks.
 
-        Args:
-            version: After Lightning's step of that number, with all its callbacks.
-            waiting: Opened around waits for others.
+        Returns:
+            Whether it ends a wave, so that :meth:`synchronise` is due.
         """
         self.group.check()
         self._count(version)
-        if self._open >= self.wave:
-            update = self._update()
-            with self._waiting(waiting):
-                weights = self.group.weights.synchronise(update)
-            self._settle(weights)
+        return self._open >= self.wave
 
-    def cut(
-        self, epoch: int, minibatch: int | None, version: int, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """All come to hold the same weights.
+    def synchronise(self, computing: Computing) -> None:
+        """The end of a wave: the live weights become what the servers make of them.
+
+        None of it is user code, which may run meanwhile, as while the optimizer computes.
+        """
+        update = self._update(computing)
+        with self._waiting():
+            weights = self.group.weights.synchronise(update)
+        self._settle(weights, computing)
+
+    def cut(self, epoch: int, minibatch: int | None, version: int, computing: Computing) -> None:
+        """All come to hold the same weights. As with :meth:`synchronise`, user code may run meanwhile.
 
         Args:
             epoch: In which it happens.
             minibatch: Of the epoch, from 1; None at its end.
             version: That of the live weights.
+            computing: See there.
         """
         number = epoch * EPOCH + (minibatch if minibatch is not None else EPOCH - 1) + 1
         if number <= self._cut:
             return
         self._cut = number
         self._count(version)
-        update = self._update() if self._open else None
-        with self._waiting(waiting):
+        update = self._update(computing) if self._open else None
+        with self._waiting():
             weights = self.group.weights.arrive(number, update)
-        self._settle(weights)
+        self._settle(weights, computing)
         self.group.passed_cut()
 
     def take_buffers(self) -> None:
@@ -133,10 +140,9 @@ class Synchroniser:
         return found[0] if found[0] is not None else mine
 
     @contextmanager
-    def _waiting(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def _waiting(self) -> Iterator[None]:
         started = time.perf_counter()
-        with opened():
-            yield
+        yield
         self._waited += time.perf_counter() - started
 
     def _count(self, version: int) -> None:
@@ -144,20 +150,21 @@ class Synchroniser:
             self._open += version - self._counted
             self._counted = version
 
-    def _update(self) -> list[Tensor]:
+    def _update(self, computing: Computing) -> list[Tensor]:
         """w_local - w at the last synchronisation, in the dtype in which it travels."""
-        updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
-        if self._dtype is None:
-            return updates
-        wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
-        sent = [update.to(self._dtype) for update in wanted]
-        self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
-        return sent
+        with computing():
+            updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
+            if self._dtype is None:
+                return updates
+            wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
+            sent = [update.to(self._dtype) for update in wanted]
+            self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
+            return sent
 
-    def _settle(self, weights: list[Tensor]) -> None:
+    def _settle(self, weights: list[Tensor], computing: Computing) -> None:
         self._open = 0
-        self._take(weights, everything=False)
-        with torch.no_grad():
+        with computing(), torch.no_grad():
+            self._take(weights, everything=False)
             foreach_copy_(self._last, [parameter.detach() for _, parameter in self._named])
 
     def _take(self, weights: list[Tensor], everything: bool) -> None:
