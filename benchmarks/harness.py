@@ -101,14 +101,20 @@ class Process:
 
 def announce(measurement: Measurement) -> None:
     """Hands a measurement to the process that started this one."""
-    print(MARK + json.dumps(asdict(measurement)), flush=True)
+    _say(json.dumps(asdict(measurement)))
 
 
 def wait_for_others() -> None:
     """Returns once every process that was started together with this one has called it too."""
-    print(MARK + READY, flush=True)
+    _say(READY)
     if not sys.stdin.readline():
         raise EOFError("the process that started this one is gone")
+
+
+def _say(text: str) -> None:
+    # In one piece, its end included, as processes that this one has started may write to the same pipe.
+    sys.stdout.write(f"{MARK}{text}\n")
+    sys.stdout.flush()
 
 
 def run_together(processes: Sequence[Process], timeout: float) -> list[list[Measurement]]:
