@@ -32,11 +32,20 @@ CLIENTS = (1, 2)
 TITLES = {
     "block": "a shared memory",
     "memory": "b plain copies: memcpy, add_, memcpy",
-    "grpc": "c gRPC",
-    "tls": "d gRPC with mutual TLS and a token",
-    "socket": "e plain sockets, 4 MiB at a time",
+    "whole": "c a VW's synchronisation, through shared memory",
+    "grpc": "d gRPC",
+    "bare": "e gRPC itself: messages that nobody fills or reads",
+    "socket": "f plain sockets, 4 MiB at a time",
+    "tls": "g gRPC with mutual TLS and a token",
 }
-RATIOS = (("block", "memory", 0.8), ("grpc", "socket", 0.8), ("tls", "socket", None))
+RATIOS = (
+    ("block", "memory", 0.8),
+    ("whole", "memory", None),
+    ("grpc", "bare", 0.8),
+    ("bare", "socket", None),
+    ("grpc", "socket", None),
+    ("tls", "socket", None),
+)
 """Over, under, and the least value hoped for."""
 
 

@@ -6,17 +6,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Measurement, announce, wait_for_others
-from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.client import Client
+from lightning_hetpipe.server.frames import CHUNK as MESSAGE
+from lightning_hetpipe.server.grpc_import import grpc
+from lightning_hetpipe.server.grpc_server import LIMITS, GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
+from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.service import Service
+from lightning_hetpipe.server.shared_memory import memory
 from lightning_hetpipe.server.transport import Reply
 
 CHUNK = 4 << 20
@@ -55,25 +63,31 @@ def view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def shared(size: int) -> torch.Tensor:
+    """Where other processes can see it, and every page already there."""
+    return torch.frombuffer(memory(size), dtype=torch.float32).fill_(0)
+
+
 class Sums:
     """The least that a server does: stages an update whole, adds it, and gives the weights. A `Handler`."""
 
     def __init__(self, job: Job) -> None:
-        self.weights = torch.zeros(job.size // 4)
-        self.staged = [torch.ones(job.size // 4) for _ in range(job.clients)]
+        self.weights = shared(job.size)
+        seen = job.carrier == "block"
+        self.staged = [torch.ones(0 if seen else job.size // 4) for _ in range(job.clients)]
         self._lock = threading.Lock()
 
-    def add(self, client: int) -> None:
+    def add(self, update: torch.Tensor) -> None:
         with self._lock:
-            self.weights.add_(self.staged[client])
+            self.weights.add_(update)
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
-        return view(self.staged[int(header)])[:size]
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
+        return view(self.staged[int(header)])[:size] if offered is None else offered
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         if method == "pull":
             return Reply(b"", [view(self.weights)])
-        self.add(int(header))
+        self.add(torch.frombuffer(body, dtype=torch.float32))
         return Reply(b"")
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None: ...
@@ -87,7 +101,7 @@ def raw_server(job: Job, sums: Sums) -> Iterator[str]:
         with connection:
             while connection.recv(1):
                 receive(connection, view(sums.staged[client]))
-                sums.add(client)
+                sums.add(sums.staged[client])
                 send(connection, view(sums.weights))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -121,16 +135,44 @@ def send(connection: socket.socket, data: memoryview) -> None:
         connection.sendall(data[start : start + CHUNK])
 
 
+@contextmanager
+def bare_server(job: Job) -> Iterator[str]:
+    """gRPC itself: a stream is read to its end and dropped, and as many messages come back."""
+
+    def echo(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for _ in range(job.size // MESSAGE):
+            next(messages)
+        yield from repeat(bytes(MESSAGE), job.size // MESSAGE)
+
+    server = grpc.server(ThreadPoolExecutor(job.clients), options=LIMITS)
+    handlers = {"stream": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def whole_server(job: Job) -> GrpcServer:
+    """The server of a training."""
+    return GrpcServer(Service(60.0), security=job.security())
+
+
 def serve(job: Job) -> None:
     """The server, from before the clients connect until they have measured; announces its peak of memory."""
-    sums = Sums(job)
+    servers: dict[str, Callable[[], AbstractContextManager[str | GrpcServer]]] = {
+        "socket": lambda: raw_server(job, Sums(job)),
+        "bare": lambda: bare_server(job),
+        "whole": lambda: whole_server(job),
+    }
+    held = {"socket": 1 + job.clients, "bare": 0, "whole": 1, "block": 1}.get(job.carrier, 1 + job.clients) * job.size
     before = peak()
-    server = raw_server(job, sums) if job.carrier == "socket" else GrpcServer(sums, security=job.security())
+    server = servers.get(job.carrier, lambda: GrpcServer(Sums(job), security=job.security()))()
     with server as running:
         job.address.write_text(running if isinstance(running, str) else running.address)
         for _ in range(3):
             wait_for_others()
-    announce(Measurement("server", 0.0, 0.0, 1, None, {"extra_mib": (peak() - before) / 2**20}))
+    announce(Measurement("server", 0.0, 0.0, 1, None, {"extra_mib": (peak() - before - held) / 2**20}))
 
 
 def peak() -> int:
@@ -167,11 +209,36 @@ def rounds_of(job: Job) -> Iterator[Round]:
 
             yield talks
         return
-    with closing(GrpcChannel(address, job.security(), shared_memory=job.carrier == "block")) as channel:
+    if job.carrier == "bare":
+        with grpc.insecure_channel(address, LIMITS) as bare:
+
+            def stream() -> None:
+                chunks = repeat(bytes(MESSAGE), job.size // MESSAGE)
+                for _ in bare.stream_stream("/bare/stream")(chunks):
+                    pass
+
+            yield stream
+        return
+    seen = job.carrier in ("block", "whole")
+    with closing(GrpcChannel(address, job.security(), shared_memory=seen)) as channel:
+        if job.carrier == "whole":
+            parameter = Parameter("w", (job.size // 4,), "float32", "float32")
+            signature = Signature("", job.clients, 0, "sum", 1, (), (parameter,))
+            with Client([channel], signature, [[0]], job.client, 0) as client:
+                client.join([weights])
+
+                def synchronises() -> None:
+                    client.synchronise([update])
+
+                yield synchronises
+            return
         who = str(job.client).encode()
+        sent = shared(job.size) if seen else update
 
         def calls() -> None:
-            channel.call("push", who, [view(update)])
+            if seen:
+                sent.copy_(update)
+            channel.call("push", who, [view(sent)])
             channel.call("pull", who, (), [view(weights)])
 
         yield calls

@@ -1,7 +1,8 @@
 """A VW's connection to the servers: blocking calls that can be cancelled, all shards at once, and a heartbeat.
 
 Bounds: in host memory lie two blocks of weights (the last pull, and the one that arrives) and one of an update: three
-times the model's bytes.
+times the model's bytes. A server on the same host adds the update from there, so it changes only once a pull of the
+VW's own includes it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_hetpipe.server.messages import (
 )
 from lightning_hetpipe.server.protocol import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.shard import Layout, block_of, memory_of
+from lightning_hetpipe.server.shard import Layout, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.transport import Channel, Unreachable
 from lightning_hetpipe.server.transport import Refused as TransportRefused
 
@@ -206,12 +207,13 @@ class Client:
 
     def _take(self, update: Sequence[Tensor]) -> None:
         self.member.check_idle()
-        self._write(self._update_layouts, self._update, update)
-        for layout, block in zip(self._update_layouts, self._update, strict=True):
-            if (name := layout.not_finite(layout.views(block))) is not None:
-                raise LocalFault(
-                    f"the update of wave {self.member.clock} has a NaN or infinity in '{name}', and is not pushed"
-                )
+        for indices, layout, block in zip(self._placement, self._update_layouts, self._update, strict=True):
+            for index, parameter, view in zip(indices, layout.parameters, layout.views(block), strict=True):
+                if not copy_finite(view, update[index]):
+                    wave = self.member.clock
+                    raise LocalFault(
+                        f"the update of wave {wave} has a NaN or infinity in '{parameter.name}', and is not pushed"
+                    )
 
     def _pull(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A handler behind gRPC: generic methods with bytes, bodies in chunks or in a shared block, TLS and a token."""
+"""A handler behind gRPC: generic methods with bytes, bodies in chunks or where they lie, TLS and a token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.buffers import Filling, flat, portions, total
-from lightning_hetpipe.server.frames import CHUNK, OVERHEAD, SIGNAL, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.frames import CHUNK, OVERHEAD, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.security import Security, split
-from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
+from lightning_hetpipe.server.shared_memory import NoBlock, Place, Views, place_of
 from lightning_hetpipe.server.transport import HEADER_LIMIT, Handler, Refused, Reply
 
 SERVICE = "hetpipe"
@@ -70,6 +70,7 @@ class GrpcServer:
         self._host, self._port = address.rpartition(":")[0], split(address)[1]
         self._handler = handler
         self._calls = calls
+        self._views = Views()
         self._threads: ThreadPoolExecutor | None = None
         self._server: grpc.Server | None = None
 
@@ -130,6 +131,7 @@ class GrpcServer:
             return
         server.stop(None).wait(_STOP)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._views.close()
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         if not self._security.encrypted:
@@ -139,7 +141,8 @@ class GrpcServer:
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         opening = _opening(message, context)
-        if opening.size or opening.room or opening.block:
+        self._views.drop()
+        if opening.size or opening.room or opening.place:
             _malformed(context, "a call of one message has no body")
         try:
             body = self._handler.open(opening.method, opening.header, 0)
@@ -153,22 +156,26 @@ class GrpcServer:
 
     def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         opening = _opening(next(messages, b""), context)
+        offered = None
+        if opening.place:
+            try:
+                offered = self._views.look(Place.unpack(opening.place))
+            except NoBlock as no:
+                yield Answer(Outcome.UNSEEN, str(no).encode()).pack()
+                return
         try:
-            bodies: _Messages | _Slots = _Slots(messages, opening.block) if opening.block else _Messages(messages)
-        except NoBlock as no:
-            yield Answer(Outcome.NO_BLOCK, str(no).encode()).pack()
-            return
-        try:
-            yield from self._answers(opening, bodies)
+            yield from self._answers(opening, offered, messages, context)
         except Malformed as error:
             _malformed(context, str(error))
-        finally:
-            bodies.close()
 
-    def _answers(self, opening: Opening, bodies: _Messages | _Slots) -> Iterator[bytes]:
-        method, header, size, room, _ = opening
+    def _answers(
+        self, opening: Opening, offered: memoryview | None, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        method, header, size = opening.method, opening.header, opening.size
+        if offered is not None and offered.nbytes != size:
+            raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
         try:
-            body = self._handler.open(method, header, size)
+            body = self._handler.open(method, header, size, offered)
         except Exception as error:
             yield _no(error, method)
             return
@@ -176,83 +183,53 @@ class GrpcServer:
         try:
             if body.nbytes != size:
                 raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
-            yield from bodies.receive(flat([body]), size)
-            whole = True
-        finally:  # also where the caller is gone: then this generator is closed
+            if offered is None:
+                _receive(messages, flat([body]), size)
+            elif body is not offered:
+                copy(body, offered)
+            whole = context.is_active()
+        finally:
             if not whole:
                 _guarded(lambda: self._handler.abandoned(method, header, body), method)
+        if not whole:
+            return
         try:
             reply = self._handler.run(method, header, body)
         except Exception as error:
             yield _no(error, method)
             return
         try:
-            yield from _reply(reply, bodies, room)
-        finally:
+            yield from _reply(reply, opening, messages)
+        finally:  # also where the caller is gone: then this generator is closed
             if reply.done is not None:
                 _guarded(reply.done, method)
 
 
-def _reply(reply: Reply, bodies: _Messages | _Slots, room: int) -> Iterator[bytes]:
-    size = total(reply.body)
-    if size != room:
-        yield _misfit(size, room).pack()
+def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> None:
+    filling = Filling(into)
+    while filling.left:
+        chunk = next(messages, b"")
+        if not chunk or len(chunk) > filling.left:
+            raise Malformed(f"a body of {size} bytes ended, or went on, {filling.left} bytes before its end")
+        filling.write(chunk)
+
+
+def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes]) -> Iterator[bytes]:
+    body = flat(reply.body)
+    size = total(body)
+    if size != opening.room:
+        yield _misfit(size, opening.room).pack()
         return
-    yield Answer(Outcome.REPLY, reply.header, size).pack()
-    yield from bodies.send(flat(reply.body))
-
-
-class _Messages:
-    """Bodies as chunks in messages."""
-
-    def __init__(self, messages: Iterator[bytes]) -> None:
-        self._messages = messages
-
-    def receive(self, into: list[memoryview], size: int) -> Iterator[bytes]:
-        """Fills ``into``; yields what to send to the client meanwhile: nothing."""
-        filling = Filling(into)
-        while filling.left:
-            chunk = next(self._messages, b"")
-            if not chunk or len(chunk) > filling.left:
-                raise Malformed(f"a body of {size} bytes ended, or went on, {filling.left} bytes before its end")
-            filling.write(chunk)
-        yield from ()
-
-    def send(self, body: list[memoryview]) -> Iterator[bytes]:
-        for portion in portions(body, CHUNK):
-            yield b"".join(portion)
-
-    def close(self) -> None:
-        pass
-
-
-class _Slots:
-    """Bodies in the client's block, a signal for each slot."""
-
-    def __init__(self, messages: Iterator[bytes], description: bytes) -> None:
-        self._messages = messages
-        self._block = Block.attach(description)
-
-    def receive(self, into: list[memoryview], size: int) -> Iterator[bytes]:
-        filling = Filling(into)
-        for index, start in enumerate(range(0, size, SLOT)):
-            self._signal()
-            filling.write(self._block.slot(index, min(SLOT, size - start)))
-            yield SIGNAL
-
-    def send(self, body: list[memoryview]) -> Iterator[bytes]:
-        for index, portion in enumerate(portions(body, SLOT)):
-            if index >= SLOTS:
-                self._signal()
-            self._block.fill(index, portion)
-            yield SIGNAL
-
-    def close(self) -> None:
-        self._block.close()
-
-    def _signal(self) -> None:
-        if next(self._messages, b"") != SIGNAL:
-            raise Malformed("something else came where a slot's signal was expected")
+    place = place_of(body) if opening.sees else None
+    yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
+    if place is not None:
+        word = next(messages, b"")
+        if word == READ:
+            return
+        if word != UNSEEN:
+            raise Malformed("something else came where it was expected whether the reply's body has been read")
+    for portion in portions(body, CHUNK):
+        yield b"".join(portion)
 
 
 class _Doorkeeper:

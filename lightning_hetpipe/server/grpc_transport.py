@@ -1,25 +1,20 @@
-"""The client's side of gRPC: one channel per server, bodies in chunks, or in a block that both sides have mapped."""
+"""The client's side of gRPC: one channel per server, bodies in chunks, or read where they lie."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from lightning_hetpipe.server.buffers import Filling, flat, portions, total
-from lightning_hetpipe.server.frames import CHUNK, SIGNAL, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.security import Security, is_loopback, split
-from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
+from lightning_hetpipe.server.shared_memory import NoBlock, Place, Views, place_of
 from lightning_hetpipe.server.transport import TIMEOUT, Refused, Unreachable
-
-LEAST = 1 << 18
-"""Bytes of both bodies together from which a block is worth the detour."""
-
-_IDLE_BLOCKS = 2  # kept for the next call; more are made while more calls run at once
 
 _OPTIONS = (
     *LIMITS,
@@ -57,7 +52,8 @@ class GrpcChannel:
         Args:
             address: the server's.
             security: certificates and token, as the server has them.
-            shared_memory: whether bodies may go through shared memory, where the server turns out to be on this host.
+            shared_memory: whether bodies in shared memory may be read where they lie, if the server turns out to be on
+                this host.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates, or they cannot be read.
@@ -66,7 +62,9 @@ class GrpcChannel:
         security.check(address)
         self.address = address
         self._metadata = () if security.token is None else ((TOKEN, BEARER + security.token),)
-        self._blocks = _Blocks(address) if shared_memory else None
+        self._views = Views()
+        self._lock = threading.Lock()
+        self._shares = shared_memory
         if security.encrypted:
             ca, certificate, key = security.read()
             credentials = grpc.ssl_channel_credentials(ca, key, certificate)
@@ -104,8 +102,7 @@ class GrpcChannel:
     def close(self) -> None:
         """Ends the calls that are under way as `Unreachable`, and gives everything back. May be called again."""
         self._channel.close()
-        if self._blocks is not None:
-            self._blocks.close()
+        self._views.close()
 
     def _ask(self, message: bytes, timeout: float) -> bytes:
         try:
@@ -115,24 +112,17 @@ class GrpcChannel:
         return answer
 
     def _with_bodies(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
-        blocks = self._blocks
-        block = blocks.take() if blocks is not None and opening.size + opening.room >= LEAST else None
-        if blocks is not None and block is not None:
-            outcome = None
-            try:
-                answer = self._run(_SlotExchange(opening, body, into, block), deadline)
-                outcome = answer.outcome
-            finally:
-                if outcome == Outcome.REPLY:
-                    blocks.give(block)
-                else:  # after an error, or a refusal half-way, somebody may still be filling it
-                    block.close()
-            if outcome != Outcome.NO_BLOCK:
+        place = place_of(body) if self._shares else None
+        if place is not None:
+            answer = self._run(opening._replace(place=place.pack()), [], into, deadline)
+            if answer.outcome != Outcome.UNSEEN:
                 return answer
-            blocks.give_up(answer.header.decode(errors="replace"))
-        return self._run(_MessageExchange(opening, body, into), deadline)
+            self._give_up(answer.header.decode(errors="replace"))
+        return self._run(opening, body, into, deadline)
 
-    def _run(self, exchange: _MessageExchange | _SlotExchange, deadline: float) -> Answer:
+    def _run(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
+        sees = self._shares and opening.room > 0
+        exchange = _Exchange(opening._replace(sees=sees), body, into, self._look)
         try:
             replies = self._many(
                 exchange.requests(), timeout=max(0.0, deadline - time.monotonic()), metadata=self._metadata
@@ -148,6 +138,26 @@ class GrpcChannel:
             exchange.end()
             replies.cancel()
 
+    def _look(self, place: bytes) -> memoryview | None:
+        try:
+            return self._views.look(Place.unpack(place))
+        except NoBlock as no:
+            self._give_up(str(no))
+            return None
+
+    def _give_up(self, why: str) -> None:
+        """Says so once; loudly only where it is a surprise: elsewhere the server is simply on another host."""
+        with self._lock:
+            before, self._shares = self._shares, False
+        if before:
+            level = logging.WARNING if is_loopback(split(self.address)[0]) else logging.DEBUG
+            _LOG.log(
+                level,
+                "hetpipe: weights go to the server at %s by gRPC, which is slower than shared memory: %s",
+                self.address,
+                why,
+            )
+
     def _meaning(self, error: grpc.RpcError) -> Refused | Unreachable:
         code, details = error.code(), str(error.details())
         for sign, sentence in _STRANGERS.items():
@@ -159,136 +169,52 @@ class GrpcChannel:
         return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
 
 
-class _MessageExchange:
-    """One call whose bodies are chunks in messages."""
+class _Exchange:
+    """One call with bodies: what to send, and what to make of what comes."""
 
-    def __init__(self, opening: Opening, body: list[memoryview], into: list[memoryview]) -> None:
-        self._opening, self._body, self._into = opening, body, into
+    def __init__(
+        self,
+        opening: Opening,
+        body: list[memoryview],
+        into: list[memoryview],
+        look: Callable[[bytes], memoryview | None],
+    ) -> None:
+        self._opening, self._body, self._into, self._look = opening, body, into, look
+        self._word: SimpleQueue[bytes] = SimpleQueue()  # what to say of the reply's body; empty: nothing any more
 
     def requests(self) -> Iterator[bytes]:
         """What to send; runs in a thread of gRPC's."""
         yield self._opening.pack()
         for portion in portions(self._body, CHUNK):
             yield b"".join(portion)
+        if self._opening.sees and (word := self._word.get()):
+            yield word
 
     def take(self, replies: Iterator[bytes]) -> Answer:
         """Reads the answer and the reply's body."""
-        answer = _answer(replies, self._opening)
-        if answer.outcome == Outcome.REPLY:
-            filling = Filling(self._into)
-            while filling.left:
-                chunk = next(replies, b"")
-                if not chunk or len(chunk) > filling.left:
-                    raise Malformed("the reply's body is cut off, or longer than it says")
-                filling.write(chunk)
+        message = next(replies, None)
+        if message is None:
+            raise Malformed("nothing")
+        answer = Answer.unpack(message)
+        if answer.outcome != Outcome.REPLY:
+            return answer
+        if answer.size != self._opening.room:
+            raise Malformed(f"a reply of {answer.size} bytes instead of {self._opening.room}")
+        filling = Filling(self._into)
+        if answer.place:
+            lies = self._look(answer.place)
+            if lies is not None:
+                if lies.nbytes != answer.size:
+                    raise Malformed(f"a reply of {answer.size} bytes lies where {lies.nbytes} are")
+                filling.write(lies)
+            self._word.put(UNSEEN if lies is None else READ)
+        while filling.left:
+            chunk = next(replies, b"")
+            if not chunk or len(chunk) > filling.left:
+                raise Malformed("the reply's body is cut off, or longer than it says")
+            filling.write(chunk)
         return answer
 
     def end(self) -> None:
-        pass
-
-
-class _SlotExchange:
-    """One call whose bodies go through a block."""
-
-    def __init__(self, opening: Opening, body: list[memoryview], into: list[memoryview], block: Block) -> None:
-        self._opening = Opening(*opening[:4], block.description)
-        self._body, self._into, self._block = body, into, block
-        self._emptied: SimpleQueue[bool] = SimpleQueue()  # a slot, by either side; False: the call is over
-        self._slots = -(-opening.size // SLOT)
-
-    def requests(self) -> Iterator[bytes]:
-        yield self._opening.pack()
-        for index, portion in enumerate(portions(self._body, SLOT)):
-            if index >= SLOTS and not self._emptied.get():
-                return
-            try:
-                self._block.fill(index, portion)
-            except ValueError:  # it has been closed, as the call is over
-                return
-            yield SIGNAL
-        for _ in range(min(SLOTS, self._slots)):  # the server's signals for the last ones
-            if not self._emptied.get():
-                return
-        while self._emptied.get():
-            yield SIGNAL
-
-    def take(self, replies: Iterator[bytes]) -> Answer:
-        for _ in range(self._slots):
-            message = next(replies, b"")
-            if message != SIGNAL:
-                return _checked(Answer.unpack(message), self._opening)
-            self._emptied.put(True)
-        answer = _answer(replies, self._opening)
-        if answer.outcome == Outcome.REPLY:
-            filling = Filling(self._into)
-            for index in range(-(-self._opening.room // SLOT)):
-                if next(replies, b"") != SIGNAL:
-                    raise Malformed("something else came where a slot's signal was expected")
-                filling.write(self._block.slot(index, min(SLOT, filling.left)))
-                self._emptied.put(True)
-        return answer
-
-    def end(self) -> None:
-        self._emptied.put(False)
-
-
-class _Blocks:
-    """The blocks of a channel: made when first needed, used again, given up for good where the server sees none."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._idle: list[Block] = []
-        self._usable = True
-
-    def take(self) -> Block | None:
-        """A block that nobody else uses, or None where there is to be none."""
-        with self._lock:
-            if self._idle or not self._usable:
-                return self._idle.pop() if self._usable else None
-        try:
-            return Block.make()
-        except NoBlock as no:
-            self.give_up(str(no))
-            return None
-
-    def give(self, block: Block) -> None:
-        with self._lock:
-            if self._usable and len(self._idle) < _IDLE_BLOCKS:
-                self._idle.append(block)
-                return
-        block.close()
-
-    def give_up(self, why: str) -> None:
-        """Says so once; loudly only where it is a surprise: elsewhere the server is simply on another host."""
-        with self._lock:
-            if not self._usable:
-                return
-        self.close()
-        level = logging.WARNING if is_loopback(split(self._address)[0]) else logging.DEBUG
-        _LOG.log(
-            level,
-            "hetpipe: weights go to the server at %s by gRPC, which is slower than shared memory: %s",
-            self._address,
-            why,
-        )
-
-    def close(self) -> None:
-        with self._lock:
-            self._usable = False
-            idle, self._idle = self._idle, []
-        for block in idle:
-            block.close()
-
-
-def _answer(replies: Iterator[bytes], opening: Opening) -> Answer:
-    message = next(replies, None)
-    if message is None:
-        raise Malformed("nothing")
-    return _checked(Answer.unpack(message), opening)
-
-
-def _checked(answer: Answer, opening: Opening) -> Answer:
-    if answer.outcome == Outcome.REPLY and answer.size != opening.room:
-        raise Malformed(f"a reply of {answer.size} bytes instead of {opening.room}")
-    return answer
+        """The call is over."""
+        self._word.put(b"")

@@ -39,11 +39,11 @@ class Rooms:
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         if method == STATUS:
             return memoryview(bytearray(size if size <= HEADER_LIMIT else 0))
         name, method = _parts(method)
-        return self._room(name).open(method, header, size)
+        return self._room(name).open(method, header, size, offered)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         if method == STATUS:

@@ -98,12 +98,12 @@ class Service:
         with self._shard_lock:
             return self._shard.bytes_held
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         try:
             message = _read(method, header)
             if isinstance(message, ShardRequest):
                 with self._shard_lock:
-                    return self._shard.open(message, size)
+                    return self._shard.open(message, size, offered)
             with self._changed:
                 self._coordinator.check(message, size)
         except RemoteFault as fault:

@@ -9,8 +9,10 @@
 Only ``Load`` over what the shard holds replaces it, so weights that come late (from a VW that was thought dead) do not.
 
 Bounds: in host memory lie the weights, once, and of each VW one update: arriving, or staged until the first pull after
-its commit: (1 + N) times the shard's bytes. A VW pushes again only after its own pull, which has had its update added.
-A VW whose bytes still arrive in an earlier request is told to ask again (``BUSY``).
+its commit, in a block that is kept for its next one: (1 + N) times the shard's bytes. The update of a VW whose memory
+the server sees stays in the VW's memory, and takes none of the server's. A VW pushes again, and so changes that memory,
+only after its own pull, which has had its update added. A VW whose bytes still arrive in an earlier request is told to
+ask again (``BUSY``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from torch import Tensor
 
 from lightning_hetpipe.server.messages import Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
 from lightning_hetpipe.server.protocol import Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.shared_memory import memory
+
+CHUNK = 1 << 18
+"""Elements that are worked on before the next ones: they stay in a core's cache from one operation to the next."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -70,18 +76,40 @@ class Layout:
     def not_finite(self, views: Sequence[Tensor]) -> str | None:
         """The name of the first parameter with a NaN or infinity."""
         for parameter, view in zip(self.parameters, views, strict=True):
-            if view.numel() and (view.is_floating_point() or view.is_complex()):
-                real = torch.view_as_real(view) if view.is_complex() else view
-                # The extremes carry a NaN on, and take no memory.
-                low, high = real.aminmax()
-                if not (low.isfinite() and high.isfinite()):
-                    return parameter.name
+            if not finite(view):
+                return parameter.name
         return None
 
 
+def finite(values: Tensor) -> bool:
+    """Whether there is no NaN and no infinity."""
+    if not values.numel() or not (values.is_floating_point() or values.is_complex()):
+        return True
+    real = torch.view_as_real(values) if values.is_complex() else values
+    # The extremes carry a NaN on, and take no memory.
+    low, high = real.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
+def copy_finite(target: Tensor, source: Tensor) -> bool:
+    """Copies ``source`` into ``target``, which is contiguous, unless it is there; returns whether it is `finite`."""
+    if source.shape != target.shape or source.device != target.device or not source.is_contiguous():
+        target.copy_(source)
+        source = target
+    there = source.data_ptr() == target.data_ptr() and source.dtype == target.dtype
+    to, data = target.view(-1), source.view(-1)
+    for start in range(0, len(to), CHUNK):
+        part = to[start : start + CHUNK]
+        if not there:
+            part.copy_(data[start : start + CHUNK])
+        if not finite(part):
+            return False
+    return True
+
+
 def block_of(size: int) -> Tensor:
-    """Bytes in host memory, aligned for every dtype."""
-    return torch.empty(size, dtype=torch.uint8)
+    """Bytes, all 0, aligned for every dtype; many of them lie where other processes of this host can see them."""
+    return torch.frombuffer(memory(size), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def memory_of(block: Tensor) -> memoryview:
@@ -90,12 +118,17 @@ def memory_of(block: Tensor) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # arrays are buffers, which numpy says from Python 3.12 on
 
 
-def add(weight: Tensor, update: Tensor, divisor: int) -> None:
-    """``weight += update / divisor``, in the weight's dtype. Uses up ``update``."""
-    update = update.to(weight.dtype)
-    if divisor != 1:
-        update.div_(divisor, rounding_mode=None if weight.is_floating_point() or weight.is_complex() else "trunc")
-    weight.add_(update)
+def add(weight: Tensor, updates: Sequence[tuple[Tensor, int]]) -> None:
+    """``weight += update / divisor`` for each of ``updates``, in order, in the weight's dtype; all are contiguous."""
+    exact = weight.is_floating_point() or weight.is_complex()
+    flat = weight.view(-1)
+    for start in range(0, len(flat), CHUNK):
+        part = flat[start : start + CHUNK]
+        for update, divisor in updates:
+            addend = update.view(-1)[start : start + CHUNK].to(weight.dtype)
+            if divisor != 1:
+                addend = addend.div(divisor, rounding_mode=None if exact else "trunc")
+            part.add_(addend)
 
 
 class Shard:
@@ -121,13 +154,17 @@ class Shard:
         self._update_layout = Layout((), update=True)
         self._arriving: set[int] = set()
         """VWs of which weights or an update are on the way."""
+        self._rooms: dict[int, Tensor] = {}
+        """By VW, the block that its updates come into, one after the other: fresh memory costs more than to copy."""
 
     @property
     def bytes_held(self) -> int:
-        return self._weights.numel() + sum(block.numel() for _, block in self.staged.values())
+        """Of weights and updates, in this process's memory and in that of VWs."""
+        seen = [block for vw, (_, block) in self.staged.items() if vw not in self._rooms]
+        return sum(block.numel() for block in (self._weights, *self._rooms.values(), *seen))
 
-    def open(self, message: ShardRequest, size: int) -> memoryview:
-        """Memory for the body of ``message``.
+    def open(self, message: ShardRequest, size: int, offered: memoryview | None = None) -> memoryview:
+        """Memory for the body of ``message``: for an update ``offered``, if it is.
 
         Raises:
             RemoteFault: before memory is taken, if the body is not wanted.
@@ -139,6 +176,7 @@ class Shard:
             self.content, self.loaded, self.applied = message.generation, False, 0
             self._weights, self._views = block_of(0), []
             self.staged.clear()
+            self._rooms.clear()
             self._last = {mark.vw: mark for mark in message.included}
         elif isinstance(message, Stage):
             self._check_stage(message, size)
@@ -149,7 +187,14 @@ class Shard:
         else:
             return memoryview(bytearray())
         self._arriving.add(message.vw)
-        return memory_of(block_of(size))
+        if isinstance(message, Load):
+            return memory_of(block_of(size))
+        if offered is not None:
+            self._rooms.pop(message.vw, None)
+            return offered
+        if message.vw not in self._rooms:
+            self._rooms[message.vw] = torch.empty(size, dtype=torch.uint8)
+        return memory_of(self._rooms[message.vw])
 
     def abandoned(self, message: ShardRequest) -> None:
         """What ``open`` made room for will not come."""
@@ -235,19 +280,22 @@ class Shard:
             raise RemoteFault(Refusal.STALE, f"the shard has gone on to commit {self.applied} from {end}")
         if self.applied < message.start:
             raise RemoteFault(Refusal.MALFORMED, f"commits {self.applied} to {message.start} are missing")
-        for commit in message.tail[self.applied - message.start :]:
-            self._apply(commit)
+        self._apply(message.tail[self.applied - message.start :])
         return self._holding(message.vw), (memory_of(self._weights),)
 
-    def _apply(self, commit: Commit) -> None:
-        mark, block = self.staged.get(commit.update.vw, (None, None))
-        if mark != commit.update or block is None or commit.divisor < 1:
-            raise RemoteFault(Refusal.MALFORMED, f"{commit.update} is to be added, and was never staged")
-        for weight, update in zip(self._views, self._update_layout.views(block), strict=True):
-            add(weight, update, commit.divisor)
-        del self.staged[commit.update.vw]
-        self._last[commit.update.vw] = commit.update
-        self.applied += 1
+    def _apply(self, commits: Sequence[Commit]) -> None:
+        updates: list[tuple[list[Tensor], int]] = []
+        staged = dict(self.staged)
+        for commit in commits:
+            mark, block = staged.pop(commit.update.vw, (None, None))
+            if mark != commit.update or block is None or commit.divisor < 1:
+                raise RemoteFault(Refusal.MALFORMED, f"{commit.update} is to be added, and was never staged")
+            updates.append((self._update_layout.views(block), commit.divisor))
+        for index, weight in enumerate(self._views):
+            add(weight, [(views[index], divisor) for views, divisor in updates])
+        self.staged = staged
+        self._last.update((commit.update.vw, commit.update) for commit in commits)
+        self.applied += len(commits)
 
 
 def _taken(body: memoryview) -> Tensor:

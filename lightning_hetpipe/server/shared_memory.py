@@ -1,15 +1,19 @@
-"""Blocks of memory that two processes of one host share, so that bodies need not pass through sockets.
+"""Memory of one process that others on its host read where it lies, so that bodies need not pass through sockets.
 
-A block is a *memfd*: memory with a descriptor and no name. So nothing is left behind however its owners die, no limit
+Every process writes its own blocks only, and maps those of others to read them: a VW's update, which the server adds
+from where the VW wrote it, and a server's weights, which VWs copy from where the server adds. So a body is copied once
+or not at all, and whoever is fenced, stopped or mad can spoil nothing but what is its own.
+
+A block is a *memfd*: memory with a descriptor and no name. So nothing is left behind however its owner dies, no limit
 of /dev/shm applies, and Python's resource tracker, which unlinks what attached processes merely opened, has no part in
-it. The client makes the block; the server opens it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same
-user only. Its size is sealed, so that nobody can cut it off under a reader, which would be killed by that (SIGBUS).
-A secret in the block itself proves that both sides see the same memory; where they do not (another host, another pid
-namespace, another user, not Linux) bodies go through messages.
+it. Readers open it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same user only. Its size is sealed,
+so that nobody can cut it off under a reader, which would be killed by that (SIGBUS). A secret in the block itself
+proves that both sides see the same memory; where they do not (another host, another pid namespace, another user, not
+Linux) bodies go through messages.
 
-Bodies of any size stream through a block: it has slots, used in turn, and a side fills one while the other empties the
-one before: that costs no more memory than the slots, however large the body, and copying on one side overlaps copying
-on the other.
+Bounds: a block is as large as what was asked for, and a page. To map one takes a fifth of a second for each GiB, so
+readers keep their mappings; one whose owner has given the block up is dropped at the reader's next call, whoever's it
+is, and until then holds the memory.
 """
 
 from __future__ import annotations
@@ -17,127 +21,230 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import logging
 import mmap
 import os
 import re
 import secrets
 import stat
 import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from lightning_hetpipe.server.buffers import Filling, total
+import numpy as np
 
-SLOTS = 3
-SLOT = 8 << 20
-"""Bytes of a slot. Measured: a signal costs as much CPU time as copying 1 to 2 MiB does."""
+LEAST = 1 << 18
+"""Bytes from which a block is worth its page and its descriptor."""
 
 _SECRET = 16
-_FIRST = mmap.PAGESIZE  # where slots begin; the secret stands before
-_SIZE = _FIRST + SLOTS * SLOT
-_DESCRIPTION = struct.Struct(f"<IIQ{_SECRET}s")
+_FIRST = mmap.PAGESIZE  # where the bytes begin that are of use; the secret stands before
+_PLACE = struct.Struct(f"<IIQ{_SECRET}sQQ")
 _NAME = "hetpipe"
 _LINK = re.compile(rf"/memfd:{_NAME}(?: \(deleted\))?")
+_POPULATE_READ = 22  # madvise's MADV_POPULATE_READ, from Linux 5.14 on, which Python does not name before 3.13
+
+_LOG = logging.getLogger(__name__)
 
 
 class NoBlock(Exception):
     """There is no shared memory here, or not this one; the sentence says why."""
 
 
-class Block:
-    """A mapped block; `description` tells another process which."""
+class Place(NamedTuple):
+    """Where bytes lie in a block, as another process needs to know it."""
 
-    def __init__(self, descriptor: int, description: bytes) -> None:
-        """Maps the memory of ``descriptor``, which becomes this object's."""
-        self._descriptor = descriptor
-        self.description = description
-        try:
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(descriptor, _SIZE, flags=flags)
-        except (OSError, ValueError) as error:
-            os.close(descriptor)
-            raise NoBlock(f"it cannot be mapped ({error})") from None
+    pid: int
+    descriptor: int
+    inode: int
+    secret: bytes
+    start: int
+    size: int
 
-    @classmethod
-    def make(cls) -> Block:
-        """A new block, all of it reserved.
-
-        Raises:
-            NoBlock: if this system has none, or no memory for it.
-        """
-        if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
-            raise NoBlock("this system has no memory without a name (memfd)")
-        try:
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise NoBlock(f"it cannot be made ({error.strerror})") from None
-        try:
-            # Without this, memory that is not there would be missed at the first write, by a signal that kills.
-            os.posix_fallocate(descriptor, 0, _SIZE)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            secret = secrets.token_bytes(_SECRET)
-            os.pwrite(descriptor, secret, 0)
-        except OSError as error:
-            os.close(descriptor)
-            raise NoBlock(f"no memory for {_SIZE} bytes of it ({error.strerror})") from None
-        inode = os.fstat(descriptor).st_ino
-        return cls(descriptor, _DESCRIPTION.pack(os.getpid(), descriptor, inode, secret))
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _PLACE.pack(*self)
 
     @classmethod
-    def attach(cls, description: bytes) -> Block:
-        """The block that another process described, or this one.
-
-        Raises:
-            NoBlock: if the description does not lead to a block of this user's on this host, with the secret in it.
-        """
-        if len(description) != _DESCRIPTION.size:
+    def unpack(cls, place: bytes) -> Place:
+        """From bytes that anybody may have sent. Raises NoBlock."""
+        if len(place) != _PLACE.size:
             raise NoBlock("its description is malformed")
-        pid, number, inode, secret = _DESCRIPTION.unpack(description)
-        path = f"/proc/{pid}/fd/{number}"
-        try:
-            # Whatever else may be open there is not touched: to open some files is to change something.
-            if not _LINK.fullmatch(os.readlink(path)):
-                raise NoBlock("it is not where it is said to be")
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise NoBlock(f"it cannot be seen from the server's process ({error.strerror})") from None
-        try:
-            _verify(descriptor, inode, secret)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(descriptor, description)
+        return cls(*_PLACE.unpack(place))
 
-    def slot(self, index: int, size: int) -> memoryview:
-        """The first ``size`` bytes of the slot whose turn comes at ``index`` (counted on and on)."""
-        start = _FIRST + index % SLOTS * SLOT
-        return memoryview(self._map)[start : start + size]
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
 
-    def fill(self, index: int, parts: list[memoryview]) -> None:
-        """Copies these parts, one behind the other, into the slot whose turn comes at ``index``.
+
+class _Own(NamedTuple):
+    """A block of this process, in `_own` under the address of its first byte of use."""
+
+    size: int
+    descriptor: int
+    inode: int
+    secret: bytes
+
+
+_own: dict[int, _Own] = {}  # without a lock, for which a block that is freed, anywhere, could wait in vain
+
+
+class _Block(mmap.mmap):
+    """The mapping of a block of this process, which is in `_own` for as long as the mapping is there."""
+
+    address = 0
+
+    def __del__(self) -> None:  # comes before the address is anybody else's, as a weak reference's callback does not
+        if self.address:
+            os.close(_own.pop(self.address).descriptor)
+
+
+def shared(size: int) -> memoryview:
+    """``size`` bytes, all of them reserved, in a block of their own, which lives for as long as somebody refers to it.
+
+    Raises:
+        NoBlock: if this system has none, or no memory for it.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+        raise NoBlock("this system has no memory without a name (memfd)")
+    try:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise NoBlock(f"it cannot be made ({error.strerror})") from None
+    try:
+        # Without this, memory that is not there would be missed at the first write, by a signal that kills.
+        os.posix_fallocate(descriptor, 0, _FIRST + size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        secret = secrets.token_bytes(_SECRET)
+        os.pwrite(descriptor, secret, 0)
+        inode = os.fstat(descriptor).st_ino
+        block = _Block(descriptor, _FIRST + size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    except (OSError, ValueError) as error:
+        os.close(descriptor)
+        raise NoBlock(f"there is no memory for {size} bytes of it ({error})") from None
+    memory = memoryview(block)[_FIRST:]
+    _own[_address(memory)] = _Own(size, descriptor, inode, secret)
+    block.address = _address(memory)
+    return memory
+
+
+def memory(size: int) -> memoryview:
+    """``size`` bytes, all 0, shared where they are many and it can be done."""
+    if size >= LEAST:
+        try:
+            return shared(size)
+        except NoBlock as no:
+            _say_once(f"this process shares no memory with others on its host: {no}")
+    return memoryview(np.zeros(size, np.uint8))  # type: ignore[arg-type]  # arrays are buffers
+
+
+def place_of(buffers: Sequence[memoryview]) -> Place | None:
+    """Where these bytes lie, if they lie in one block of this process, each buffer right behind the one before.
+
+    Args:
+        buffers: of bytes, none of them empty.
+    """
+    if not buffers:
+        return None
+    start = end = _address(buffers[0])
+    for buffer in buffers:
+        if _address(buffer) != end:
+            return None
+        end += len(buffer)
+    for first, own in tuple(_own.items()):
+        if first <= start and end <= first + own.size:
+            return Place(os.getpid(), own.descriptor, own.inode, own.secret, start - first, end - start)
+    return None
+
+
+class Views:
+    """Blocks of other processes, mapped to be read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[int, bytes], tuple[Place, mmap.mmap]] = {}
+
+    def look(self, place: Place) -> memoryview:
+        """The bytes there; what is written to them is seen by nobody else.
 
         Raises:
-            ValueError: if the block has been closed.
+            NoBlock: if ``place`` does not lie in a block of this user's on this host, with the secret in it.
         """
-        Filling([self.slot(index, total(parts))]).write_all(parts)
+        key = place.inode, place.secret
+        with self._lock:
+            self._drop()
+            if key not in self._mapped:
+                self._mapped[key] = place, _mapped(place)
+            mapped = self._mapped[key][1]
+        if place.start + place.size > len(mapped) - _FIRST:
+            raise NoBlock(f"it is smaller than {place.start + place.size} bytes")
+        return memoryview(mapped)[_FIRST + place.start :][: place.size]
+
+    def drop(self) -> None:
+        """Lets go of the blocks that their owners gave up; the memory goes once nothing refers to it any more."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        for key, (place, _) in list(self._mapped.items()):
+            try:
+                there = os.stat(place.path).st_ino == place.inode
+            except OSError:
+                there = False
+            if not there:
+                del self._mapped[key]
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        with contextlib.suppress(BufferError):  # another thread is copying: the mapping goes with its last slot
-            self._map.close()
+        """Lets go of all."""
+        with self._lock:
+            self._mapped.clear()
 
 
-def _verify(descriptor: int, inode: int, secret: bytes) -> None:
+def _mapped(place: Place) -> mmap.mmap:
+    try:
+        # Whatever else may be open there is not touched: to open some files is to change something.
+        if not _LINK.fullmatch(os.readlink(place.path)):
+            raise NoBlock("it is not where it is said to be")
+        descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise NoBlock(f"it cannot be seen from the other process ({error.strerror})") from None
+    try:
+        size = _verified(descriptor, place)
+        # Private: what a mistake here would write is not written to its owner's memory.
+        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise NoBlock(f"it cannot be mapped ({error})") from None
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):  # an older Linux: pages come as they are read
+        mapped.madvise(_POPULATE_READ)
+    return mapped
+
+
+def _verified(descriptor: int, place: Place) -> int:
+    """The size of the block."""
     found = os.fstat(descriptor)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
         sealed = False
-    if not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ino == inode and sealed):
+    if not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ino == place.inode and sealed):
         raise NoBlock("it is not a sealed block of this user's")
-    if found.st_size != _SIZE:
-        raise NoBlock(f"it has {found.st_size} bytes instead of {_SIZE}")
-    if not hmac.compare_digest(os.pread(descriptor, _SECRET, 0), secret):
+    if not hmac.compare_digest(os.pread(descriptor, _SECRET, 0), place.secret):
         raise NoBlock("it does not hold the secret")
+    return found.st_size
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+_said: set[str] = set()
+
+
+def _say_once(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        _LOG.warning("hetpipe: %s; weights go by gRPC, which is slower", sentence)

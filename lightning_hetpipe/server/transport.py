@@ -1,7 +1,8 @@
 """What carries calls between virtual workers and servers, as one interface: a method, a short header, a large body.
 
-There are three carriers, alike in all that a caller can see: gRPC, gRPC with the bodies in shared memory, and memory
-alone within one process (for tests). ``tests/server/test_transport.py`` says what each of them keeps.
+There are three carriers, alike in all that a caller can see: gRPC; gRPC with the bodies read where they lie, in memory
+that both sides see (``shared_memory``); and memory alone within one process (for tests).
+``tests/server/test_transport.py`` says what each of them keeps.
 """
 
 from __future__ import annotations
@@ -43,10 +44,15 @@ class Handler(Protocol):
     `Refused`, whose sentence reaches the client as a `Refused`; any other exception is logged, and is one there too.
     """
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         """Where to write the request's body: ``size`` contiguous, writable bytes (0 where there is no body).
 
         The place to refuse: nothing of the body has been kept yet.
+
+        Args:
+            offered: the body itself, whole already, in the client's memory, where that can be seen. If just this is
+                returned nothing is copied, and the handler may keep it, also when the client dies; but it must have
+                agreed with the client on how long the client leaves it as it is, and must not write to it.
         """
         ...
 
@@ -75,7 +81,7 @@ class Channel(Protocol):
         Args:
             method: a name that the handler knows.
             header: at most `HEADER_LIMIT` bytes.
-            body: contiguous; read while the call lasts.
+            body: contiguous; read while the call lasts, or for longer where the handler keeps what it is offered.
             into: where to write the reply's body, which must be exactly as large; in an undefined state if this raises.
             timeout: seconds for all of it.
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 import lightning_hetpipe
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server import frames
-from lightning_hetpipe.server.frames import CHUNK, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_server import MANY, ONE, SERVICE, GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.shared_memory import SLOT, Block
+from lightning_hetpipe.server.shared_memory import LEAST, memory, place_of
 from lightning_hetpipe.server.transport import HEADER_LIMIT, Refused, Unreachable
 from tests.server.transports import PATIENCE, Desk, eventually
 
@@ -115,9 +115,10 @@ def send(server: GrpcServer, method: str, *messages: bytes, timeout: float | Non
         b"\xff" * 1000,
         ECHO.pack()[:-1],
         ECHO.pack() + b"x",
-        b"HPT\x02" + ECHO.pack()[4:],
+        b"HPT\x01" + ECHO.pack()[4:],
         ECHO.pack()[:4] + b"\x07" + ECHO.pack()[5:],
-        Opening("echo", b"", 10, 10, block=b"not a block").pack()[:-5],
+        Opening("echo", b"", 10, 10, b"not a place").pack()[:-5],
+        Opening("echo", b"", 10, 10, b"not a place").pack(),
     ],
 )
 def test_openings_that_are_none_are_refused(server: GrpcServer, desk: Desk, message: bytes) -> None:
@@ -135,13 +136,30 @@ def test_a_body_must_be_as_long_as_it_says(server: GrpcServer, desk: Desk) -> No
     assert send(server, MANY, ECHO.pack(), bytes(4), bytes(6)) == grpc.StatusCode.OK
 
 
-def test_a_blocks_signals_must_be_signals(server: GrpcServer, desk: Desk) -> None:
-    with closing(Block.make()) as block:
-        opening = Opening("echo", b"", SLOT, 0, block.description).pack()
-        for messages in ([], [b"-"], [b"++"], [bytes(CHUNK)]):
-            assert send(server, MANY, opening, *messages) == grpc.StatusCode.INVALID_ARGUMENT
-            assert desk.abandonments.acquire(timeout=PATIENCE)
-    assert desk.ran() == []
+def test_a_body_that_lies_elsewhere_must_be_as_long_as_it_says(server: GrpcServer, desk: Desk) -> None:
+    block = memory(LEAST)
+    place = place_of([block])
+    assert place is not None
+    for size in (LEAST - 1, LEAST + 1):
+        assert (
+            send(server, MANY, Opening("echo", b"", size, 0, place.pack()).pack()) == grpc.StatusCode.INVALID_ARGUMENT
+        )
+    beyond = place._replace(start=1).pack()
+    assert send(server, MANY, Opening("echo", b"", LEAST, 0, beyond).pack()) == grpc.StatusCode.OK  # that it is unseen
+    assert desk.calls == []
+
+
+def test_of_a_reply_that_is_read_where_it_lies_it_must_be_said(server: GrpcServer, desk: Desk) -> None:
+    block = memory(LEAST)
+    place = place_of([block])
+    assert place is not None
+    opening = Opening("echo", b"", LEAST, LEAST, place.pack(), sees=True).pack()
+    for words in ([], [b"?"], [b""]):
+        assert send(server, MANY, opening, *words) == grpc.StatusCode.INVALID_ARGUMENT
+        assert desk.done.acquire(timeout=PATIENCE)
+    for word in (READ, UNSEEN):
+        assert send(server, MANY, opening, word) == grpc.StatusCode.OK
+        assert desk.done.acquire(timeout=PATIENCE)
 
 
 def test_messages_that_are_too_large_and_unknown_methods_are_refused(server: GrpcServer, desk: Desk) -> None:
@@ -274,13 +292,13 @@ def test_headers_have_a_limit(server: GrpcServer) -> None:
             channel.call("echo", header + b"a")
 
 
-@given(st.binary(max_size=200), st.binary(max_size=20), st.integers(0, 1 << 60), st.binary(max_size=40))
+@given(st.binary(max_size=200), st.binary(max_size=20), st.integers(0, 1 << 60), st.binary(max_size=40), st.booleans())
 def test_openings_come_back_and_any_other_bytes_are_malformed(
-    header: bytes, cut: bytes, size: int, block: bytes
+    header: bytes, cut: bytes, size: int, place: bytes, sees: bool
 ) -> None:
-    opening = Opening("push", header, size, 7, block)
+    opening = Opening("push", header, size, 7, place, sees)
     assert Opening.unpack(opening.pack()) == opening
-    answer = Answer(Outcome.REPLY, header, size)
+    answer = Answer(Outcome.REPLY, header, size, place)
     assert Answer.unpack(answer.pack()) == answer
     for unpack, message in ((Opening.unpack, cut + opening.pack()), (Answer.unpack, cut + answer.pack())):
         if cut:

@@ -41,7 +41,7 @@ class Counter:
     def __init__(self, first: int) -> None:
         self.count = first
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         return memoryview(bytearray(size))
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:

@@ -1,4 +1,4 @@
-"""Blocks: nothing is left of them, nobody else's memory is taken for one, and without them gRPC carries the bodies."""
+"""Shared memory: nothing is left of it, no other memory is taken for it, and without it gRPC carries the bodies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import socket
-import struct
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -15,16 +14,16 @@ import pytest
 from lightning_hetpipe.server import shared_memory
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.shared_memory import SLOT, SLOTS, Block, NoBlock
-from tests.server.transports import Desk
+from lightning_hetpipe.server.shared_memory import LEAST, NoBlock, Place, Views, memory, place_of, shared
+from tests.server.transports import Desk, eventually
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")
 
-SIZE = SLOT * SLOTS + 5
+SIZE = 8 * LEAST + 5
 
 
 def blocks() -> int:
-    """How many blocks this process has open or mapped."""
+    """How many blocks this process has open."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself
@@ -33,97 +32,139 @@ def blocks() -> int:
     return len(found)
 
 
-def test_both_sides_see_the_same_memory() -> None:
-    made = Block.make()
-    attached = Block.attach(made.description)
-    made.slot(SLOTS + 1, SLOT)[:3] = b"abc"  # counted on and on: the second slot
-    seen = bytes(attached.slot(1, 3))  # not in the assertion, which would keep the slot, and so the mapping
-    assert seen == b"abc"
-    made.close()
-    attached.close()
-    assert blocks() == 0
+def maps() -> list[str]:
+    """The mappings of blocks, their owners' and their readers'."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:hetpipe" in line]
+
+
+def place(block: memoryview) -> Place:
+    found = place_of([block])
+    assert found is not None
+    return found
+
+
+def test_others_see_a_block_and_do_not_change_it() -> None:
+    block = shared(SIZE)
+    with closing(Views()) as views:
+        seen = views.look(place(block[7:]))
+        assert len(seen) == SIZE - 7
+        block[7:10] = b"abc"
+        assert bytes(seen[:3]) == b"abc"
+        seen[:3] = b"xyz"
+        assert bytes(block[7:10]) == b"abc"
+        assert len(maps()) == 2
+        del block, seen
+    assert (blocks(), maps()) == (0, [])
+
+
+def test_a_block_that_its_owner_gives_up_goes_when_nothing_refers_to_it() -> None:
+    block, views = shared(SIZE), Views()
+    block[0] = 7
+    seen = views.look(place(block))
+    del block
+    views.drop()
+    assert seen[0] == 7  # what a dead client has sent is still there
+    del seen
+    assert (blocks(), maps()) == (0, [])
+
+
+def test_only_one_piece_of_one_block_has_a_place() -> None:
+    one, other, small = memory(LEAST), memory(LEAST), memory(LEAST - 1)
+    assert place_of([one[1:3], one[3:9]]) == place(one)._replace(start=1, size=8)
+    assert place_of([one[1:3], one[4:9]]) is None
+    assert place_of([one, other]) is None
+    assert place_of([small]) is None
+    assert place_of([memoryview(bytearray(LEAST))]) is None
+    assert place_of([]) is None
 
 
 def test_a_block_cannot_be_cut_off_under_its_reader() -> None:
     """A reader beyond the end would be killed by SIGBUS."""
-    with closing(Block.make()) as block:
-        number = struct.unpack_from("<II", block.description)[1]
-        for size in (0, 1 << 30):
-            with pytest.raises(PermissionError):
-                os.ftruncate(number, size)
+    block = shared(SIZE)
+    for size in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(place(block).descriptor, size)
 
 
 def test_what_is_no_block_is_not_taken_for_one(tmp_path: Path) -> None:
-    def described(pid: int, number: int, inode: int, secret: bytes) -> bytes:
-        return struct.pack("<IIQ16s", pid, number, inode, secret)
-
-    with closing(Block.make()) as block, (tmp_path / "file").open("wb+") as file, socket.socket() as open_socket:
-        pid, number, inode, secret = struct.unpack("<IIQ16s", block.description)
+    block = shared(SIZE)
+    right = place(block)
+    with (tmp_path / "file").open("wb+") as file, socket.socket() as open_socket, closing(Views()) as views:
         other = os.memfd_create("hetpipe", os.MFD_ALLOW_SEALING)
         wrong = {
-            "is malformed": [b"", block.description[:-1], block.description + b"x", b"../../dev/mem"],
             "is not where it is said to be": [
-                described(pid, file.fileno(), os.fstat(file.fileno()).st_ino, secret),
-                described(pid, open_socket.fileno(), inode, secret),
+                right._replace(descriptor=file.fileno(), inode=os.fstat(file.fileno()).st_ino),
+                right._replace(descriptor=open_socket.fileno()),
             ],
-            "cannot be seen": [described(pid, 999_999, inode, secret), described(2**32 - 1, number, inode, secret)],
+            "cannot be seen": [right._replace(descriptor=999_999), right._replace(pid=2**32 - 1)],
             "is not a sealed block": [
-                described(pid, number, inode + 1, secret),
-                described(pid, other, os.fstat(other).st_ino, secret),
+                right._replace(inode=right.inode + 1),
+                right._replace(descriptor=other, inode=os.fstat(other).st_ino),
             ],
-            "does not hold the secret": [described(pid, number, inode, bytes(16))],
+            "does not hold the secret": [right._replace(secret=bytes(16))],
+            "is smaller than": [right._replace(size=SIZE + 1), right._replace(start=1), right._replace(start=2**63)],
         }
-        for says, descriptions in wrong.items():
-            for description in descriptions:
+        for says, places in wrong.items():
+            for each in places:
                 with pytest.raises(NoBlock, match=says):
-                    Block.attach(description)
+                    views.look(each)
         os.close(other)
-    assert blocks() == 0
+        assert views.look(right) == block
+        with pytest.raises(NoBlock, match="does not hold"):  # also once the right one is known
+            views.look(right._replace(secret=bytes(16)))
+    for malformed in (b"", right.pack()[:-1], right.pack() + b"x", b"../../dev/mem"):
+        with pytest.raises(NoBlock, match="is malformed"):
+            Place.unpack(malformed)
+    assert Place.unpack(right.pack()) == right
 
 
-def test_a_block_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Block.make()) as block:
-        monkeypatch.setattr(shared_memory, "_SIZE", shared_memory._SIZE + 4096)
-        with pytest.raises(NoBlock, match="bytes instead of"):
-            Block.attach(block.description)
+def test_blocks_of_clients_that_are_gone_are_let_go_of_at_anybodys_next_call() -> None:
+    desk = Desk()
+    with GrpcServer(desk) as server, closing(GrpcChannel(server.address)) as other:
+        with closing(GrpcChannel(server.address)) as channel:
+            channel.call("keep", b"", [shared(SIZE)], [memoryview(bytearray(SIZE))])
+        desk.kept.clear()
+
+        def gone() -> bool:
+            other.call("echo", b"")
+            return maps() == []
+
+        eventually(gone, "the server holds the memory of a client that is gone")
 
 
-def test_bodies_go_through_one_block_that_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
-    with GrpcServer(Desk()) as server, closing(GrpcChannel(server.address)) as channel:
-        body = bytearray(SIZE)
-        for _ in range(3):
-            channel.call("echo", b"", [memoryview(body)], [memoryview(body)])
-            assert blocks() == 1  # the client's; the server has closed its own
-    assert blocks() == 0
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("where", ["client", "server"])
-def test_without_room_for_a_block_grpc_carries_and_it_is_said_once(
+@pytest.mark.parametrize("where", ["allocation", "server", "client"])
+def test_without_shared_memory_grpc_carries_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def unseen(_: bytes) -> Block:
-        raise NoBlock("it cannot be seen from the server's process (Permission denied)")
-
-    if where == "client":
+    monkeypatch.setattr(shared_memory, "_said", set())
+    if where == "allocation":
         monkeypatch.setattr(os, "posix_fallocate", full)
-    else:
-        monkeypatch.setattr(Block, "attach", unseen)
     desk = Desk()
     with (
         caplog.at_level(logging.WARNING),
         GrpcServer(desk) as server,
         closing(GrpcChannel(server.address)) as channel,
     ):
+        look = Views.look
+
+        def unseen(views: Views, at: Place) -> memoryview:
+            if (views is channel._views) == (where == "client"):
+                raise NoBlock("it cannot be seen from the other process (Permission denied)")
+            return look(views, at)
+
+        if where != "allocation":
+            monkeypatch.setattr(Views, "look", unseen)
         for fill in range(3):
-            body, back = bytearray([fill]) * SIZE, bytearray(SIZE)
-            channel.call("echo", b"", [memoryview(body)], [memoryview(back)])
+            body, back = memory(SIZE), bytearray(SIZE)
+            body[:] = bytes([fill]) * SIZE
+            channel.call("echo", b"", [body], [memoryview(back)])
             assert back == body
+            del body
     assert desk.ran() == ["echo"] * 3
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "by gRPC, which is slower than shared memory" in said
-    assert ("No space left" if where == "client" else "Permission denied") in said
+    assert "by gRPC, which is slower" in said
+    assert ("No space left" if where == "allocation" else "Permission denied") in said
     assert blocks() == 0

@@ -18,6 +18,7 @@ from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.memory_transport import MemoryChannel, MemoryServer
 from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.shared_memory import memory
 from lightning_hetpipe.server.transport import Channel, Handler, Refused, Reply, Server
 
 KINDS = ("memory", "grpc", "tls", "block")
@@ -28,8 +29,8 @@ PATIENCE = 30.0
 class Desk:
     """A handler that records what it is called for, and waits where a test wants it to.
 
-    Methods: ``echo``; ``refuse`` in open, ``decline`` in run; ``fail`` in run; ``hold`` in run, ``hold open`` in open,
-    until the test sets ``go``.
+    Methods: ``echo``; ``keep``, which leaves the body where the client has it, if it may; ``refuse`` in open,
+    ``decline`` in run; ``fail`` in run; ``hold`` in run, ``hold open`` in open, until the test sets ``go``.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Desk:
         self.held = threading.Semaphore(0)
         """Released once for each call that begins to wait."""
         self.go = threading.Event()
+        self.kept: list[memoryview] = []
         self.abandonments = threading.Semaphore(0)
         self.done = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -49,13 +51,16 @@ class Desk:
         self.held.release()
         assert self.go.wait(PATIENCE), "nobody said go"
 
-    def open(self, method: str, header: bytes, size: int) -> memoryview:
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         if method == "refuse":
             raise Refused("not today, because of the weather")
         if method == "hold open":
             self._hold()
         self._note("open", method, size)
-        return memoryview(bytearray(size))
+        if method == "keep" and offered is not None:
+            self.kept.append(offered)
+            return offered
+        return memory(size)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         self._note("run", method, body.nbytes)

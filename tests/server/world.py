@@ -84,8 +84,8 @@ class World:
     lossy: bool = False
     """A VW has died: what the updates are divided by, and which there are, is not known beforehand."""
     vws: dict[int, VW] = field(default_factory=dict)
-    sent: list[tuple[int, Request | ShardRequest, bytes]] = field(default_factory=list)
-    """Every request, with its body: any of them may arrive again."""
+    sent: list[tuple[int, Request | ShardRequest, bytes | memoryview]] = field(default_factory=list)
+    """Every request, with its body: any of them may arrive again. The memory of a VW is seen as it is by then."""
     updates: dict[Mark, list[Tensor]] = field(default_factory=dict)
     starts: int = 0
     cuts: dict[int, int] = field(default_factory=dict)
@@ -130,10 +130,11 @@ class World:
         """An idle VW ends a wave, or comes to a cut."""
         one = self.vws[vw]
         if update:
-            one.update = [self._random(layout) for layout in self.layouts]
             mark = Mark(vw, one.member.incarnation, one.member.clock)
             assert mark not in self.updates
-            self.updates[mark] = one.update
+            self.updates[mark] = [self._random(layout) for layout in self.layouts]
+            for block, values in zip(one.update, self.updates[mark], strict=True):
+                block.copy_(values)  # the same memory in every wave: what a server still needs of it would be lost
             one.waves += 1
         if cut:
             one.member.arrive(cut, update=update)
@@ -177,10 +178,11 @@ class World:
                     count = self.cuts.setdefault(one.member.cut, one.member.point.count)
                     assert one.member.point.count == count, "VWs take different weights at a cut"
 
-    def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes:
+    def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes | memoryview:
         match action.body:
             case Body.UPDATE:
-                return bytes(memory_of(one.update[server]))
+                update = memory_of(one.update[server])
+                return update if one.member.vw % 2 == 0 else bytes(update)  # every other VW is on the servers' host
             case Body.WEIGHTS:
                 return bytes(memory_of(one.weights[one.member.newest][server]))
             case Body.PART:
@@ -190,7 +192,7 @@ class World:
         return b""
 
     def _send(
-        self, server: int, message: Request | ShardRequest, body: bytes, fault: Fault
+        self, server: int, message: Request | ShardRequest, body: bytes | memoryview, fault: Fault
     ) -> tuple[Answer | None, bytes]:
         self.sent.append((server, message, body))
         if fault is Fault.LOST_REQUEST:
@@ -201,21 +203,23 @@ class World:
         return (None, b"") if fault in (Fault.LOST_REPLY, Fault.CUT_OFF) else (answer, reply)
 
     def deliver(
-        self, server: int, message: Request | ShardRequest, body: bytes, half: bool = False
+        self, server: int, message: Request | ShardRequest, body: bytes | memoryview, half: bool = False
     ) -> tuple[Answer, bytes]:
         """A request arrives at a server."""
         message = decode(encode(message))
         one = self.server[server]
         if not isinstance(message, ShardRequest):
-            answer, parts = one.coordinator.handle(message, self.now, body)
+            answer, parts = one.coordinator.handle(message, self.now, bytes(body))
             return answer, b"".join(parts)
         try:
-            memory = one.shard.open(message, len(body))
+            memory = one.shard.open(message, len(body), body if isinstance(body, memoryview) else None)
             if half:
-                memory[: len(body) // 2] = body[: len(body) // 2]
+                if memory is not body:
+                    memory[: len(body) // 2] = body[: len(body) // 2]
                 one.shard.abandoned(message)
                 return Refused("", Refusal.BUSY, "half of it came"), b""
-            memory[:] = body
+            if memory is not body:
+                memory[:] = body
             if isinstance(message, Stage):
                 one.shard.examine(message, memory)
         except RemoteFault as refused:
@@ -329,7 +333,7 @@ class World:
 def add_blocks(layouts: Sequence[Layout], total: Sequence[Tensor], update: Sequence[Tensor], divisor: int) -> None:
     for layout, block, more in zip(layouts, total, update, strict=True):
         for weight, each in zip(layout.views(block), layout.views(more.clone()), strict=True):
-            add(weight, each, divisor)
+            add(weight, [(each, divisor)])
 
 
 def commits(*marks: tuple[int, int]) -> tuple[Commit, ...]:
