@@ -157,6 +157,12 @@ class Client:
             self._take(update)
         return self._do(lambda: self.member.synchronise(cut=cut))
 
+    def room(self) -> list[Tensor]:
+        """Where an update may be written, before ``synchronise`` or ``arrive`` is given it: then nothing is copied."""
+        with self._busy:
+            self.member.check_idle()
+        return self._in_order(self._update_layouts, self._update)
+
     def arrive(self, cut: int, update: Sequence[Tensor] | None = None, *, admit: bool = False) -> list[Tensor]:
         """Waits at a cut for all others, after pushing a short wave's ``update``; returns the weights that all get."""
         with self._busy:
@@ -215,10 +221,9 @@ class Client:
                         f"the update of wave {wave} has a NaN or infinity in '{parameter.name}', and is not pushed"
                     )
 
-    def _pull(self) -> list[Tensor]:
+    def _in_order(self, layouts: Sequence[Layout], blocks: Sequence[Tensor]) -> list[Tensor]:
         found: dict[int, Tensor] = {}
-        blocks = self._weights[self.member.newest]
-        for indices, layout, block in zip(self._placement, self._weight_layouts, blocks, strict=True):
+        for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
             found.update(zip(indices, layout.views(block), strict=True))
         return [found[index] for index in sorted(found)]
 
@@ -227,7 +232,7 @@ class Client:
             self.check()
             begin()
             self._drive()
-            return self._pull()
+            return self._in_order(self._weight_layouts, self._weights[self.member.newest])
 
     def _drive(self) -> None:
         """Lets the member have its way until it has nothing more to do."""

@@ -9,7 +9,8 @@ of /dev/shm applies, and Python's resource tracker, which unlinks what attached 
 it. Readers open it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same user only. Its size is sealed,
 so that nobody can cut it off under a reader, which would be killed by that (SIGBUS). A secret in the block itself
 proves that both sides see the same memory; where they do not (another host, another pid namespace, another user, not
-Linux) bodies go through messages.
+Linux) bodies go through messages. So they do between network namespaces: who keeps processes apart like that means them
+to talk over the link between.
 
 Bounds: a block is as large as what was asked for, and a page. To map one takes a fifth of a second for each GiB, so
 readers keep their mappings; one whose owner has given the block up is dropped at the reader's next call, whoever's it
@@ -39,7 +40,7 @@ LEAST = 1 << 18
 
 _SECRET = 16
 _FIRST = mmap.PAGESIZE  # where the bytes begin that are of use; the secret stands before
-_PLACE = struct.Struct(f"<IIQ{_SECRET}sQQ")
+_PLACE = struct.Struct(f"<QIIQ{_SECRET}sQQ")
 _NAME = "hetpipe"
 _LINK = re.compile(rf"/memfd:{_NAME}(?: \(deleted\))?")
 _POPULATE_READ = 22  # madvise's MADV_POPULATE_READ, from Linux 5.14 on, which Python does not name before 3.13
@@ -54,6 +55,7 @@ class NoBlock(Exception):
 class Place(NamedTuple):
     """Where bytes lie in a block, as another process needs to know it."""
 
+    network: int
     pid: int
     descriptor: int
     inode: int
@@ -153,7 +155,7 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
         end += len(buffer)
     for first, own in tuple(_own.items()):
         if first <= start and end <= first + own.size:
-            return Place(os.getpid(), own.descriptor, own.inode, own.secret, start - first, end - start)
+            return Place(_network(), os.getpid(), own.descriptor, own.inode, own.secret, start - first, end - start)
     return None
 
 
@@ -200,7 +202,14 @@ class Views:
             self._mapped.clear()
 
 
+def _network() -> int:
+    """The network namespace of this process."""
+    return os.stat("/proc/self/ns/net").st_ino
+
+
 def _mapped(place: Place) -> mmap.mmap:
+    if place.network != _network():
+        raise NoBlock("it is in another network namespace")
     try:
         # Whatever else may be open there is not touched: to open some files is to change something.
         if not _LINK.fullmatch(os.readlink(place.path)):

@@ -153,9 +153,15 @@ class Synchroniser:
     def _update(self, computing: Computing) -> list[Tensor]:
         """w_local - w at the last synchronisation, in the dtype in which it travels."""
         with computing():
-            updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
             if self._dtype is None:
-                return updates
+                room = self.group.weights.room()
+                for (_, parameter), last, place in zip(self._named, self._last, room, strict=True):
+                    if last.device == place.device:
+                        torch.sub(parameter.detach(), last, out=place)
+                    else:
+                        place.copy_(parameter.detach() - last)
+                return room
+            updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
             wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
             sent = [update.to(self._dtype) for update in wanted]
             self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.waves import waves
 from lightning_hetpipe.server.client import Cancelled, Client
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import (
     NOTHING,
     AskStatus,
@@ -31,6 +34,7 @@ from lightning_hetpipe.server.messages import (
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
+from lightning_hetpipe.server.shared_memory import LEAST
 from lightning_hetpipe.server.transport import Refused
 from tests import oracle
 from tests.models import SGD, Learner, mlp, vectors
@@ -249,6 +253,25 @@ def test_an_update_with_a_nan_is_not_pushed_and_named() -> None:
             client.synchronise(update)
         update[2][0, 0] = 0
         assert oracle.difference(before, client.synchronise(update)) is None
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_an_update_is_added_from_where_a_vw_on_the_servers_host_wrote_it(shared_memory: bool) -> None:
+    size = 2 * LEAST
+    signature = Signature("", 1, 0, "sum", 1, (), (Parameter("w", (size // 4,), "float32", "float32"),))
+    service = Service(30.0)
+    with (
+        GrpcServer(service) as server,
+        closing(GrpcChannel(server.address, shared_memory=shared_memory)) as channel,
+        Client([channel], signature, [[0]], 0, 0, timeout=WAIT, patience=WAIT) as client,
+    ):
+        client.join([torch.ones(size // 4)])
+        for wave in range(3):
+            (room,) = client.room()
+            room.fill_(wave)
+            (weights,) = client.synchronise([room] if wave % 2 else [room.clone()])
+            assert torch.equal(weights, torch.full_like(weights, 1 + sum(range(wave + 1))))
+            assert service.bytes_held == (1 if shared_memory else 2) * size
 
 
 def test_a_vw_with_another_model_is_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.messages import Hello, Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import Commit, Mark, Refusal, RemoteFault
-from lightning_hetpipe.server.shard import Layout, Shard, block_of, memory_of
+from lightning_hetpipe.server.shard import CHUNK, Layout, Shard, add, block_of, copy_finite, memory_of
 from tests.server.world import commits, parameter
 
 PARAMETERS = (parameter("a", [3], "bfloat16"), parameter("b", [2, 2]), parameter("c", [], "float64"))
@@ -174,6 +175,64 @@ def test_one_body_at_a_time_of_each_vw() -> None:
     del memory
     send(shard, Stage(1, 0, "g", 0), update)
     assert shard.bytes_held == 3 * len(update)  # the weights, VW 1's, and what is still to come of VW 2's
+
+
+def test_an_update_that_the_server_sees_stays_where_it_is_and_as_it_is() -> None:
+    shard, update = loaded(), memoryview(bytearray(update_of(1.0)))
+    stage = Stage(1, 0, "g", 0)
+    assert shard.open(stage, len(update), update) is update
+    shard.run(stage, update)
+    before = bytes(update)
+    weights = read(shard, 0, (Commit(Mark(1, 0, 0), 3),))
+    assert weights[2].item() == 1 / 3
+    assert bytes(update) == before  # the VW needs it if the server dies
+    assert shard.staged == {}
+    assert shard.bytes_held == len(update)  # the weights
+
+
+def test_weights_come_into_memory_of_the_shards_own() -> None:
+    shard = Shard("epoch")
+    theirs = memoryview(bytearray(update_of(1.0)))
+    load = Load(0, 0, "g", "epoch", (), PARAMETERS)
+    assert shard.open(load, len(theirs), theirs) is not theirs
+
+
+def test_updates_that_are_sent_come_into_the_same_memory_wave_after_wave() -> None:
+    shard, update = loaded(), update_of(1.0)
+    places = set()
+    for clock in range(3):
+        memory = shard.open(Stage(1, 0, "g", clock), len(update))
+        places.add(np.asarray(memory).ctypes.data)
+        memory[:] = update
+        shard.run(Stage(1, 0, "g", clock), memory)
+        read(shard, clock, (Commit(Mark(1, 0, clock), 1),))
+    assert len(places) == 1
+    assert shard.bytes_held == 2 * len(update)
+
+
+def test_a_commit_that_is_named_twice_is_refused_and_nothing_is_added() -> None:
+    shard, update = loaded(), update_of(1.0)
+    send(shard, Stage(1, 0, "g", 0), update)
+    assert refused(shard, Read(0, 0, "g", 0, commits((1, 0), (1, 0)))) is Refusal.MALFORMED
+    assert read(shard, 0, ())[2].item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_what_is_larger_than_a_chunk_is_worked_on_to_its_end(dtype: torch.dtype) -> None:
+    source = torch.randint(0, 9, (CHUNK + 2, 2)).to(dtype)
+    target = torch.zeros_like(source)
+    assert copy_finite(target, source.t().contiguous().t())
+    assert torch.equal(target, source)
+    target.zero_()
+    assert copy_finite(target, source)
+    assert torch.equal(target, source)
+    add(target, [(source, 1), (source, 1)])
+    assert torch.equal(target, source + source + source)
+    assert copy_finite(target, target)
+    if dtype.is_floating_point:
+        source[-1, -1] = float("nan")
+        assert not copy_finite(target, source)
+        assert not copy_finite(source, source)
 
 
 def test_weights_whose_sender_dies_can_be_loaded_again() -> None:

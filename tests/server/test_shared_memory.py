@@ -92,6 +92,7 @@ def test_what_is_no_block_is_not_taken_for_one(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb+") as file, socket.socket() as open_socket, closing(Views()) as views:
         other = os.memfd_create("hetpipe", os.MFD_ALLOW_SEALING)
         wrong = {
+            "is in another network namespace": [right._replace(network=right.network + 1)],
             "is not where it is said to be": [
                 right._replace(descriptor=file.fileno(), inode=os.fstat(file.fileno()).st_ino),
                 right._replace(descriptor=open_socket.fileno()),
