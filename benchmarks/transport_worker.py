@@ -165,7 +165,7 @@ def serve(job: Job) -> None:
         "bare": lambda: bare_server(job),
         "whole": lambda: whole_server(job),
     }
-    held = {"socket": 1 + job.clients, "bare": 0, "whole": 1, "block": 1}.get(job.carrier, 1 + job.clients) * job.size
+    held = 0 if job.carrier == "bare" else (1 + job.clients) * job.size
     before = peak()
     server = servers.get(job.carrier, lambda: GrpcServer(Sums(job), security=job.security()))()
     with server as running:

@@ -27,8 +27,12 @@ shards, and the VWs push again, in VW order, what that pull lacks.
 Every request can be repeated at any time: it is answered again, and acts once. None blocks: what cannot be answered yet
 is answered ``NotYet``, with the reason, and asked again. All times are arguments.
 
+**An update stays as it is until a pull of its VW's own includes it**, so that the VW can send it again, and a server on
+its host can add it from where the VW wrote it.
+
 Bounds: a shard holds its weights and one update per VW, (1 + N) times its bytes (``shard``); a VW holds the weights of
-its last pull, those that are arriving and one update, three times the model's bytes (``client``).
+its last pull, those that are arriving and one update, three times the model's bytes (``client``). An update that a
+server adds from the VW's memory exists once, and counts for both.
 """
 
 from __future__ import annotations
