@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
-    from lightning_hetpipe import HetPipeStrategy
 
 Pair = tuple[Tensor, Tensor]
 
@@ -187,9 +186,7 @@ def train_with_strategy(task: Task) -> None:
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
-        window = run(
-            task, strategy, Window(task, cpu_seconds=lambda: time.process_time() + of_server(strategy)), metrics
-        )
+        window = run(task, strategy, Window(task, cpu_seconds=lambda: time.process_time() + of_server()), metrics)
     report = strategy.last_run
     notes: dict[str, object] = {}
     if report is not None:
@@ -205,9 +202,11 @@ def train_with_strategy(task: Task) -> None:
     announce(window.measurement(task.variant, notes))
 
 
-def of_server(strategy: "HetPipeStrategy") -> float:
-    """CPU seconds of the server that `strategy` has started so far; 0 where it has none, or without /proc."""
-    pid = strategy._server.pid if strategy._server is not None else None
+def of_server() -> float:
+    """CPU seconds of the server that this process has started so far; 0 where it has none, or without /proc."""
+    from lightning_hetpipe.strategy import servers
+
+    pid = servers.pid()
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

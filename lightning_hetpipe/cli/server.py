@@ -6,8 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing
 from typing import Any, NoReturn
 
 import hydra
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_hetpipe.cli.composition import refusal
-from lightning_hetpipe.cli.errors import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING
+from lightning_hetpipe.cli.errors import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, errors_passed_on, wants_all
 from lightning_hetpipe.cli.settings import unknown
 from lightning_hetpipe.cli.status import laid_out
 from lightning_hetpipe.errors import SettingError
@@ -29,7 +28,6 @@ STATUS = "status"
 
 _COMMANDS = ("serve", STATUS)
 _KEYS = ["command", "address", "timeout", "security", "service"]
-_FULL_ERROR = "HYDRA_FULL_ERROR"
 _SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
 
 
@@ -45,9 +43,9 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # so that `service._target_: mine.Service` finds ./mine.py
     if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
         sys.argv[1] = f"command={sys.argv[1]}"
-    asked_for_all = os.environ.get(_FULL_ERROR) == "1"
+    asked_for_all = wants_all()
     try:
-        with nullcontext() if asked_for_all else _errors_passed_on():
+        with errors_passed_on():
             _application()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -149,16 +147,6 @@ def _end_with(error: Exception) -> NoReturn:
     if code == WRONG_SETTING:
         print("(HYDRA_FULL_ERROR=1 shows where it was raised.)", file=sys.stderr)
     sys.exit(code)
-
-
-@contextmanager
-def _errors_passed_on() -> Iterator[None]:
-    """Under this variable Hydra raises what went wrong, instead of printing it in its own way and exiting."""
-    os.environ[_FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_FULL_ERROR, None)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def check(config: DictConfig) -> None:
             raise SettingError(f"{key} has no _target_; give {key}._target_=the.dotted.path of what to build.")
     _check_strategy(config)
     _check_least(config)
+    _check_secret(config)
     # Sections before those that refer to them, so that an error names the place where the setting stands.
     for key in sorted(map(str, config), key=lambda name: name == "trainer"):
         _walk(config, key, key)
@@ -125,6 +126,18 @@ def _check_least(config: DictConfig) -> None:
         value = config.trainer.get(flag)
         if isinstance(value, int | float) and value < least:
             raise SettingError(f"trainer.{flag}={written(value)} must be at least {least}.")
+
+
+def _check_secret(config: DictConfig) -> None:
+    """Hydra saves configurations, and command lines can be read."""
+    security = OmegaConf.select(config, "strategy.wsp.security")
+    if not isinstance(security, DictConfig) or OmegaConf.is_interpolation(security, "token"):
+        return
+    if security.get("token") is not None:
+        raise SettingError(
+            "strategy.wsp.security.token stands in the configuration, where others can read it; set HETPIPE_TOKEN"
+            " instead."
+        )
 
 
 def _check_checkpoint(path: Any) -> None:

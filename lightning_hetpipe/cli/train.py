@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -23,16 +22,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.blame import blamed, unwrapped
-from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, report
+from lightning_hetpipe.cli.errors import FAILED, INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
 from lightning_hetpipe.cli.frames import passed
 from lightning_hetpipe.cli.overrides import settled
 from lightning_hetpipe.cli.summary import summary
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy import launcher
 
 T = TypeVar("T")
-
-_FULL_ERROR = "HYDRA_FULL_ERROR"
-
 
 # What to leave out of the callbacks that the configuration lists, where the Trainer's own switch says so.
 _SWITCHES: dict[str, type] = {
@@ -42,6 +39,10 @@ _SWITCHES: dict[str, type] = {
 }
 
 
+_failed: dict[int, int] = {}
+"""Virtual workers without which a job came to its end, and their return codes."""
+
+
 class _WrongSetting(BaseException):
     """Carries a setting's error, its cause, out of Hydra, which would print an Exception in its own way first."""
 
@@ -49,20 +50,21 @@ class _WrongSetting(BaseException):
 def main() -> None:
     """The console script.
 
-    Exit codes: 0; 1 for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
+    Exit codes: 0; 1 for a failure, with its traceback, or of a virtual worker without which the others went on; 2 for a
+    wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
-    asked_for_all = os.environ.get(_FULL_ERROR) == "1"
+    asked_for_all = wants_all()
     try:
-        with nullcontext() if asked_for_all else _errors_passed_on():
+        with errors_passed_on():
             _application()
+        if _failed:  # which was said when their job ended
+            sys.exit(FAILED)
     except KeyboardInterrupt:
-        print("\nhetpipe-train: interrupted.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(ended_by("interrupted", INTERRUPTED))
     except SIGTERMException:
-        print("\nhetpipe-train: terminated.", file=sys.stderr)
-        sys.exit(TERMINATED)
+        sys.exit(ended_by("terminated", TERMINATED))
     except (_WrongSetting, Exception) as caught:
         error = caught.__cause__ if isinstance(caught, _WrongSetting) and caught.__cause__ else caught
         if asked_for_all:
@@ -75,7 +77,7 @@ def main() -> None:
 def _application(config: DictConfig) -> float | None:
     """One job of Hydra's; returns the monitored metric's best value, which sweepers may optimise."""
     try:
-        return run(config)
+        return _job(config)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             raise KeyboardInterrupt from None
@@ -84,6 +86,17 @@ def _application(config: DictConfig) -> float | None:
         if (refusal := blamed(error, config)) is None:
             raise
         raise _WrongSetting from refusal
+
+
+def _job(config: DictConfig) -> float | None:
+    """Runs, and leaves none of the processes that it has started to the next job of a sweep."""
+    try:
+        score = run(config)
+    except BaseException:
+        launcher.finish(failed=True)
+        raise
+    _failed.update(launcher.finish())
+    return score
 
 
 def run(config: DictConfig) -> float | None:
@@ -177,16 +190,6 @@ def _end_progress_bars(trainer: L.Trainer) -> None:
         for name in ("val_progress_bar", "train_progress_bar"):
             with suppress(TypeError):  # there is none yet
                 getattr(shown, name).close()
-
-
-@contextmanager
-def _errors_passed_on() -> Iterator[None]:
-    """Under this variable Hydra raises what went wrong, instead of printing it in its own way and exiting."""
-    os.environ[_FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_FULL_ERROR, None)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,12 @@ def _literal(python: str) -> str:
 def _setting(argument: str, config: DictConfig) -> str | None:
     """The setting of that name: one that is given, else one that could be."""
     found = dict(sections(unresolved(config)))
-    paths = [path for path in ("strategy", "trainer", "model", "data") if path in found]
-    for path in paths:
-        if argument in found[path] and not is_interpolation(found[path][argument]):
-            return f"{path}.{argument}"
-    for path in paths:
-        if argument in parameters(locate(found[path]["_target_"], path))[0]:
-            return f"{path}.{argument}"
+    outer = [path for path in ("strategy", "trainer", "model", "data") if path in found]
+    for paths in (outer, [path for path in found if path not in outer]):
+        for path in paths:
+            if argument in found[path] and not is_interpolation(found[path][argument]):
+                return f"{path}.{argument}"
+        for path in paths:
+            if argument in parameters(locate(found[path]["_target_"], path))[0]:
+                return f"{path}.{argument}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,88 +17,144 @@ from dataclasses import dataclass
 from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import lifeline
 
-OnDeath = Callable[[int, int], None]
+OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
 
-INTERRUPT_REACHES = 1.0
-"""Seconds in which a Ctrl-C, which a terminal sends to all processes, has had its effect on the others."""
+# What ends a process because another one failed, or because somebody wanted it so, explains nothing.
+_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Child:
-    """One virtual worker's process, and our end of its lifeline."""
+    """One virtual worker's process, our end of its lifeline, and what it has said there.
+
+    Attributes:
+        arrived: It has come as far as `Launcher.launch`. Before, an interrupt would show where it was instead.
+        error: The exception that ends it, in words that are the same in every process.
+        said: What it would have printed about that.
+    """
 
     local: int
     process: subprocess.Popen[bytes]
     lifeline: socket.socket
+    arrived: bool = False
+    error: str | None = None
+    said: str = ""
+    unread: bytes = b""
 
     def __str__(self) -> str:
         return f"virtual worker {self.local} (process {self.process.pid})"
 
-    def has_arrived(self) -> bool:
-        """Whether it has come as far as `Launcher.launch`. Before, an interrupt would show where it was instead."""
+    def listen(self) -> None:
+        """Takes in what it has said so far; to be called by one thread at a time."""
         with contextlib.suppress(OSError):
-            return self.lifeline.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
-        return False
+            while part := self.lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
+                self.unread += part
+        *lines, self.unread = self.unread.split(b"\n")
+        for said in map(json.loads, lines):
+            if "arrived" in said:
+                self.arrived, self.error, self.said = True, None, ""
+            else:  # what comes after an error, while that ends the process, follows from it
+                self.error, self.said = self.error or said["error"], self.said or said["said"]
 
 
 class Children:
     """Starts a node's further virtual workers, watches them, and ends with all of them ended.
 
-    Nothing is ended because one of them died: that is said once on stderr, and told to ``on_death``.
+    Nothing is ended because one of them died: that is said once on stderr, and told to whoever ``watch`` named.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], folder: str, processes: int) -> None:
         """Starts them.
 
         Args:
             command: What each of them runs.
             folder: Where it starts.
             processes: All virtual workers of the node; this process is number 0.
-            environment: Variables beside those of this process.
         """
         self.processes = processes
         self.pid = os.getpid()
-        self.on_death: OnDeath | None = None
         self.failures: dict[int, int] = {}
+        self.over: dict[int, int] = {}
+        """Return codes of all that have ended."""
         self.ended = False
-        self._told: dict[int, int] = {}
+        self._on_end: OnEnd | None = None
+        self._told: set[int] = set()
+        self._shown: set[str] = set()
         self._changed = threading.Condition()
-        self._running: list[Child] = []
+        self._all: list[Child] = []
+        self._running = 0
         try:
             for local in range(1, processes):
-                self._start(command, folder, local, environment)
+                self._start(command, folder, local)
         except BaseException:
             self.end(signal.SIGTERM, grace=0.0)
             raise
 
-    def _start(self, command: Sequence[str], folder: str, local: int, environment: Mapping[str, str]) -> None:
+    def _start(self, command: Sequence[str], folder: str, local: int) -> None:
         ours, childs = lifeline.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            env = {**os.environ, **environment, "LOCAL_RANK": str(local)}
-            env |= lifeline.describe(local, self.processes, childs)
-            process = subprocess.Popen(command, cwd=folder, env=env, pass_fds=[childs.fileno()])
+            env = {**os.environ, "LOCAL_RANK": str(local), **lifeline.describe(local, self.processes, childs)}
+            # In a session of its own, so that Ctrl-C reaches this process alone, which knows what to tell each child.
+            process = subprocess.Popen(command, cwd=folder, env=env, pass_fds=[childs.fileno()], start_new_session=True)
         child = Child(local, process, ours)
-        self._running.append(child)
+        self._all.append(child)
+        self._running += 1
         threading.Thread(target=self._watch, args=(child,), name=f"hetpipe-launcher-{local}", daemon=True).start()
+
+    def give(self, variables: Mapping[str, str]) -> None:
+        """Environment variables that they wait for; to be called once."""
+        for child in self._all:
+            with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
+                child.lifeline.sendall(json.dumps(dict(variables)).encode() + b"\n")
 
     def _watch(self, child: Child) -> None:
         code = child.process.wait()
         with self._changed:
+            child.listen()
             failed = code != 0 and child.local not in self._told
             if failed:
                 self.failures[child.local] = code
         try:
-            if failed:
+            if failed and child.error is None:
                 say(f"{child} {how(code)}")
-                if self.on_death is not None:
-                    self.on_death(child.local, code)
+            with self._changed:
+                self.over[child.local] = code
+                child.lifeline.close()
+                on_end = self._on_end if child.local not in self._told else None
+            if on_end is not None:
+                on_end(child.local, code)
+            elif failed:
+                self.show_errors()  # otherwise this process may be about to run into the same one
         finally:
             with self._changed:
-                self._running.remove(child)
-                child.lifeline.close()
+                self._running -= 1
                 self._changed.notify_all()
+
+    def watch(self, on_end: OnEnd | None) -> None:
+        """Has ``on_end`` told who has ended, and whoever ends from now on; None where nobody waits for them."""
+        with self._changed:
+            self._on_end = on_end
+            over = dict(self.over)
+        if on_end is not None:
+            for local, code in over.items():
+                on_end(local, code)
+
+    def show_errors(self, own: BaseException | None = None) -> None:
+        """Prints what children have said about the exceptions that end them: each once, and none that ``own`` is."""
+        with self._changed:
+            if own is not None:
+                self._shown.add(lifeline.named(own))
+            for child in self._all:
+                if child.local not in self.over:
+                    child.listen()
+                if child.error is None or child.error in self._shown or child.error.startswith(_CONSEQUENCES):
+                    continue
+                self._shown.add(child.error)
+                say(f"{child} failed")
+                with contextlib.suppress(OSError):
+                    print((child.said or child.error).rstrip("\n"), file=sys.stderr, flush=True)
 
     def kill(self, signum: int) -> None:
         """Sends a signal to those that run."""
@@ -116,12 +173,15 @@ class Children:
         """Tells them to end, waits, and ends by force those that do not.
 
         Args:
-            signum: What those get that have come as far as `Launcher.launch`; SIGTERM goes to the others.
+            signum: What those get that have come as far as `Launcher.launch`; SIGTERM goes to the others, and nothing
+                to those that an exception ends already.
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         for child in self._still():
-            if child.local not in self._told:
-                self._tell(child, signum if child.has_arrived() else signal.SIGTERM)
+            with self._changed:
+                child.listen()
+            if child.local not in self._told and child.error is None:
+                self._tell(child, signum if child.arrived else signal.SIGTERM)
         if not self._gone(grace):
             self.kill(signal.SIGTERM)
         if not self._gone(grace):
@@ -131,32 +191,21 @@ class Children:
             self._gone(None)
         self.ended = True
 
-    def end_with(self, error: BaseException, grace: float) -> None:
-        """Ends them, because this process's part has failed with ``error``."""
-        if isinstance(error, KeyboardInterrupt):
-            for child in self._still():
-                self._told[child.local] = signal.SIGINT  # so that nobody reports what the terminal told them
-            if self._gone(min(INTERRUPT_REACHES, grace)):
-                self.ended = True
-                return
-            self._told.clear()
-        self.end(signal.SIGINT, grace)
-
     def _tell(self, child: Child, signum: int) -> None:
         with self._changed:
-            self._told[child.local] = signum
+            self._told.add(child.local)
         child.process.send_signal(signum)
 
     def _still(self) -> list[Child]:
         with self._changed:
-            return list(self._running)
+            return [child for child in self._all if child.local not in self.over]
 
     def _gone(self, seconds: float | None) -> bool:
         """Waits until all have ended, so long at most."""
         until = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._running, None if until is None else until - time.monotonic()
+                lambda: self._running == 0, None if until is None else until - time.monotonic()
             )
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import Client, ServersSilent
+from lightning_hetpipe.server.client import Cancelled, Client, ServersSilent
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.placement import place
-from lightning_hetpipe.server.protocol import COORDINATOR, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.rooms import STATUS, RoomChannel
 from lightning_hetpipe.server.transport import Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
@@ -85,6 +85,8 @@ class Group:
         self._fit_ordinal = itertools.count(1)
         self._channels: list[GrpcChannel] = []
         self._failed = False
+        self._gone: Mapping[int, str] = {}
+        self._entering: Client | None = None
 
     def open(self) -> None:
         """Enters the room of this run; waits until all virtual workers have."""
@@ -93,7 +95,7 @@ class Group:
         self._talk = self._client(room, (), ())
         try:
             with self._told_what_it_waits_for():
-                _join(self._talk, [])
+                self._join(self._talk, [])
         except ServersSilent as silent:
             raise ServersSilent(
                 f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
@@ -117,7 +119,31 @@ class Group:
         )
         self._fit = self._client(_next_room("fit"), parameters, settings)
         self._fit_ordinal = itertools.count(1)
-        return _join(self._fit, [tensor.detach() for _, tensor in named])
+        return self._join(self._fit, [tensor.detach() for _, tensor in named])
+
+    def lose(self, gone: Mapping[int, str]) -> None:
+        """From any thread: these virtual workers have ended, and how. Whoever waits for all to enter a room fails.
+
+        The others go on without them in a room that all have entered, once their lease has run out.
+        """
+        self._gone = dict(gone)
+        entering = self._entering
+        if self._gone and entering is not None:
+            entering.cancel()
+
+    def _join(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
+        self._entering = client
+        try:
+            if self._gone:
+                raise Cancelled
+            return _join(client, weights)
+        except Cancelled:
+            if not self._gone:
+                raise
+            who = ", ".join(f"VW {vw}, whose process {how}" for vw, how in sorted(self._gone.items()))
+            raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None
+        finally:
+            self._entering = None
 
     @property
     def weights(self) -> Client:

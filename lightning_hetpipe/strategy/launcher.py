@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ import lightning as L
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process import how
-from lightning_hetpipe.strategy.children import Children, OnDeath, say
+from lightning_hetpipe.server.protocol import PeerFailed
+from lightning_hetpipe.strategy.children import Children, OnEnd, say
 from lightning_hetpipe.strategy.lifeline import started
 from lightning_hetpipe.strategy.private import BaseLauncher, TunerExit
 from lightning_hetpipe.strategy.program import current_job, this_program
@@ -45,13 +47,17 @@ class _Launch:
     def fail(self, error: BaseException) -> None:
         """Ends the children, because the launch has failed. What they used stays until `finish`, as we may use it."""
         self.failed = True
-        self._surely(lambda: self.children.end_with(error, self.grace))
+        self._surely(lambda: self.children.end(signal.SIGINT, self.grace))
+        self.children.show_errors(error)
 
-    def finish(self) -> None:
-        """Waits for the children, and says once more which of them had failed."""
+    def finish(self, failed: bool) -> None:
+        """Waits for the children, and says once more which of them had failed; ends them if this process has."""
         try:
-            if not self.children.ended:
+            if not self.children.ended and failed:
+                self._surely(lambda: self.children.end(signal.SIGINT, self.grace))
+            elif not self.children.ended:
                 self._surely(lambda: self.children.wait(self.grace))
+                self.children.show_errors()
                 self._say_who_failed()
         finally:
             closed, self.closed = self.closed, None
@@ -79,7 +85,7 @@ def launcher_of(
     rank: Rank,
     extra: Callable[[], Mapping[str, str]],
     *,
-    on_death: OnDeath | None = None,
+    on_end: OnEnd | None = None,
     closed: Callable[[], None] | None = None,
     grace: float = 10.0,
 ) -> Launcher | None:
@@ -87,10 +93,11 @@ def launcher_of(
 
     Args:
         rank: This process.
-        extra: Called once, in the process that starts the others, just before; returns environment variables for them,
-            such as the address of a server that it started.
-        on_death: Called in a thread of the launcher's with the number on this node of a virtual worker that has failed,
-            and its process's return code (negative: the signal's number).
+        extra: Called once, in the process that starts the others, while they start; returns environment variables for
+            them, such as the address of a server that it started.
+        on_end: Called with the number on this node of a virtual worker whose process has ended, well or not, and its
+            return code (negative: the signal's number), as soon as this process is in ``Launcher.launch``: in a thread
+            of the launcher's, if it ends then.
         closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
         grace: Seconds until the next stronger signal goes to a child that is to end.
 
@@ -101,7 +108,7 @@ def launcher_of(
         _check_number(rank.per_node, _launch)
     if rank.size == 1:
         return None
-    return Launcher(rank, extra, on_death=on_death, closed=closed, grace=grace)
+    return Launcher(rank, extra, on_end=on_end, closed=closed, grace=grace)
 
 
 def _check_number(processes: int, launch: _Launch) -> None:
@@ -120,13 +127,13 @@ class Launcher(BaseLauncher):
         rank: Rank,
         extra: Callable[[], Mapping[str, str]],
         *,
-        on_death: OnDeath | None = None,
+        on_end: OnEnd | None = None,
         closed: Callable[[], None] | None = None,
         grace: float = 10.0,
     ) -> None:
         self._rank = rank
         self._extra = extra
-        self._on_death = on_death
+        self._on_end = on_end
         self._closed = closed
         self._grace = grace
         self.trainer: L.Trainer | None = None
@@ -151,20 +158,28 @@ class Launcher(BaseLauncher):
             SettingError: if they have ended already, because an earlier call failed.
         """
         self.trainer = trainer
-        child = started()
+        child, launch = started(), None
         if child is not None:
             child.arrived()
-        if self._rank.role is not Role.FIRST or self._rank.per_node == 1:
-            return function(*args, **kwargs)
-        launch = self._launched()
-        launch.children.on_death = self._on_death
+        elif self._rank.role is Role.FIRST and self._rank.per_node > 1:
+            launch = self._launched()
         try:
+            if launch is not None:
+                launch.children.watch(self._on_end)
             return function(*args, **kwargs)
         except TunerExit:  # how lr_find ends a fit that went well
             raise
         except BaseException as error:
-            launch.fail(error)
+            if child is not None and isinstance(error, Exception):
+                child.failed(error)  # now, as cleaning up may take long, and be disturbed
+            if launch is not None:
+                launch.fail(error)
+            if isinstance(error, PeerFailed):
+                raise error.with_traceback(None) from None  # where this one waited explains nothing
             raise
+        finally:
+            if launch is not None:
+                launch.children.watch(None)
 
     def kill(self, signum: Any) -> None:
         """Passes on a signal that this process got: Lightning calls this for SIGTERM."""
@@ -184,22 +199,34 @@ class Launcher(BaseLauncher):
                 )
             return _launch
         if _launch is not None and _launch.is_ours:
-            _launch.finish()  # of the sweep's job before
+            _launch.finish(False)  # of the sweep's job before
         program = this_program()
+        children = Children(program.command, program.folder, processes)
         try:
-            children = Children(program.command, program.folder, processes, dict(self._extra()))
+            children.give(self._extra())
         except BaseException:
+            children.end(signal.SIGTERM, self._grace)
             if self._closed is not None:
                 self._closed()
             raise
         # Last, so that it comes before what `extra` wants done at the end: children may need its server.
-        atexit.unregister(_finish)
-        atexit.register(_finish)
+        atexit.unregister(finish)
+        atexit.register(finish)
         _launch = _Launch(job, processes, children, self._closed, self._grace)
         return _launch
 
 
-def _finish() -> None:
-    """The program ends."""
-    if _launch is not None and _launch.is_ours:
-        _launch.finish()
+def finish(failed: bool = False) -> Mapping[int, int]:
+    """Waits for what this process has started, as the end of the program does; the end of a sweep's job may.
+
+    Args:
+        failed: Something has gone wrong here that the others do not know of: they are not waited for, but ended.
+
+    Returns:
+        Return codes of the virtual workers that have failed, by their number on this node.
+    """
+    if _launch is None or not _launch.is_ours:
+        return {}
+    # Python sets that one before it prints an exception that nobody has caught.
+    _launch.finish(failed or getattr(sys, "last_value", None) is not None)
+    return dict(_launch.children.failures)

@@ -1,20 +1,28 @@
-"""What ties the processes of one launch together: a child knows who it is, and ends when its launcher does.
+"""What ties the processes of one launch together: a child knows who it is, what went wrong in it is heard of, and it
+ends when its launcher does.
 
-Launcher and child hold the two ends of a socket pair. Neither sends anything but one byte, with which the child says
-that it has come as far as `Launcher.launch`; but when one of them ends, however it does, the other reads the end.
+Launcher and child hold the two ends of a socket pair. When one of them ends, however it does, the other reads the end.
+Until then they say little to each other, each as a line of JSON:
+
+    launcher  {"VARIABLE": "value", ...}          environment variables, once, when all is known that it needs
+    child     {"arrived": true}                   it has come as far as `Launcher.launch`
+    child     {"error": "...", "said": "..."}     an exception ends it; and, once more, with what it would have printed
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
 import sys
 import threading
+import traceback
 import weakref
-from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
 
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """Tells a child who it is: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair in descriptor 7."""
@@ -22,26 +30,70 @@ VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 GRACE = 10.0
 """Seconds that a child whose launcher has ended has to clean up."""
 
+LONGEST = 1 << 16
+"""Characters of an error that are passed on. The launcher may not read before the child has ended."""
+
+_BUFFER = 1 << 19  # bytes, for all that a child ever says; the default is 8 KiB on macOS
+
 _ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
 class Started:
-    """What our launcher told this process, which it started."""
+    """What our launcher told this process, which it started.
 
-    local: int
-    per_node: int
-    lifeline: socket.socket
+    Attributes:
+        local: This virtual worker among those of its node.
+        per_node: Their number.
+    """
+
+    def __init__(self, local: int, per_node: int, lifeline: socket.socket) -> None:
+        self.local = local
+        self.per_node = per_node
+        self._lifeline = lifeline
+        self._variables: dict[str, str] = {}
+        self._told = threading.Event()
+        threading.Thread(target=self._watch, args=(os.getppid(),), name="hetpipe-lifeline", daemon=True).start()
 
     def arrived(self) -> None:
-        """Tells the launcher that this process takes part from here on."""
-        with contextlib.suppress(OSError):  # it is gone, which `_watch` sees as well
-            self.lifeline.send(b".")
+        """Tells the launcher that this process takes part from here on; waits for the variables that it sends."""
+        self._say(arrived=True)
+        self._told.wait()  # where the launcher ends meanwhile, `_watch` ends this process
+        os.environ.update(self._variables)
+
+    def failed(self, error: BaseException, said: str = "") -> bool:
+        """Tells the launcher what ends this process, and what a person should read of it; whether that was possible."""
+        return self._say(error=named(error), said=said[-LONGEST:])
+
+    def _say(self, **what: Any) -> bool:
+        try:
+            self._lifeline.sendall(json.dumps(what).encode() + b"\n")
+        except OSError:  # the launcher is gone, which `_watch` sees as well; or this is a fork
+            return False
+        return True
+
+    def _watch(self, launcher: int) -> None:
+        """Takes what the launcher sends. Once it has ended, ends this process: gently first."""
+        heard = b""
+        with contextlib.suppress(OSError):  # reset, where the launcher ended without having read all
+            while part := self._lifeline.recv(4096):
+                heard += part
+                if heard.endswith(b"\n") and not self._told.is_set():
+                    self._variables = json.loads(heard)
+                    self._told.set()
+        with contextlib.suppress(OSError):  # whoever read stderr may be gone too
+            said = f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended."
+            print(said, file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """The launcher's end and a child's."""
     ours, childs = socket.socketpair()
+    for end in (ours, childs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     _ends.add(ours)
     return ours, childs
 
@@ -49,6 +101,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def describe(local: int, per_node: int, end: socket.socket) -> dict[str, str]:
     """The environment variable for a child that inherits ``end``."""
     return {VARIABLE: f"{local}/{per_node}@{end.fileno()}"}
+
+
+def named(error: BaseException) -> str:
+    """By which the same error is known in several processes."""
+    return f"{type(error).__name__}: {error}"[:LONGEST]
 
 
 @functools.cache
@@ -65,19 +122,19 @@ def started() -> Started | None:
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
     _ends.add(end)
-    threading.Thread(target=_watch, args=(end, os.getppid()), name="hetpipe-lifeline", daemon=True).start()
-    return Started(int(local), int(per_node), end)
+    child = Started(int(local), int(per_node), end)
+    sys.excepthook = functools.partial(_uncaught, child, sys.excepthook)
+    return child
 
 
-def _watch(end: socket.socket, launcher: int) -> None:
-    """Ends this process once the launcher has ended: as if told to, and by force if that does not help."""
-    with contextlib.suppress(OSError):  # reset, where the launcher ended without having read the byte
-        end.recv(1)
-    with contextlib.suppress(OSError):  # whoever read stderr may be gone too
-        print(f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended.", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(GRACE)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _uncaught(
+    child: Started, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """What all virtual workers run into is printed once, by the launcher. That this one was told to end is no news."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    if not child.failed(error, "".join(traceback.format_exception(kind, error, trace))):
+        before(kind, error, trace)
 
 
 def _close_in_fork() -> None:
@@ -88,3 +145,5 @@ def _close_in_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_fork)
+
+started()  # as early as can be: what a program does before it makes a Trainer may fail too

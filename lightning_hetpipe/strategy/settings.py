@@ -84,6 +84,16 @@ def wsp(value: Any) -> WSPCallback | None:
     return value
 
 
+def only_wsp(given: Sequence[WSPCallback]) -> WSPCallback:
+    """The one that holds, of those that the Trainer and the strategy were given."""
+    if len(given) > 1:
+        raise SettingError(
+            f"this run has {len(given)} WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among the Trainer's"
+            " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of trainer.callbacks)"
+        )
+    return given[0] if given else WSPCallback()
+
+
 Stages = int | Literal["auto"]
 
 

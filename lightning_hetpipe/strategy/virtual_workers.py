@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import collectives, servers, settings
 from lightning_hetpipe.strategy.launcher import launcher_of
 from lightning_hetpipe.strategy.private import begun_minibatches
@@ -47,6 +48,8 @@ class VirtualWorkers(ParallelStrategy):
         self._group: Group | None = None
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
+        self._ended: dict[int, str] = {}
+        """How other virtual workers of this node have ended, those that have."""
         self._exits = ExitStack()
 
     @property
@@ -133,14 +136,21 @@ class VirtualWorkers(ParallelStrategy):
         wsp = self._wsp_settings()
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
         self._group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
+        self._group.lose(self._ended)
         self._group.open()
 
     def _configure_launcher(self) -> None:
         """Where this process is one of several, or is to start them."""
         rank = self._rank
-        self._launcher = launcher_of(rank, self._told_to_children, closed=servers.stop)
+        self._launcher = launcher_of(rank, self._told_to_children, on_end=self._on_end, closed=servers.stop)
         if rank.size > 1:
             announce(rank)
+
+    def _on_end(self, local: int, code: int) -> None:
+        """The process of another virtual worker of this node has ended."""
+        self._ended[self._rank.index - self._rank.local + local] = how(code)
+        if self._group is not None:
+            self._group.lose(self._ended)
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
@@ -151,8 +161,10 @@ class VirtualWorkers(ParallelStrategy):
 
     def _wsp_settings(self) -> WSPSettings:
         trainer = getattr(self._launcher, "trainer", None)
-        among = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
-        return (self.wsp or (among[0] if among else WSPCallback())).settings
+        given = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        if self.wsp is not None and self.wsp not in given:
+            given.append(self.wsp)
+        return settings.only_wsp(given).settings
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)

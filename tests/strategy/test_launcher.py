@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def test_a_child_is_the_same_program_in_the_same_place(meeting: Meeting, tmp_pat
     assert childs["flags"] == parents["flags"] == [1, 0, ["ignore"]]
     assert (parents["folder"], childs["folder"]) == ("/", str(tmp_path))
     assert parents["changed"] == [], "the launcher changed the environment of the user's process"
-    assert childs["changed"] == ["HETPIPE_VIRTUAL_WORKER"], "a program started by a child would take itself for one"
+    assert childs["changed"] == ["A_SERVER"], "a program started by a child would take itself for one"
     assert childs["own"] == {"A_SERVER": "somewhere", "LOCAL_RANK": "1", "HETPIPE_VIRTUAL_WORKER": None}
 
 
@@ -103,6 +104,66 @@ def test_an_exception_ends_all(meeting: Meeting, first: Process, stubborn: bool)
     assert code == 1
     assert "ValueError: a bug" in err
     assert len(stated(err)) == stubborn, "that a child was told to end is no news"
+
+
+def test_what_all_run_into_is_printed_once(meeting: Meeting, first: Process) -> None:
+    """It used to be printed by every process, line by line between each other's."""
+    _, *children = meeting.launched(first, 3)
+    for child in children:
+        child.order("fail")
+        child.ended()
+    while first.hear() != {"died": 2, "code": 1}:
+        pass
+    first.order("fail")
+    code, _, err = meeting.ends()
+    assert code == 1
+    assert err.count("ValueError: a bug") == 1
+    assert stated(err) == []
+
+
+def test_what_ends_a_child_is_printed_before_what_follows_from_it(meeting: Meeting, first: Process) -> None:
+    _, child = meeting.launched(first)
+    child.order("fail", "elsewhere")
+    child.ended()
+    assert first.hear() == {"died": 1, "code": 1}
+    first.order("fail", "here")
+    code, _, err = meeting.ends()
+    assert code == 1
+    assert stated(err) == [f"hetpipe: virtual worker 1 (process {child.pid}) failed."]
+    assert [line for line in err if line.startswith("ValueError")] == ["ValueError: elsewhere", "ValueError: here"]
+    assert "in fail" in "".join(err).partition("ValueError: elsewhere")[0], "its traceback is lost"
+
+
+def test_what_ends_a_child_is_printed_at_once_where_nobody_waits_for_it(meeting: Meeting, first: Process) -> None:
+    """And at the next launch it is known that it has ended."""
+    _, child = meeting.launched(first)
+    for process in (child, first):
+        process.ask("return")
+    child.order("fail")
+    child.ended()
+    assert meeting.program is not None
+    assert meeting.program.stderr is not None
+    said = list(itertools.takewhile(lambda line: line != "ValueError: a bug\n", meeting.program.stderr))
+    assert stated(said) == [f"hetpipe: virtual worker 1 (process {child.pid}) failed.\n"]
+    first.order("launch", 2)
+    assert first.hear() == {"died": 1, "code": 1}
+    assert first.hear() == {"did": "launched"}
+    for _ in range(2):
+        first.ask("return")
+    code, _, err = meeting.ends()
+    assert code == 0
+    assert stated(err) == ["hetpipe: this run went on without virtual worker 1, which ended with exit code 1."]
+
+
+def test_an_exception_outside_of_a_launch_ends_the_others_at_once(meeting: Meeting, first: Process) -> None:
+    """They were waited for, in vain, as they wait for this one in their next fit."""
+    _, child = meeting.launched(first)
+    first.ask("return")
+    first.order("fail")
+    child.ended()
+    code, _, err = meeting.ends()
+    assert code == 1
+    assert stated(err) == []
 
 
 def test_a_child_that_still_starts_ends_without_a_word(meeting: Meeting, first: Process) -> None:

@@ -2,7 +2,8 @@
 
 An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}; with
 "once": "pushed" it happens when the other virtual workers have pushed their updates of the wave, with "wait", when they
-wait at a cut.
+wait at a cut. The middle of a message is half-way through its body, which then goes by gRPC; with "shared" it is when
+the other side has been told where in shared memory the body lies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetpipe.server import grpc_transport
-from lightning_hetpipe.server.frames import Answer, Opening
+from lightning_hetpipe.server.frames import Answer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import decode
 from lightning_hetpipe.server.security import Security
@@ -112,6 +113,10 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
     now = threading.local()  # what befalls the call that this thread makes
 
     class Channel(GrpcChannel):
+        def __init__(self, address: str, security: Security | None = None) -> None:
+            in_messages = any(fault["when"] == "middle" and not fault.get("shared") for fault in faults)
+            super().__init__(address, security, shared_memory=not in_messages)
+
         def call(
             self,
             method: str,
@@ -143,31 +148,35 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             until(there, f"the others are not yet {what}")
 
-    class Exchange(grpc_transport._MessageExchange):
-        """Half of the request's body, or none of the reply's, has been sent when the fault comes."""
+    class Exchange(grpc_transport._Exchange):
+        """The fault comes when half of the request's body has been sent, or has been shown to the server where it lies;
+        or when none of the reply's has been read."""
 
-        def __init__(self, opening: Opening, body: list[memoryview], into: list[memoryview]) -> None:
-            super().__init__(opening, body, into)
-            self._what = getattr(now, "what", None)
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._what: str = getattr(now, "what", None) or ""
 
         def requests(self) -> Iterator[bytes]:
+            befalls = self._what != "" and self._opening.size > 0
             for number, message in enumerate(super().requests()):
-                if number == 1 and self._what is not None and self._opening.size:
+                if number == 1 and befalls and self._body:
                     half = len(message) // 2
                     yield message[:half]
                     do(self._what)
                     yield message[half:]
-                else:
-                    yield message
+                    continue
+                yield message
+                if befalls and not self._body:
+                    do(self._what)
 
         def take(self, replies: Iterator[bytes]) -> Answer:
             def befallen() -> Iterator[bytes]:
                 for number, message in enumerate(replies):
-                    if number == 0 and self._what is not None and self._opening.room:
+                    if number == 0 and self._what and self._opening.room:
                         do(self._what)
                     yield message
 
             return super().take(befallen())
 
     vars(group)["GrpcChannel"] = Channel
-    vars(grpc_transport)["_MessageExchange"] = Exchange
+    vars(grpc_transport)["_Exchange"] = Exchange

@@ -66,7 +66,9 @@ def befallen(tmp_path: Path, *faults: dict[str, Any]) -> tuple[Job, subprocess.C
 
 DEATHS = {
     "in mid-push": address(1, "Stage", 2, "middle", "kill"),
+    "while its push is read where it lies": address(1, "Stage", 2, "middle", "kill", shared="yes"),
     "in mid-pull": address(1, "Read", 2, "middle", "kill"),
+    "in mid-pull of what lies there": address(1, "Read", 2, "middle", "kill", shared="yes"),
     "while it waits at a cut": address(0, "Arrive", 1, "before", "kill others", once="wait"),
 }
 

@@ -50,7 +50,7 @@ class Obedient:
         count, role = int(processes), Role.CHILD if self.number else Role.FIRST
         rank = Rank(self.number, count, 0, self.number, count, 1, role)
         try:
-            made = launcher_of(rank, self.extra, on_death=self.on_death, closed=self.closed, grace=GRACE)
+            made = launcher_of(rank, self.extra, on_end=self.on_end, closed=self.closed, grace=GRACE)
             assert made is not None
             self.launcher = made
             made.launch(self.work, "launched")
@@ -63,8 +63,9 @@ class Obedient:
         self.reply(extra=True)
         return {"A_SERVER": "somewhere"}
 
-    def on_death(self, number: int, code: int) -> None:
-        self.reply(died=number, code=code)
+    def on_end(self, number: int, code: int) -> None:
+        if code:
+            self.reply(died=number, code=code)
 
     def closed(self) -> None:
         self.reply(closed=True)
@@ -85,8 +86,8 @@ class Obedient:
         os.chdir("/")
         self.reply(did="move")
 
-    def fail(self) -> None:
-        raise ValueError("a bug")
+    def fail(self, what: str = "a bug") -> None:
+        raise ValueError(what)
 
     def leave(self) -> None:
         raise Leave
