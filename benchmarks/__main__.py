@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import capture_costs, transport, two_stages, virtual_workers
+from benchmarks import capture_costs, several_nodes, transport, two_stages, virtual_workers
 from benchmarks.harness import Options, Outcome
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
@@ -14,6 +14,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,
+    several_nodes.NAME: several_nodes.run,
 }
 
 

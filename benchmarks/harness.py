@@ -77,11 +77,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Process:
-    """A Python module to run as a process of its own; `threads` None leaves torch at its default thread count."""
+    """A Python module to run as a process of its own; `threads` None leaves torch at its default thread count.
+
+    `prefix` is a command that runs it, such as `ip netns exec NAME`.
+    """
 
     module: str
     arguments: tuple[str, ...]
     threads: int | None = 1
+    prefix: tuple[str, ...] = ()
 
     def start(self, errors: IO[bytes]) -> "subprocess.Popen[str]":
         """Starts it in the repository's root, with `errors` as its stderr."""
@@ -89,7 +93,7 @@ class Process:
         if self.threads is not None:
             environment |= dict.fromkeys(THREAD_SETTINGS, str(self.threads))
         return subprocess.Popen(
-            [sys.executable, "-m", self.module, *self.arguments],
+            [*self.prefix, sys.executable, "-m", self.module, *self.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

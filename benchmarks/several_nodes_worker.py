@@ -1,0 +1,119 @@
+"""One machine's part of the benchmark over several machines: trains as its argument says, and announces its figures."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.harness import Measurement, announce
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
+
+Variant = Literal["ddp", "hetpipe"]
+STATISTICS = Path("/sys/class/net/eth0/statistics")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: `layers` times Linear(width, width), `steps` minibatches after `warmup` and before `tail`.
+
+    All three are whole numbers of waves, so that the window holds as many synchronisations as it should.
+    """
+
+    variant: Variant
+    update_dtype: str | None = None
+    """For "hetpipe"."""
+    in_flight: int = 4
+    """For "hetpipe": Nm, and W."""
+    layers: int = 2
+    width: int = 2048
+    batch: int = 64
+    warmup: int = 8
+    steps: int = 16
+    tail: int = 4
+
+    def to_json(self) -> str:
+        """The task as one command-line argument."""
+        return json.dumps(asdict(self))
+
+
+class Dense(L.LightningModule):
+    """Large dense layers: much to synchronise for little to compute."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(task.layers):
+            layers += [nn.Linear(task.width, task.width), nn.ReLU()]
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0])
+        self.last = loss.detach()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Window(L.Callback):
+    """Seconds and bytes on the wire from the end of the warm-up to the end of the steps."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.seconds = 0.0
+        self.cpu = 0.0
+        self.bytes = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
+        done = args[2]
+        assert isinstance(done, int)
+        sign = {self.task.warmup - 1: -1, self.task.warmup + self.task.steps - 1: 1}.get(done, 0)
+        if sign:
+            self.seconds += sign * time.perf_counter()
+            self.cpu += sign * time.process_time()
+            self.bytes += sign * sum(int((STATISTICS / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
+
+
+def main(task: Task) -> None:
+    """Trains, and announces minibatches per second of this machine, with bytes on its wire per minibatch."""
+    torch.manual_seed(0)
+    module, window = Dense(task), Window(task)
+    strategy: HetPipeStrategy | str = "ddp"
+    if task.variant == "hetpipe":
+        wsp = WSPCallback(update_dtype=task.update_dtype, aggregate="mean", security={"insecure": True})
+        strategy = HetPipeStrategy(stages=1, in_flight=task.in_flight, wsp=wsp)
+    data = TensorDataset(torch.randn(2 * task.batch * (task.warmup + task.steps + task.tail), task.width))
+    trainer = L.Trainer(
+        strategy=strategy,
+        num_nodes=2,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[window],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=task.batch))
+    announce(
+        Measurement(
+            task.variant,
+            task.steps / window.seconds,
+            window.cpu / window.seconds,
+            torch.get_num_threads(),
+            module.last.item(),
+            {"bytes": window.bytes / task.steps},
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))
