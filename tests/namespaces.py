@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -103,6 +104,7 @@ def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
     """
     if os.geteuid() or any(shutil.which(program) is None for program in ("ip", "tc", "ss")):
         raise Unavailable("network namespaces need root, and the programs ip, tc and ss (iproute2)")
+    _clear_away()
     names = [f"hetpipe-{os.getpid()}-{next(_count)}" for _ in range(machines + 1)]
     made: list[Machine] = []
     try:
@@ -117,6 +119,16 @@ def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
             machine.end()
         present = {line.split()[0] for line in _ip("netns", "list").splitlines()}
         for name in present & set(names):
+            _ip("netns", "delete", name)
+
+
+def _clear_away() -> None:
+    """Removes what was left by processes that were killed."""
+    for line in _ip("netns", "list").splitlines():
+        name = line.split()[0]
+        found = re.fullmatch(r"hetpipe-(\d+)-\d+", name)
+        if found is not None and not Path("/proc", found[1]).exists():
+            Machine(name, "", "", "").end()
             _ip("netns", "delete", name)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_hetpipe.server.messages import AskStatus, Status, decode, encode
-from lightning_hetpipe.server.service import COORDINATOR_METHOD, Service
+from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.transport import HEADER_LIMIT, TIMEOUT, Channel, Refused, Reply
 
 STATUS = "status"
@@ -26,7 +26,8 @@ class Rooms:
     """A handler that gives each room, named in a method such as "fit-1/shard", a :class:`Service` of its own.
 
     When all have left a room, or were left out, its memory is given back: it is as if nobody had been there, but for
-    those who come back from that time, who are told that the others have gone on without them.
+    those who come back from that time, who are told that the others have gone on without them. A server that is not the
+    coordinator gives a room's memory back when the next room's weights come.
 
     Args:
         lease: Seconds of silence after which a VW is left out.
@@ -35,6 +36,8 @@ class Rooms:
     def __init__(self, lease: float) -> None:
         self._lease = lease
         self._rooms: dict[str, Service] = {}
+        self._loaded: str | None = None
+        """The room whose shard was used last."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
@@ -50,6 +53,8 @@ class Rooms:
             return Reply(json.dumps(self.status()).encode())
         name, method = _parts(method)
         room = self._room(name)
+        if method == SHARD_METHOD and name != self._loaded:
+            self._turn_to(name)
         reply = room.run(method, header, body)
         self._clear(name, room)
         return reply
@@ -105,6 +110,14 @@ class Rooms:
             with self._lock:
                 if self._rooms.get(name) is room:
                     self._rooms[name] = Service(self._lease, gone=room.gone)
+
+    def _turn_to(self, name: str) -> None:
+        """A shard hears nothing of who leaves. A launch's fits follow each other: this one says that others ended."""
+        with self._lock:
+            self._loaded = name
+            for other, room in self._rooms.items():
+                if other != name and room.elsewhere and room.bytes_held:
+                    self._rooms[other] = Service(self._lease)
 
     def _clear_all(self) -> None:
         for name, room in self._known().items():

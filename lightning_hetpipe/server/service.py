@@ -76,7 +76,12 @@ class Service:
 
     @property
     def unused(self) -> bool:
-        """Whether no VW has come."""
+        """Whether no VW has come, and nothing is held."""
+        return self.elsewhere and not self.bytes_held
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether no VW has come: the coordinator is another server, if there is one."""
         with self._changed:
             return self._coordinator.unused
 

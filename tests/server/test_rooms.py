@@ -96,6 +96,26 @@ def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> 
         one.close()
 
 
+def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
+    """It kept those of every fit of the launch, and its status said that nobody was there."""
+    coordinator, beside = Rooms(10.0), Rooms(10.0)
+    parameters = tuple(Parameter(name, (1000,), "float32", "float32") for name in "ab")
+    signature = Signature("1", 1, 0, "sum", 2, (), parameters)
+    with ExitStack() as stack:
+        channels = []
+        for rooms in (coordinator, beside):
+            stack.callback(rooms.close)
+            channels.append(GrpcChannel(stack.enter_context(GrpcServer(rooms)).address))
+            stack.callback(channels[-1].close)
+        for incarnation, fit in enumerate(("fit-1", "fit-2", "fit-3", "fit-1"), start=1):
+            through = [RoomChannel(channel, fit) for channel in channels]
+            with Client(through, signature, [[0], [1]], 0, incarnation, lease=10.0, timeout=20.0) as one:
+                one.join([torch.ones(1000), torch.ones(1000)])
+                one.synchronise([torch.ones(1000), torch.ones(1000)])
+                assert room_of(channels[1]).keys() == {"rooms", fit}
+                assert held(beside) <= 2 * 4096
+
+
 def held(rooms: Rooms) -> int:
     """Bytes, without a call that would make the server look after its rooms."""
     return sum(room.bytes_held for room in rooms._known().values())

@@ -30,6 +30,8 @@ class Pair:
         # Each process counts rooms for itself; here both are in one.
         monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
         self.rooms = [Rooms(LEASE), Rooms(LEASE)]
+        for rooms in self.rooms:
+            exits.callback(rooms.close)
         addresses = [exits.enter_context(GrpcServer(rooms)).address for rooms in self.rooms]
         settings = WSPCallback(lease=LEASE, placement=placement).settings
         self.groups = [
@@ -77,11 +79,14 @@ def test_who_has_a_server_stays_until_the_others_have_left(
         return status(rooms)
 
     monkeypatch.setattr(Rooms, "status", noted)
-    closed = pair.threads.submit(first.close, failure)
+    going = threading.Event()
+    second._exits.callback(going.wait, SECONDS)  # what it does first where it leaves
+    closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
     assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
-    assert not closed.done()
-    second.close()
-    closed.result(SECONDS)
+    assert not closed[0].done()
+    going.set()
+    for each in closed:
+        each.result(SECONDS)
 
 
 def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +95,7 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
     pair.threads.submit(pair.groups[0].close, "ValueError: a bad batch").result(SECONDS)
     with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
         pair.groups[1].gather(1)
-    pair.groups[1].close()
+    pair.groups[1].close("PeerFailed")
 
 
 def test_nobody_at_the_coordinators_address(
