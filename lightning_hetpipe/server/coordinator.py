@@ -8,7 +8,7 @@
     RUNNING   FORMING    a member joins with a new report: a server was lost; or all are gone, and others come
     any       FAILED     a VW has failed: everybody is told, and ends
 
-Every message of a VW renews its lease; a VW that is silent for longer is no member any more.
+Every message of a VW renews its lease; a VW that is silent for longer is no member any more (``leases``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 
 from lightning_hetpipe.server.forming import Formation, check, decide
 from lightning_hetpipe.server.gathers import Gathers
+from lightning_hetpipe.server.leases import Leases
 from lightning_hetpipe.server.messages import (
     Answer,
     Arrive,
@@ -78,13 +79,11 @@ class Coordinator:
         self.order: Order | None = None
         """Of the running generation; while another one is formed, of the one that ended."""
         self.generation = ""
-        self._lease = lease
+        self._leases = Leases(lease)
         self._gathers = Gathers(gather_limit)
         self._signature: Signature | None = None
         self._incarnation: dict[int, int] = {}
         """The newest of each VW that has been heard of."""
-        self._seen: dict[int, float] = {}
-        """When each VW that is alive was last heard."""
         self.gone: dict[int, int] = dict(gone or {})
         """Incarnations that were left out, or have left."""
         self._joins: dict[int, Join] = {}
@@ -110,25 +109,25 @@ class Coordinator:
     @property
     def finished(self) -> bool:
         """Whether there were VWs, and all are gone. After a failure those who come late are told for one lease."""
-        if self.unused or self._seen:
+        if self.unused or self._leases.seen:
             return False
         number = 0 if self._signature is None else self._signature.virtual_workers
         return self._failure is None or self._forgotten or len(self._incarnation) >= number
 
     def next_expiry(self) -> float | None:
         """When the next lease runs out, if nothing is heard until then."""
-        times = [seen + self._lease for seen in self._seen.values()]
+        times = self._leases.ends()
         if self.phase is Phase.FORMING and self._lost_at is not None:
-            times.append(self._lost_at + self._lease)
+            times.append(self._lost_at + self._leases.seconds)
         return min(times, default=None)
 
     def tick(self, now: float) -> None:
         """Leases run out."""
-        for vw in [vw for vw, seen in self._seen.items() if now - seen > self._lease]:
+        for vw in self._leases.expired(now):
             self._remove(vw)
         if self.phase is Phase.FORMING:
             self._form(now)
-        self._forgotten = self._failure is not None and now - self._failed_at > self._lease
+        self._forgotten = self._failure is not None and now - self._failed_at > self._leases.seconds
 
     def check(self, message: Request, size: int) -> None:
         """Refuses a body before it is taken."""
@@ -146,6 +145,9 @@ class Coordinator:
         self, message: Request, now: float, body: bytes = b"", *, again: bool = False
     ) -> tuple[Answer, Sequence[bytes]]:
         """The answer, and its body. ``again``: the same request is tried once more, and is no sign of life."""
+        if not again:
+            excess = self._leases.hear(now)
+            self._lost_at = None if self._lost_at is None else self._lost_at + excess
         self.tick(now)
         try:
             if isinstance(message, AskStatus):
@@ -180,23 +182,24 @@ class Coordinator:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
         if incarnation <= self.gone.get(vw, -1) and not isinstance(message, Leave):
             raise RemoteFault(
-                Refusal.LEFT_OUT, f"VW {vw} was silent for longer than its lease of {self._lease:g} s, or has left"
+                Refusal.LEFT_OUT,
+                f"VW {vw} was silent for longer than its lease of {self._leases.seconds:g} s, or has left",
             )
         if incarnation > known:
             if not isinstance(message, Join | Leave):
-                if vw not in self._seen and self._signature is not None:
-                    self._incarnation[vw], self._seen[vw] = incarnation, now  # it will join when it can
+                if vw not in self._leases.seen and self._signature is not None:
+                    self._incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if vw in self._seen:
+            if vw in self._leases.seen:
                 self._remove(vw)
             self._incarnation[vw] = incarnation
             self._reports.pop(vw, None)
         if not again and not isinstance(message, Leave):
-            self._seen[vw] = now
+            self._leases.seen[vw] = now
 
     def _remove(self, vw: int) -> None:
         """The VW is gone: it was silent, or left, or a newer incarnation takes its place."""
-        del self._seen[vw]
+        del self._leases.seen[vw]
         self._joins.pop(vw, None)
         self._newcomers.pop(vw, None)
         member = self._attempts.pop(vw, None) is not None
@@ -214,7 +217,7 @@ class Coordinator:
         if message.failure and self._failure is None and not left_out:
             self._failure, self._failed_at = (message.vw, message.failure[:MAX_FAILURE]), now
             self.phase = Phase.FAILED
-        if message.vw in self._seen:
+        if message.vw in self._leases.seen:
             self._remove(message.vw)
         self.gone[message.vw] = message.incarnation
         return Done(self.epoch)
@@ -257,11 +260,11 @@ class Coordinator:
     def _form(self, now: float) -> list[int]:
         if not self._joins:
             return []
-        waited = self._lost_at is not None and now - self._lost_at > self._lease
+        waited = self._lost_at is not None and now - self._lost_at > self._leases.seconds
         era = self.order.base.era if self.order is not None else 0
         if self._formation is not None:
             era = max(era, self._formation.base.era)
-        found = decide(self._joins, self._seen, self.gone, self.order, era, waited)
+        found = decide(self._joins, self._leases.seen, self.gone, self.order, era, waited)
         if isinstance(found, list):
             return found
         self._formation = found
@@ -388,7 +391,7 @@ class Coordinator:
                 order.waits.get(vw, -1) if order else -1,
                 round(1000 * (now - seen)),
             )
-            for vw, seen in sorted(self._seen.items())
+            for vw, seen in sorted(self._leases.seen.items())
         )
         slowest = -1 if order is None or order.slowest is None else order.slowest
         commits = 0 if order is None else order.commits

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_hetpipe.server.actions import State
 from lightning_hetpipe.server.coordinator import Coordinator
+from lightning_hetpipe.server.leases import FORGOTTEN
 from lightning_hetpipe.server.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
 from lightning_hetpipe.server.protocol import Mark, PeerFailed, Refusal
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
@@ -92,3 +93,31 @@ def test_who_was_left_out_fails_alone() -> None:
     wave(world, 0)
     ask(world, stopped.leave("RemoteFault: VW 1 was silent for longer than its lease"))
     wave(world, 0)
+
+
+def test_a_silence_of_all_is_held_against_nobody() -> None:
+    """After a Ctrl-Z and a while all were left out: the server is in a session of its own, and had not been stopped."""
+    world = started(3)
+    world.kill(2)
+    world.now += 5 * LEASE
+    world.server[0].coordinator.tick(world.now)
+    wave_of_the_living(world)
+    assert not finished(world)
+
+
+def wave_of_the_living(world: World) -> None:
+    """They go on without the dead one, whose lease runs out while they are heard."""
+    for vw in (0, 1):
+        world.wave(vw)
+    world.pass_time(LEASE + 1)
+    all_idle(world)
+
+
+def test_all_that_are_silent_for_very_long_are_gone() -> None:
+    world = started(2)
+    world.now += FORGOTTEN * LEASE - 1
+    world.server[0].coordinator.tick(world.now)
+    assert not finished(world)
+    world.now += 2
+    world.server[0].coordinator.tick(world.now)
+    assert finished(world)

@@ -14,6 +14,12 @@ from lightning_hetpipe.server.process import ServerProcess
 from lightning_hetpipe.server.supervisor import STARTS, WINDOW, Supervisor, pause
 from tests.server.transports import PATIENCE
 
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetpipe.server.supervisor._LOOK", 0.01)
+
+
 Heard = SimpleQueue[tuple[str, str]]
 
 
