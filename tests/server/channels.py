@@ -78,21 +78,26 @@ class DirectChannel:
             then()
             raise Unreachable("the request was lost")
         data = b"".join(body)
-        memory = service.open(method, header, len(data))
+        # Every other VW is on the server's host.
+        offered = body[0] if len(body) == 1 and self._vw % 2 == 0 else None
+
+        def opened(size: int) -> memoryview:
+            memory = service.open(method, header, len(data), offered)
+            if memory is not offered:
+                memory[:size] = data[:size]
+            return memory
+
         if fault is Fault.CUT_OFF:
-            memory[: len(data) // 2] = data[: len(data) // 2]
-            service.abandoned(method, header, memory)
+            service.abandoned(method, header, opened(len(data) // 2))
             then()
             raise Unreachable("half of the request was lost")
-        memory[:] = data
-        reply = service.run(method, header, memory)
+        reply = service.run(method, header, opened(len(data)))
         if fault is Fault.TWICE:
             try:
-                memory = service.open(method, header, len(data))
+                memory = opened(len(data))
             except Refused:
                 pass
             else:
-                memory[:] = data
                 reply = service.run(method, header, memory)
         then()
         if fault is Fault.LOST_REPLY:
