@@ -300,7 +300,8 @@ class Client:
             return server, self._call(server, SHARD_METHOD, message, body, into)
 
         items: Mapping[int, ShardRequest] = action.messages
-        answers = list(self._pool.map(ask, items.items()))
+        # One server is asked from here: on busy cores, each thread that has to wake up is a wait for all VWs.
+        answers = list((self._pool.map if len(items) > 1 else map)(ask, items.items()))
         return {server: answer for server, answer in answers if answer is not None}
 
     def _call(
