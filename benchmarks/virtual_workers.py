@@ -45,14 +45,14 @@ EMULATED = Task(
     batch=4,
     momentum=0.0,
     warmup=80,
-    steps=400,
+    steps=240,
     tail=16,
     stages=4,
     in_flight=8,
     pads=pads(T_MAX, T_MAX, T_MAX, T_MAX),
 )
 UNEQUAL = replace(EMULATED, pads=pads(0.6 * T_MAX, T_MAX, 0.8 * T_MAX, 0.5 * T_MAX))
-SLOW = replace(EMULATED, warmup=40, steps=160, pads=pads(*4 * [SLOWER * T_MAX]))
+SLOW = replace(EMULATED, warmup=24, steps=96, pads=pads(*4 * [SLOWER * T_MAX]))
 
 EQUAL_1, EQUAL_4 = "a one VW, four stages of 20 ms", "b four such VWs"
 UNEQUAL_1, UNEQUAL_4 = "c one VW, stages of 12, 20, 16, 10 ms", "d four such VWs"

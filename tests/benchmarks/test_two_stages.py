@@ -54,6 +54,14 @@ def test_the_strategy_trains_too() -> None:
     assert sum(layers) == TINY.layers
 
 
+@pytest.mark.slow
+def test_evaluation_is_of_the_same_model() -> None:
+    (plain,) = measure(replace(TINY, loop="test")).values()
+    (piped,) = measure(replace(TINY, loop="test", variant="strategy")).values()
+    assert plain.loss is not None
+    assert piped.loss == plain.loss
+
+
 def test_ratios_are_formed_within_rounds() -> None:
     rounds: list[Round] = [
         {TWO_STAGES: measured("strategy", 18.0), ONE_THREAD: measured("plain", 10.0)},
