@@ -4,6 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+WORKER = "benchmarks.training_worker"
+"""The module that does tasks."""
+
 Variant = Literal["plain", "strategy", "ddp", "schedule_1f1b"]
 
 

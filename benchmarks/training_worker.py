@@ -18,12 +18,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import Measurement, announce, wait_for_others
-from benchmarks.training_task import Task, Variant
+from benchmarks.training_task import WORKER, Task, Variant
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
-
 
 Pair = tuple[Tensor, Tensor]
 
@@ -186,7 +185,7 @@ def train_with_strategy(task: Task) -> None:
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
-        window = run(task, strategy, Window(task, cpu_seconds=lambda: time.process_time() + of_server()), metrics)
+        window = run(task, strategy, Window(task, cpu_seconds=with_helpers), metrics)
     report = strategy.last_run
     notes: dict[str, object] = {}
     if report is not None:
@@ -202,16 +201,17 @@ def train_with_strategy(task: Task) -> None:
     announce(window.measurement(task.variant, notes))
 
 
-def of_server() -> float:
-    """CPU seconds of the server that this process has started so far; 0 where it has none, or without /proc."""
-    from lightning_hetpipe.strategy import servers
-
-    pid = servers.pid()
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def with_helpers() -> float:
+    """CPU seconds of this process and of those that it has started: its server, but no other worker. Needs /proc."""
+    ticks = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid() and WORKER not in (folder / "cmdline").read_text():
+                ticks += int(fields[11]) + int(fields[12])
+        except OSError:  # it has ended meanwhile
+            continue
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def collected_metrics() -> Any:

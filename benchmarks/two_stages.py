@@ -19,10 +19,9 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.machine import describe_machine, two_cores
-from benchmarks.training_task import Task
+from benchmarks.training_task import WORKER, Task
 
 NAME = "two_stages"
-WORKER = "benchmarks.training_worker"
 MICROBATCHES = (2, 4, 8, 16)  # Schedule1F1B refuses fewer microbatches than stages.
 QUICK_MICROBATCHES = (2, 4)
 TIMEOUT = 600.0

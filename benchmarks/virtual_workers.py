@@ -8,10 +8,9 @@ from functools import partial
 
 from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
 from benchmarks.machine import describe_machine, two_cores
-from benchmarks.training_task import Task
+from benchmarks.training_task import WORKER, Task
 
 NAME = "virtual_workers"
-WORKER = "benchmarks.training_worker"
 TIMEOUT = 600.0
 T_MAX = 0.020
 SLOWER = 3

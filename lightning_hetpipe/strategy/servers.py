@@ -109,11 +109,6 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     return Found(told[COORDINATOR], known, security, hosts)
 
 
-def pid() -> int | None:
-    """The process of the server that this process has started, where it runs."""
-    return None if _server is None else _server.server.pid
-
-
 def lost() -> Exception | None:
     """Why the virtual workers cannot go on, where the server that this process has started is gone for good."""
     return _lost

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import Process, ProcessFailed, Spread, in_rounds, run_together, table
-from benchmarks.training_task import Task
+from benchmarks.training_task import WORKER, Task
 
-WORKER = "benchmarks.training_worker"
 TINY = Task("plain", layers=4, width=8, batch=4, warmup=2, steps=3, tail=1)
 
 
