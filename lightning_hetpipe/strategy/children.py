@@ -173,14 +173,15 @@ class Children:
         """Tells them to end, waits, and ends by force those that do not.
 
         Args:
-            signum: What those get that have come as far as `Launcher.launch`; SIGTERM goes to the others, and nothing
-                to those that an exception ends already.
+            signum: What those get that have come as far as `Launcher.launch`, also where they were told to end before:
+                Lightning only notes SIGTERM, and a wait for this process would go on. SIGTERM goes to the others, and
+                nothing to those that an exception ends already.
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         for child in self._still():
             with self._changed:
                 child.listen()
-            if child.local not in self._told and child.error is None:
+            if child.error is None:
                 self._tell(child, signum if child.arrived else signal.SIGTERM)
         if not self._gone(grace):
             self.kill(signal.SIGTERM)

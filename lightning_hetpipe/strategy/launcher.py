@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process import how
@@ -174,6 +175,8 @@ class Launcher(BaseLauncher):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
+            if isinstance(error, PeerFailed) and getattr(trainer, "received_sigterm", False):
+                raise SIGTERMException from None  # another one has come as far as that first
             if isinstance(error, PeerFailed):
                 raise error.with_traceback(None) from None  # where this one waited explains nothing
             raise

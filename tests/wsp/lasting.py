@@ -1,0 +1,65 @@
+"""A user's script: two virtual workers train on data from processes of a DataLoader's, until something ends them.
+
+Run as ``python -m tests.wsp.lasting ENDING``; says on standard output when each virtual worker trains.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
+
+
+class Endless(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((8,), index / len(self))
+
+
+class Lasting(L.LightningModule):
+    """Ends as it is told to, in its fourth minibatch or in validation; "last" has it train until somebody ends it."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.ending = ending
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            print(f"training {self.global_rank}", flush=True)
+            if self.ending == "raise" and self.global_rank == 1:
+                raise ValueError("a bad batch")
+            if self.ending == "lose" and self.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+def main(ending: str) -> None:
+    L.Trainer(
+        strategy=HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=5.0)),
+        accelerator="cpu",
+        max_steps=8 if ending in ("return", "lose") else -1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
