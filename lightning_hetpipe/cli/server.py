@@ -28,6 +28,7 @@ STATUS = "status"
 
 _COMMANDS = ("serve", STATUS)
 _KEYS = ["command", "address", "timeout", "security", "service"]
+_SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 _SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
 
 
@@ -43,6 +44,8 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # so that `service._target_: mine.Service` finds ./mine.py
     if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
         sys.argv[1] = f"command={sys.argv[1]}"
+    if _SWEEP.intersection(sys.argv[1:]):
+        _end_with(SettingError("-m would start servers one after another; start hetpipe-server once for each address."))
     asked_for_all = wants_all()
     try:
         with errors_passed_on():

@@ -86,6 +86,8 @@ class Client:
         self.member = Member(vw, incarnation, signature, owned)
         self.failure: Exception | None = None
         """What the heartbeat has learnt: nothing can go on. The next call raises it."""
+        self.waits_for = ""
+        """For whom or what the call under way waits, as far as the coordinator has said."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
@@ -253,7 +255,7 @@ class Client:
                 if isinstance(action, AskShards):
                     self.member.heard_from(server, answer)
                 else:
-                    why = answer.waits_for if isinstance(answer, NotYet) else ""
+                    self.waits_for = why = answer.waits_for if isinstance(answer, NotYet) else ""
                     self.member.heard(answer)
             now = self._now()
             if answers:

@@ -211,14 +211,13 @@ class Group:
     @contextmanager
     def _told_what_it_waits_for(self) -> Iterator[None]:
         """Within it a person at the terminal learns after a while why nothing happens."""
-        timer = threading.Timer(
-            UNTIL_SAID,
-            say,
-            [
-                f"virtual worker {self.index} waits until all {self.size} have come to the server at"
-                f" {self._found.coordinator}"
-            ],
-        )
+
+        def tell() -> None:
+            missing = self._talk.waits_for if self._talk is not None else ""
+            what = f"for {missing}" if missing else f"until all {self.size} have come"
+            say(f"virtual worker {self.index} waits {what} (at the server {self._found.coordinator})")
+
+        timer = threading.Timer(UNTIL_SAID, tell)
         timer.daemon = True
         timer.start()
         try:

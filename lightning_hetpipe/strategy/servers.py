@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process import ServerProcess
@@ -74,7 +75,8 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict
         if rank.index == 0 or wsp.placement != "local":
             _serve(f"{host}:{port}", security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
-    server = _serve("127.0.0.1:0", Security(), wsp.lease)
+    # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
+    server = _serve("127.0.0.1:0", Security(token=wsp.security.from_environment().token), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
 
@@ -150,6 +152,12 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         _server = server
         atexit.unregister(stop)
         atexit.register(stop)
+        ask = f"hetpipe-server status address={process.address}"
+        known = os.environ.get(TOKEN) == process.security.token
+        rank_zero_info(
+            f"Parameter server at {process.address} ({ask} shows its clocks"
+            f"{'' if known else f', with a {TOKEN} that was set before the start'})"
+        )
     return _server.server
 
 

@@ -78,6 +78,15 @@ def virtual_workers(value: Any) -> int:
     return value
 
 
+def check_platform(virtual_workers: int, platform: str) -> None:
+    """Whether several processes can be started here; ``platform`` is ``sys.platform``."""
+    if virtual_workers > 1 and platform == "win32":
+        raise SettingError(
+            f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
+            " train in WSL 2, or leave virtual_workers out"
+        )
+
+
 def wsp(value: Any) -> WSPCallback | None:
     if value is not None and not isinstance(value, WSPCallback):
         raise SettingError(f"wsp={value!r} must be a WSPCallback, or None")

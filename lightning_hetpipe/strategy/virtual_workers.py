@@ -42,6 +42,7 @@ class VirtualWorkers(ParallelStrategy):
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.virtual_workers = settings.virtual_workers(virtual_workers)
+        settings.check_platform(self.virtual_workers, sys.platform)
         self.wsp: WSPCallback | None = settings.wsp(wsp)
         self.timeout = settings.seconds(timeout)
         self._num_nodes = 1

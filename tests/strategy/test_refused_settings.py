@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.settings import LATER
 from tests.strategy.refusing import Learner, assert_clean, assert_refused, batches, layers, quiet_trainer, refused
 
@@ -194,3 +195,19 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
 def test_settings_of_the_synchronisation(arguments: dict[str, Any], fragments: list[str]) -> None:
     with refused(*fragments):
         WSPCallback(**arguments)
+
+
+def test_windows_is_refused_by_name() -> None:
+    settings.check_platform(1, "win32")
+    settings.check_platform(2, "darwin")
+    with refused("virtual_workers=2 needs processes that inherit sockets, which Windows does not have; train in WSL 2"):
+        settings.check_platform(2, "win32")
+
+
+def test_one_wsp_callback_is_enough() -> None:
+    """The second one's settings used to be dropped without a word."""
+    given = WSPCallback(clock_distance=1)
+    assert settings.only_wsp([given]) is given
+    assert settings.only_wsp([]).settings.clock_distance == 0
+    with refused("this run has 2 WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among"):
+        settings.only_wsp([given, WSPCallback()])

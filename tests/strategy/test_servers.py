@@ -190,3 +190,10 @@ def test_other_users_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(neighbours, "_user", lambda connection: os.getuid() + 1)
         with pytest.raises(SettingError, match="has waited"):
             neighbours.ask(launch, 0.1)
+
+
+def test_a_token_of_the_users_lets_him_ask_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was always made up, so that `hetpipe-server status` could ask no server of a launch's."""
+    put(monkeypatch, HETPIPE_TOKEN="known")
+    told = servers.start(rank(0, nodes=1, per_node=2), LightningEnvironment(), WSPCallback().settings)
+    assert told["HETPIPE_TOKEN"] == "known"
