@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from lightning_hetpipe.server.decisions import Began, Note, ignore
 from lightning_hetpipe.server.forming import Formation, check, decide
 from lightning_hetpipe.server.gathers import Gathers
 from lightning_hetpipe.server.leases import Leases
@@ -49,6 +50,7 @@ from lightning_hetpipe.server.messages import (
 from lightning_hetpipe.server.order import Order
 from lightning_hetpipe.server.protocol import Refusal, RemoteFault
 from lightning_hetpipe.server.signature import difference
+from lightning_hetpipe.server.standstill import Standstill
 
 MAX_FAILURE = 4000
 """Characters of a failure's reason that are passed on."""
@@ -69,10 +71,16 @@ class Coordinator:
         gather_limit: bytes that a VW may give to a gather.
         gone: incarnations of VWs that were left out, or have left, before this coordinator took over. Older ones than
             those are gone as well.
+        note: told every decision about weights.
     """
 
     def __init__(
-        self, epoch: str, lease: float, gather_limit: int = 64 << 20, gone: Mapping[int, int] | None = None
+        self,
+        epoch: str,
+        lease: float,
+        gather_limit: int = 64 << 20,
+        gone: Mapping[int, int] | None = None,
+        note: Note = ignore,
     ) -> None:
         self.epoch = epoch
         self.phase = Phase.FORMING
@@ -80,6 +88,7 @@ class Coordinator:
         """Of the running generation; while another one is formed, of the one that ended."""
         self.generation = ""
         self._leases = Leases(lease)
+        self._note = note
         self._gathers = Gathers(gather_limit)
         self._signature: Signature | None = None
         self._incarnation: dict[int, int] = {}
@@ -100,6 +109,7 @@ class Coordinator:
         self._failed_at = 0.0
         self._forgotten = False
         self._admits: set[int] = set()
+        self._standstill = Standstill()
 
     @property
     def unused(self) -> bool:
@@ -160,7 +170,12 @@ class Coordinator:
                 return self._join(message, body, now), ()
             if isinstance(message, Leave):
                 return self._leave(message, now), ()
-            return self._serve(message, body)
+            answer, parts = self._serve(message, body)
+            members = self.order.clock if self.order is not None and self.phase is Phase.RUNNING else ()
+            why = self._standstill.after(message.vw, message, answer, members, self._serve)
+            if why is not None:
+                self._fail(message.vw, why, now)
+            return answer, parts
         except RemoteFault as fault:
             return Refused(self.epoch, fault.refusal, str(fault)), ()
 
@@ -200,6 +215,7 @@ class Coordinator:
     def _remove(self, vw: int) -> None:
         """The VW is gone: it was silent, or left, or a newer incarnation takes its place."""
         del self._leases.seen[vw]
+        self._standstill.forget(vw)
         self._joins.pop(vw, None)
         self._newcomers.pop(vw, None)
         member = self._attempts.pop(vw, None) is not None
@@ -212,11 +228,13 @@ class Coordinator:
         elif self.phase is Phase.LOADING and self._formation is not None and self._formation.holder == vw:
             self.phase = Phase.FORMING
 
+    def _fail(self, vw: int, why: str, now: float) -> None:
+        self._failure, self._failed_at, self.phase = (vw, why[:MAX_FAILURE]), now, Phase.FAILED
+
     def _leave(self, message: Leave, now: float) -> Answer:
         left_out = message.incarnation <= self.gone.get(message.vw, -1)  # what befalls it is no matter of the others'
         if message.failure and self._failure is None and not left_out:
-            self._failure, self._failed_at = (message.vw, message.failure[:MAX_FAILURE]), now
-            self.phase = Phase.FAILED
+            self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
             self._remove(message.vw)
         self.gone[message.vw] = message.incarnation
@@ -297,6 +315,8 @@ class Coordinator:
         assert signature is not None
         if message.vw != found.holder:
             raise RemoteFault(Refusal.MALFORMED, f"VW {message.vw} was not asked to load weights")
+        members = tuple((vw, each.incarnation, each.clock) for vw, each in sorted(found.members.items()))
+        self._note(Began(found.base.era, found.base.count, members))
         self.order = Order(
             found.base,
             found.members,
@@ -305,6 +325,7 @@ class Coordinator:
             cut=found.cut,
             cut_clock=found.cut_clock,
             cut_at=found.cut_at,
+            note=self._note,
         )
         self._joins.clear()
         self._lost_at = None

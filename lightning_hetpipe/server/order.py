@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
+from lightning_hetpipe.server.decisions import Closed, Committed, Granted, Held, Left, Note, Pushed, ignore
 from lightning_hetpipe.server.protocol import Commit, Mark, Point, Refusal, RemoteFault, with_commits
 
 
@@ -48,6 +49,7 @@ class Order:
             waits at a cut, adds zero to the sum: what the others add does not depend on when it did.
         cut, cut_clock: the last one that somebody has passed.
         cut_at: the clock at which VW 0 wants to cut, -1 for none.
+        note: told every decision.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Order:
         cut: int = 0,
         cut_clock: int = 0,
         cut_at: int = -1,
+        note: Note = ignore,
     ) -> None:
         self.base = base
         self.cut = cut
@@ -71,6 +74,9 @@ class Order:
         """Every shard has added at least so many of this generation's commits."""
         self.tail: list[Commit] = []
         """The commits after those."""
+        self._note = note
+        self._held: dict[int, tuple[int, str]] = {}
+        """The last turn for which it was noted that a VW has to wait, and why."""
         self._distance = distance
         self._mean = mean
         self._cut_clock = cut_clock
@@ -131,6 +137,7 @@ class Order:
         self._owing.discard(vw)
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
+        self._note(Pushed(vw, mark.incarnation, clock))
         if cut:
             self.cut_at = max(self.cut_at, cut_after(clock, self._distance))
         self._advance()
@@ -141,8 +148,14 @@ class Order:
             raise RemoteFault(Refusal.STALE, f"turn {turn} of VW {vw} is over")
         if vw in self.waits:
             raise RemoteFault(Refusal.MALFORMED, f"VW {vw} waits at cut {self.waits[vw]} and cannot pull")
-        if vw not in self._turns and (why := self._not_yet(vw)) is not None:
-            return why
+        if vw not in self._turns:
+            if (why := self._not_yet(vw)) is not None:
+                if self._held.get(vw) != (turn, why):
+                    self._held[vw] = turn, why
+                    self._note(Held(vw, turn, self.clock[vw], self.slowest, why))
+                return why
+            slowest = None if vw in self._behind else self.slowest
+            self._note(Granted(vw, turn, self.clock[vw], slowest, self.head.count))
         self._turns[vw] = turn
         return None
 
@@ -194,6 +207,7 @@ class Order:
         """The VW is no member any more. What it has pushed counts."""
         for each in (self.clock, self.waits, self._turns, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
+        self._note(Left(vw))
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
             group.discard(vw)
         self._advance()
@@ -226,6 +240,8 @@ class Order:
                     self._queue.remove(mark)
                     self.tail.append(Commit(mark, self._sizes[mark.clock] if self._mean else 1))
                     self._included = with_commits(self._included, self.tail[-1:])
+                    place = self.base.count + self.commits
+                    self._note(Committed(mark.vw, mark.incarnation, mark.clock, self.tail[-1].divisor, place))
                 self._count()
             elif self.clock and self.clock.keys() == self.waits.keys() and not self._queue and not self._owing:
                 self._close()
@@ -244,7 +260,9 @@ class Order:
         self.cut = min(self.waits.values())
         # Dead VWs' clocks count: no wave has updates from both sides of a cut.
         self._cut_clock = max(*self.clock.values(), *(mark.clock + 1 for mark in self._included), 0)
-        for vw in [vw for vw, cut in self.waits.items() if cut == self.cut]:
+        here = [vw for vw, cut in self.waits.items() if cut == self.cut]
+        self._note(Closed(self.cut, self._cut_clock, tuple(sorted(here))))
+        for vw in here:
             del self.waits[vw]
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
             self._behind.add(vw)

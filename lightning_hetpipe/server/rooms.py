@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.decisions import Decision, ignore, line
 from lightning_hetpipe.server.messages import AskStatus, Status, decode, encode
 from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.transport import HEADER_LIMIT, TIMEOUT, Channel, Refused, Reply
@@ -31,14 +35,23 @@ class Rooms:
 
     Args:
         lease: Seconds of silence after which a VW is left out.
+        log: A file to which every decision of a coordinator about weights is appended, as a line of JSON; None: none.
+
+    Raises:
+        SettingError: if the file cannot be written.
     """
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self, lease: float, log: str | None = None) -> None:
         self._lease = lease
+        try:
+            self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise SettingError(f"log={log} cannot be written: {error.strerror}") from error
         self._rooms: dict[str, Service] = {}
         self._loaded: str | None = None
         """The room whose shard was used last."""
         self._lock = threading.Lock()
+        self._log_lock = threading.Lock()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
 
@@ -65,12 +78,16 @@ class Rooms:
             self._room(name).abandoned(method, header, body)
 
     def close(self) -> None:
-        """Wakes whatever waits in ``run``, and ends the thread that looks after rooms."""
+        """Wakes whatever waits in ``run``; ends the thread that looks after rooms, and the log."""
         self._closed.set()
         for room in self._known().values():
             room.close()
         if self._sweeper is not None:
             self._sweeper.join()
+        with self._log_lock:
+            log, self._log = self._log, None
+            if log is not None:
+                os.close(log)
 
     def status(self) -> dict[str, Any]:
         """Clocks, members, lag and bytes of every room that somebody is in, as JSON can say them."""
@@ -92,11 +109,20 @@ class Rooms:
         with self._lock:
             if name not in self._rooms:
                 self._make_way()
-                self._rooms[name] = Service(self._lease)
+                self._rooms[name] = self._service(name)
                 if self._sweeper is None:
                     self._sweeper = threading.Thread(target=self._sweep, name="hetpipe-rooms", daemon=True)
                     self._sweeper.start()
             return self._rooms[name]
+
+    def _service(self, name: str, gone: Mapping[int, int] | None = None) -> Service:
+        note = ignore if self._log is None else partial(self._write, name)
+        return Service(self._lease, gone=gone, note=note)
+
+    def _write(self, room: str, decision: Decision) -> None:
+        with self._log_lock:
+            if self._log is not None:
+                os.write(self._log, line(room, decision).encode())
 
     def _make_way(self) -> None:
         for name in [name for name, room in self._rooms.items() if room.unused]:
@@ -109,7 +135,7 @@ class Rooms:
         if room.finished:
             with self._lock:
                 if self._rooms.get(name) is room:
-                    self._rooms[name] = Service(self._lease, gone=room.gone)
+                    self._rooms[name] = self._service(name, room.gone)
 
     def _turn_to(self, name: str) -> None:
         """A shard hears nothing of who leaves. A launch's fits follow each other: this one says that others ended."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from lightning_hetpipe.server.coordinator import Coordinator
+from lightning_hetpipe.server.decisions import Note, ignore
 from lightning_hetpipe.server.messages import (
     Answer,
     Failed,
@@ -46,6 +47,7 @@ class Service:
         patience: seconds for which a request waits.
         now: the time, in seconds; of any origin, but steady.
         gone: incarnations of VWs whose time here is over, as `gone` of a service that this one takes the place of.
+        note: told every decision of the coordinator about weights; it must not wait.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class Service:
         patience: float = 2.0,
         now: Callable[[], float] = time.monotonic,
         gone: Mapping[int, int] | None = None,
+        note: Note = ignore,
     ) -> None:
         self.epoch = secrets.token_hex(8)
         self._patience = min(patience, lease / 3)  # who waits is not heard
         self._now = now
-        self._coordinator = Coordinator(self.epoch, lease, gather_limit, gone)
+        self._coordinator = Coordinator(self.epoch, lease, gather_limit, gone, note)
         self._closed = False
         self._changed = threading.Condition()
         self._shard = Shard(self.epoch, limit)

@@ -32,7 +32,7 @@ class Telling(Desk):
 
     said: object = SAID
 
-    def __init__(self, lease: float = 30) -> None:
+    def __init__(self, lease: float = 30, log: str | None = None) -> None:
         super().__init__()
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:

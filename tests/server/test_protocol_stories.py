@@ -303,6 +303,23 @@ def test_a_gather_goes_on_without_whoever_dies() -> None:
     assert world.vws[1].kept == b"\0\1"
 
 
+@pytest.mark.parametrize("distance", [0, 2])
+def test_who_waits_for_each_other_in_a_circle_is_told_so(distance: int) -> None:
+    """VW 1 gathers where VW 0 has a wave to come, for which it waits as soon as it is too far ahead: for ever."""
+    world = started(2, distance)
+    world.gather(1, 0, b"")
+    world.step(1)
+    for _ in range(distance):
+        wave(world, 0)
+    world.wave(0)
+    with pytest.raises(
+        PeerFailed, match=r"each other; .* of each: VW 0 for VW 1 to finish wave 0; VW 1 for VW 0 in ga"
+    ):
+        until(world, 0, State.IDLE)
+    with pytest.raises(PeerFailed, match="all wait for each other"):
+        world.step(1)
+
+
 def test_a_result_that_one_vw_has_survives_the_coordinator() -> None:
     world = started(2)
     for vw in (0, 1):
