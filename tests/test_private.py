@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import operator
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +16,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.tuner.tuning import Tuner
@@ -414,6 +418,89 @@ class Looks(L.Callback):
     def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         self.progress.append(of_lightning.begun_minibatches(trainer))
         self.arguments.append(of_lightning.step_arguments(trainer, "batch", 3))
+
+
+class LooksAtCuts(L.Callback):
+    """Where the loop is when a checkpoint or a validation could come."""
+
+    def __init__(self) -> None:
+        self.in_a_step: list[bool] = []
+        self.at_the_end: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        self.in_a_step.append(of_lightning.in_a_step(trainer))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.in_a_step.append(of_lightning.in_a_step(trainer))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.at_the_end.append(of_lightning.validates_at_the_end(trainer))
+
+
+class Validated(Learner):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@guards("batch_progress")
+@pytest.mark.parametrize(("interval", "at_the_end"), [(0.5, [False, True]), (2, [False, False]), (1.0, [True])])
+def test_where_checkpoints_and_validations_come(interval: float, at_the_end: list[bool]) -> None:
+    looks = LooksAtCuts()
+    trainer = quiet_trainer("auto", callbacks=[looks], val_check_interval=interval, num_sanity_val_steps=0)
+    trainer.fit(Validated(), batches(4), batches(1))
+    assert looks.in_a_step == [True, False] * 4, "a checkpoint in the middle of a step would be taken for a cut"
+    assert looks.at_the_end == at_the_end, "virtual workers with other numbers of batches would validate alone"
+
+
+class Stops(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@guards("_can_stop_early")
+@pytest.mark.parametrize(("min_epochs", "at_the_end"), [(None, [True]), (1, [False, False])])
+def test_a_stop_validates_where_it_may_stop(min_epochs: int | None, at_the_end: list[bool]) -> None:
+    looks = LooksAtCuts()
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0, "min_epochs": min_epochs, "max_epochs": 1}
+    quiet_trainer("auto", callbacks=[Stops(), looks], **settings).fit(Validated(), batches(4), batches(1))
+    assert looks.at_the_end == at_the_end, "virtual workers would take a validation of mid-epoch for the last"
+
+
+@guards("_signal_connector", "_slurm_sigusr_handler_fn")
+def test_the_signal_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLURMEnvironment, "detect", staticmethod(lambda: False))
+    trainer = quiet_trainer("auto", plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], devices=1)
+    heard = []
+    redirect = of_lightning.on_requeue(trainer, lambda redirect, *args: heard.append(args[0]))
+    before = signal.getsignal(signal.SIGUSR2)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        trainer._signal_connector.teardown()
+        redirect.remove()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert heard == [signal.SIGUSR2], "a checkpoint would be saved in the middle of whatever runs, and hang"
+
+
+@guards("_every_n_train_steps", "_train_time_interval", "_duration", "_interval", "_val_check_time_interval")
+def test_what_decides_by_steps_or_by_time() -> None:
+    hour = timedelta(hours=1)
+    callbacks: list[L.Callback] = [
+        ModelCheckpoint(every_n_train_steps=2),
+        ModelCheckpoint(train_time_interval=hour),
+        ModelCheckpoint(),
+    ]
+    callbacks += [Timer(hour), Timer(hour, interval="epoch"), Timer(), L.Callback()]
+    by_steps, at_every_step = (
+        map(of_lightning.saves_by_steps, callbacks),
+        map(of_lightning.asks_at_every_step, callbacks),
+    )
+    broken = "what ties virtual workers to each other would go unnoticed"
+    assert [*by_steps] == [True, False, False, False, False, False, False], broken
+    assert [*at_every_step] == [False, True, False, True, False, False, False], broken
+    trainers = [quiet_trainer("auto", val_check_interval=interval) for interval in ("00:01:00:00", 3, 0.5)]
+    assert [*map(of_lightning.seconds_between_validations, trainers)] == [3600, None, None]
 
 
 @guards("_build_kwargs", "batch_progress")

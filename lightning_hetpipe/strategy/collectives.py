@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 
 
 def broadcast(group: Group, value: Any, source: int) -> Any:
-    """What virtual worker ``source`` gives; the first one's, if that one does not take part."""
-    mine = group.index == source
-    found = group.gather(("path" if isinstance(value, Path) else "", _sent(value)) if mine else None)
-    given = next((each for each in found if each is not None), None)
-    if given is None:
-        return value
-    kind, content = given
-    return Path(content) if kind == "path" else content
+    """What virtual worker ``source`` gives; where that one does not take part, the first that does."""
+    found = group.gather((group.index == source, isinstance(value, Path), _sent(value)))
+    _, is_path, content = next((each for each in found if each[0]), found[0])
+    return Path(content) if is_path else content
 
 
 def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:

@@ -35,6 +35,7 @@ from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.cuts import Cuts
 from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
@@ -78,6 +79,7 @@ class Fit:
         self._settings = settings
         self._run_seed = run_seed
         self._synchroniser = synchroniser
+        self._cuts: Cuts | None = None
         self._chance = Chance(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
@@ -107,6 +109,8 @@ class Fit:
             Redirect(self._module, BEFORE_TRANSFER, before_transfer),
             *look_through(self._module),
         ]
+        if self._synchroniser is not None:
+            self._cuts = Cuts(self._trainer, self._synchroniser, self._unlocked, self._computing)
 
     def close(self) -> None:
         try:
@@ -117,6 +121,8 @@ class Fit:
         finally:
             if self._outsiders is not None:
                 self._outsiders.close()
+            if self._cuts is not None:
+                self._cuts.close()
             for redirect in (*self._redirects, *self._calls):
                 redirect.remove()
             self._redirects, self._calls = [], []
@@ -256,6 +262,8 @@ class Fit:
         self._epoch_begins = self.engine is not None
         self._last = -1
         torch.set_num_threads(self._settings.torch_threads)
+        if self._cuts is not None:
+            self._cuts.epoch_begins()
         if self._telemetry is not None:
             self._telemetry.start()
         if isinstance(fetcher, DataLoaderIterFetcher) or self._settings.in_flight == 1:
@@ -266,7 +274,8 @@ class Fit:
                 redirect.original(ahead)
             finally:
                 ahead.close()
-        self.cut(at_end=True)
+        if self._cuts is not None:
+            self._cuts.epoch_ends()
         if self._telemetry is not None and self.engine is not None:
             self._telemetry.stop()
             self._telemetry.log(begun_minibatches(self._trainer)[0])
@@ -282,27 +291,14 @@ class Fit:
         self._telemetry.stop()
         try:
             with ExitStack() as stack:
-                if self._synchroniser is not None:
-                    self.cut()
-                    stack.callback(self._synchroniser.borrow_buffers())
+                if self._cuts is not None:
+                    stack.callback(self._cuts.validation())
                 if self.evaluation.is_worth_it():
                     for call in self._calls:
                         stack.enter_context(call.aside())
                 return self.evaluation.run(redirect.original)
         finally:
             self._telemetry.start()
-
-    def cut(self, at_end: bool = False) -> None:
-        """All virtual workers come to hold the same weights: at the end of an epoch, or within it."""
-        if self._synchroniser is None:
-            return
-        version, in_epoch = begun_minibatches(self._trainer)
-        epoch = self._trainer.current_epoch
-        computing = nullcontext if self.engine is None else self.engine.quiet.computing
-        with self._unlocked():
-            self._synchroniser.cut(epoch, None if at_end else in_epoch, version, computing)
-        if at_end:
-            self._synchroniser.take_buffers()
 
     # What the look-ahead asks.
 
@@ -347,6 +343,9 @@ class Fit:
     def _unlocked(self) -> AbstractContextManager[None]:
         return nullcontext() if self.engine is None else self.engine.unlocked()
 
+    def _computing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.quiet.computing()
+
     def _drain(self) -> None:
         if self.engine is not None:
             self.engine.drain()
@@ -355,9 +354,8 @@ class Fit:
         assert self.engine is not None
         assert self._form is not None
         assert self._telemetry is not None
-        if self._synchroniser is not None and self._synchroniser.published(version):
-            with self.engine.unlocked():
-                self._synchroniser.synchronise(self.engine.quiet.computing)
+        if self._cuts is not None:
+            self._cuts.published(version)
         changed = self._form.changed()
         if changed is not None:
             self._adopt(changed, version)

@@ -61,6 +61,8 @@ class Group:
         settings: Of the synchronisation.
         timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
+        interrupted: Whether this virtual worker is ending on an exception: what it then asks of all is answered by it
+            alone, as the others do not come.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Group:
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.index = index
         self.size = size
@@ -78,6 +81,7 @@ class Group:
         self._found = found
         self._timeout = timeout
         self._lost = lost
+        self._interrupted = interrupted
         self._exits = ExitStack()
         self._talk: Client | None = None
         self._fit: Client | None = None
@@ -156,7 +160,7 @@ class Group:
 
         Values are tensors, numbers, strings, None, and lists, tuples and dicts of them.
         """
-        if self._talk is None:
+        if self._talk is None or self._interrupted():
             return [value]
         buffer = io.BytesIO()
         torch.save(value, buffer)

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -35,21 +36,27 @@ __all__ = [
     "EvaluatingLoop",
     "StrategyRegistry",
     "TunerExit",
+    "asks_at_every_step",
     "begun_minibatches",
     "closure_loss",
     "evaluating_loop",
     "evaluation_arguments",
     "fetcher_of",
     "has_gradient_hooks",
+    "in_a_step",
     "loader_iterator",
     "log_interval",
     "move_before_transfer",
+    "on_requeue",
     "run_first",
+    "saves_by_steps",
+    "seconds_between_validations",
     "set_checkpoint_io",
     "set_fetcher",
     "share_profiling",
     "step_arguments",
     "synchronises_batchnorm",
+    "validates_at_the_end",
     "wants_several_optimizers",
     "with_workers",
 ]
@@ -77,6 +84,43 @@ def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
     """Minibatches that Lightning's loop has started, over the whole run and in this epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.total.ready, progress.current.ready
+
+
+def in_a_step(trainer: L.Trainer) -> bool:
+    """Whether the loop has begun a minibatch that is not processed yet."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.processed < progress.ready)
+
+
+def validates_at_the_end(trainer: L.Trainer) -> bool:
+    """Whether a validation that begins now is that of the epoch's end."""
+    if trainer.should_stop and trainer.fit_loop._can_stop_early:
+        return True
+    last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return last and (isinstance(trainer.val_check_interval, float) or trainer.val_check_batch == float("inf"))
+
+
+def seconds_between_validations(trainer: L.Trainer) -> float | None:
+    """``val_check_interval``, if it is a time."""
+    seconds: float | None = getattr(trainer, "_val_check_time_interval", None)  # set by a connector
+    return seconds
+
+
+def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` have the signal with which SLURM announces a job's end; ``original`` saves, and requeues."""
+    return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
+
+
+def saves_by_steps(callback: Any) -> bool:
+    """Whether it is a ModelCheckpoint with ``every_n_train_steps``."""
+    return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
+
+
+def asks_at_every_step(callback: Any) -> bool:
+    """Whether it lets virtual worker 0 decide by time, after every step."""
+    if isinstance(callback, Timer):
+        return callback._duration is not None and callback._interval == "step"
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
 Counters = tuple[int, int, int]

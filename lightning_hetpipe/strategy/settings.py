@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.ranks import Rank
 from lightning_hetpipe.strategy.wsp import WSPCallback
 
@@ -201,6 +202,15 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
         raise SettingError(
             f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
             " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
+        )
+
+
+def check_together(trainer: L.Trainer) -> None:
+    """Refuses what several virtual workers cannot do at the same minibatch."""
+    if (seconds := seconds_between_validations(trainer)) is not None:
+        raise SettingError(
+            f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
+            " minibatch; give it as a number of batches, or as a part of an epoch"
         )
 
 

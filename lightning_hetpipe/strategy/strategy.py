@@ -170,6 +170,8 @@ class HetPipeStrategy(VirtualWorkers):
         if fitting:
             settings.check_module(trainer.lightning_module)
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
+            if self._group is not None:
+                settings.check_together(trainer)
         super().setup(trainer)
         asked, seed = self._fit_settings(), self._agreed(_run_seed())
         if not fitting:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 Computing = Callable[[], AbstractContextManager[None]]
 """Opened around computing, as ``Quiet.computing`` is."""
 
-EPOCH = 1 << 32
-"""Cuts are numbered by epoch and minibatch, so that virtual workers with different numbers of batches agree."""
-
 
 class Synchroniser:
     """Shares the weights of ``module`` with the other virtual workers.
@@ -46,14 +43,18 @@ class Synchroniser:
         self._open = 0  # minibatches in the wave that is open
         self._cut = 0
 
-    def enter(self, settings: list[str], version: int) -> None:
-        """Takes w_0, where the live weights are at ``version``."""
-        self._counted = version
+    def enter(self, settings: list[str]) -> None:
+        """Takes w_0, and the buffers that belong to them."""
         self._take(self.group.enter_fit(self._named, settings), everything=True)
+        self.take_buffers()
         self._last = [parameter.detach().clone() for _, parameter in self._named]
         rounded = self.group.settings.update_dtype
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
         self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
+
+    def begin(self, version: int) -> None:
+        """An epoch begins, where the live weights are at ``version``."""
+        self._counted = version
 
     def agree(self, in_flight: int) -> int:
         """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
@@ -86,26 +87,33 @@ class Synchroniser:
         self._count(version)
         return self._open >= self.wave
 
-    def synchronise(self, computing: Computing) -> None:
+    def synchronise(self, computing: Computing, ask_for_cut: bool = False) -> bool:
         """The end of a wave: the live weights become what the servers make of them.
 
         None of it is user code, which may run meanwhile, as while the optimizer computes.
+
+        Args:
+            computing: See there.
+            ask_for_cut: Virtual worker 0 wants all to cut as soon as they can after the same wave.
+
+        Returns:
+            Whether this is where all cut, because virtual worker 0 has asked for it.
         """
         update = self._update(computing)
         with self._waiting():
-            weights = self.group.weights.synchronise(update)
+            weights = self.group.weights.synchronise(update, cut=ask_for_cut)
         self._settle(weights, computing)
+        member = self.group.weights.member
+        return member.clock == member.cut_at
 
-    def cut(self, epoch: int, minibatch: int | None, version: int, computing: Computing) -> None:
-        """All come to hold the same weights. As with :meth:`synchronise`, user code may run meanwhile.
+    def cut(self, number: int, version: int, computing: Computing) -> None:
+        """All come to hold the same weights, unless they have done so at this cut. User code may run meanwhile.
 
         Args:
-            epoch: In which it happens.
-            minibatch: Of the epoch, from 1; None at its end.
+            number: The cut's, larger than that of any before.
             version: That of the live weights.
             computing: See there.
         """
-        number = epoch * EPOCH + (minibatch if minibatch is not None else EPOCH - 1) + 1
         if number <= self._cut:
             return
         self._cut = number
@@ -136,6 +144,8 @@ class Synchroniser:
 
     def _buffers_of_first(self) -> list[Tensor]:
         mine = [buffer.detach().cpu() for buffer in self._module.buffers()]
+        if not mine:
+            return mine
         found = self.group.gather(mine if self.group.index == 0 else None)
         return found[0] if found[0] is not None else mine
 

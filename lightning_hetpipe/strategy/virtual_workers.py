@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import collectives, servers, settings
 from lightning_hetpipe.strategy.launcher import launcher_of
-from lightning_hetpipe.strategy.private import begun_minibatches
 from lightning_hetpipe.strategy.ranks import Rank, announce, find_rank
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
@@ -136,7 +135,9 @@ class VirtualWorkers(ParallelStrategy):
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
-        self._group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
+        self._group = Group(
+            self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost, self._is_interrupted
+        )
         self._group.lose(self._ended)
         self._group.open()
 
@@ -197,8 +198,12 @@ class VirtualWorkers(ParallelStrategy):
                 f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
-        synchroniser.enter(agreed, begun_minibatches(trainer)[0])
+        synchroniser.enter(agreed)
         return synchroniser
+
+    def _is_interrupted(self) -> bool:
+        trainer = getattr(self._launcher, "trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
 
     def _leave_group(self) -> None:
         self._exits.close()

@@ -1,0 +1,158 @@
+"""Cuts of one fit: evaluations, checkpoints and ends of epochs, where all virtual workers hold the same (law L6)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning as L
+
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.private import (
+    asks_at_every_step,
+    begun_minibatches,
+    in_a_step,
+    on_requeue,
+    saves_by_steps,
+    validates_at_the_end,
+)
+from lightning_hetpipe.strategy.synchroniser import Computing, Synchroniser
+
+EPOCH = 1 << 32
+"""Cuts are numbered by epoch and minibatch, so that virtual workers with different numbers of batches agree."""
+LAST_VALIDATION, END = EPOCH - 2, EPOCH - 1
+"""Places in an epoch that all virtual workers have, however many batches there are."""
+
+
+class Cuts:
+    """Where the virtual workers of ``synchroniser`` meet.
+
+    Args:
+        trainer: Lightning's.
+        synchroniser: The fit's.
+        unlocked: Opened around synchronisation, in which user code may run.
+        computing: Opened around what is computed in it.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        synchroniser: Synchroniser,
+        unlocked: Callable[[], AbstractContextManager[None]],
+        computing: Computing = nullcontext,
+    ) -> None:
+        self._trainer = trainer
+        self._synchroniser = synchroniser
+        self._unlocked = unlocked
+        self._computing = computing
+        self._running = False  # an epoch
+        self._compared = False
+        self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
+        self._redirects = [Redirect(trainer, "save_checkpoint", self._on_save), on_requeue(trainer, self._on_requeue)]
+
+    def close(self) -> None:
+        for redirect in self._redirects:
+            redirect.remove()
+
+    def epoch_begins(self) -> None:
+        if not self._compared:
+            self._compare()
+        self._compared = self._running = True
+        self._synchroniser.begin(begun_minibatches(self._trainer)[0])
+
+    def published(self, version: int) -> None:
+        """``version`` is over, with all its callbacks: it may end a wave."""
+        if not self._synchroniser.published(version):
+            return
+        with self._unlocked():
+            cuts = self._synchroniser.synchronise(self._computing, self._asks)
+        if cuts:
+            self._cut(version=version)
+            if any(self._synchroniser.group.gather(self._asks)):
+                self._save_and_requeue()
+
+    def validation(self) -> Callable[[], None]:
+        """All evaluate the same weights, and buffers; gives what puts the own buffers back."""
+        self._cut(LAST_VALIDATION if validates_at_the_end(self._trainer) else None)
+        return self._synchroniser.borrow_buffers()
+
+    def epoch_ends(self) -> None:
+        """Who has come to the end of training has done so for all: nobody could go on with the others gone."""
+        self._cut(END)
+        self._running = False
+        self._synchroniser.take_buffers()
+        trainer = self._trainer
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        found = self._synchroniser.group.gather([stops, self._asks])
+        if any(stop for stop, _ in found) and not stops:
+            trainer.should_stop = True
+        if any(asks for _, asks in found):
+            self._save_and_requeue()
+
+    def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""
+        if self._running and not self._trainer.interrupted:
+            if in_a_step(self._trainer):
+                raise SettingError(
+                    "a checkpoint is saved in the middle of a step, where virtual workers hold different weights and"
+                    " cannot wait for each other; save it in on_train_batch_end, or at the end of an epoch"
+                )
+            self._cut()
+        redirect.original(*args, **kwargs)
+
+    def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
+        """SLURM's signal comes at any moment, also during a wait: virtual worker 0 asks for a cut to save at."""
+        self._requeue = args
+
+    @property
+    def _asks(self) -> bool:
+        return self._requeue is not None and self._trainer.is_global_zero
+
+    def _save_and_requeue(self) -> None:
+        """At a cut, on all: what SLURM's signal is for."""
+        told, self._requeue = self._requeue, None
+        with self._redirects[0].aside():  # this is the cut to save at
+            self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
+
+    def _cut(self, place: int | None = None, version: int | None = None) -> None:
+        """Once at each place of each epoch; by default after the minibatch ``version``, or the last that has begun."""
+        begun, in_epoch = begun_minibatches(self._trainer)
+        version = begun if version is None else version
+        number = self._trainer.current_epoch * EPOCH + (in_epoch - begun + version if place is None else place) + 1
+        with self._unlocked():
+            self._synchroniser.cut(number, version, self._computing)
+
+    def _compare(self) -> None:
+        """Refuses what virtual workers with different numbers of batches would do at different minibatches."""
+        trainer = self._trainer
+        callbacks = getattr(trainer, "callbacks", [])
+        if trainer.is_global_zero and any(map(asks_at_every_step, callbacks)):
+            L.pytorch.utilities.rank_zero_warn(
+                "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"
+                " that all go at its pace; leave them out where virtual workers are not equally fast"
+            )
+        told = (trainer.num_training_batches, trainer.val_check_batch if trainer.enable_validation else None)
+        found = self._synchroniser.group.gather(told)
+        batches, checks = zip(*found, strict=True)
+        if len(set(batches)) == 1:
+            return
+        counts = " and ".join(map(str, sorted(set(batches))))
+        if trainer.enable_validation and checks != batches:
+            if len(set(checks)) > 1:
+                raise SettingError(
+                    f"val_check_interval={trainer.val_check_interval!r} comes after different numbers of batches, as"
+                    f" virtual workers have {counts} of them in an epoch; give it as a number of batches"
+                )
+            if trainer.check_val_every_n_epoch is None:
+                raise SettingError(
+                    f"check_val_every_n_epoch=None counts batches over epochs, of which virtual workers have {counts}"
+                    " batches; leave it out, or give all the same number"
+                )
+        if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks)):
+            raise SettingError(
+                "ModelCheckpoint(every_n_train_steps=...) counts steps over epochs, of which virtual workers have"
+                f" {counts} batches; set every_n_epochs, or give all the same number"
+            )

@@ -1,0 +1,130 @@
+"""What virtual workers with different numbers of batches, or by wall time, would do at different minibatches."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.cuts import END, EPOCH, LAST_VALIDATION, Cuts
+from lightning_hetpipe.strategy.settings import check_together
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
+from tests.strategy.refusing import batches, quiet_trainer
+from tests.test_private import Validated
+
+
+class Others:
+    """Stands in for the synchronisation: this virtual worker is the first, and the other one says what a test wants."""
+
+    def __init__(self, told: Any) -> None:
+        self.told = told
+        self.group = self
+        self.numbers: list[int] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.told if isinstance(value, tuple) else value]
+
+    def begin(self, version: int) -> None: ...
+
+    def take_buffers(self) -> None: ...
+
+    def borrow_buffers(self) -> Any:
+        return lambda: None
+
+    def cut(self, number: int, version: int, waiting: Any) -> None:
+        self.numbers.append(number)
+
+
+class Runs(L.Callback):
+    """Does what the strategy does of cuts, around a plain run."""
+
+    def __init__(self, others: Others) -> None:
+        self.others = others
+        self.cuts: Cuts | None = None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.cuts is None:
+            self.cuts = Cuts(trainer, cast(Synchroniser, self.others), nullcontext)
+        self.cuts.epoch_begins()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.cuts is not None
+        self.cuts.validation()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.cuts is not None
+        self.cuts.epoch_ends()
+
+
+def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
+    """Fits four batches, where the other virtual worker has what is ``told``: its batches, and when it validates."""
+    others = Others(told)
+    settings = {"num_sanity_val_steps": 0, "max_epochs": 2, **settings}
+    trainer = quiet_trainer("auto", callbacks=[Runs(others), *callbacks], **settings)
+    trainer.fit(Validated(), batches(4), batches(1))
+    return others.numbers
+
+
+def test_cuts_are_numbered_by_what_all_have() -> None:
+    """Ends of epochs, and validations there, are where they are however many batches there are."""
+    assert fit((2, 2)) == [LAST_VALIDATION + 1, END + 1, EPOCH + LAST_VALIDATION + 1, EPOCH + END + 1]
+    assert fit((3, 2), val_check_interval=2, max_epochs=1) == [3, 5, END + 1]
+
+
+@pytest.mark.parametrize(
+    ("told", "settings", "why"),
+    [
+        ((6, 3), {"val_check_interval": 0.5}, "val_check_interval=0.5 comes after different numbers of batches"),
+        ((6, 2), {"val_check_interval": 2, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=None counts"),
+    ],
+)
+def test_validations_at_different_minibatches_are_refused(told: Any, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        fit(told, **settings)
+
+
+def test_checkpoints_at_different_minibatches_are_refused() -> None:
+    by_steps = ModelCheckpoint(every_n_train_steps=3, save_top_k=0)
+    with pytest.raises(
+        SettingError, match=r"every_n_train_steps=...\) counts steps over epochs, .* have 4 and 6 batch"
+    ):
+        fit((6, 6), by_steps, enable_checkpointing=True)
+    fit((6, 6), by_steps, enable_checkpointing=True, max_epochs=1)
+
+
+def test_validation_by_time_is_refused() -> None:
+    with pytest.raises(SettingError, match="val_check_interval is a time, 10 s,"):
+        check_together(quiet_trainer("auto", val_check_interval="00:00:00:10"))
+    check_together(quiet_trainer("auto", val_check_interval=2))
+
+
+@pytest.mark.parametrize(
+    "callback", [Timer(timedelta(hours=1)), ModelCheckpoint(train_time_interval=timedelta(hours=1), save_top_k=0)]
+)
+def test_what_ties_all_to_virtual_worker_0_is_said_once(callback: L.Callback) -> None:
+    with pytest.warns(UserWarning, match="ask virtual worker 0 after every step") as said:
+        fit((4, 4), callback, enable_checkpointing=True)
+    assert sum("ask virtual worker 0" in str(each.message) for each in said) == 1
+    with warnings.catch_warnings(record=True) as said_without:
+        fit((4, 4))
+    assert not any("ask virtual worker 0" in str(each.message) for each in said_without)
+
+
+def test_a_stop_elsewhere_is_a_stop_here() -> None:
+    """At the end of the epoch: the other one has come to the end of its training."""
+
+    class Stopped(Others):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, [True, False]] if isinstance(value, list) else super().gather(value)
+
+    others = Stopped((4, 4))
+    trainer = quiet_trainer("auto", callbacks=[Runs(others)], num_sanity_val_steps=0, max_epochs=5)
+    trainer.fit(Validated(), batches(4), batches(1))
+    assert trainer.current_epoch == 1
+    assert trainer.should_stop
