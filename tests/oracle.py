@@ -12,7 +12,7 @@ import contextlib
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -130,19 +130,31 @@ def minibatches(
     scaler: torch.amp.GradScaler | None = None,
     restarts: Collection[int] = (),
     stop_after: int | None = None,
+    virtual_worker: int = 0,
+    resumed: tuple[int, State] | None = None,
 ) -> Iterator[tuple[int, M]]:
     """Trains a copy of ``model``, as ``train`` says, and writes ``run``; yields (p, the copy) when minibatch p is done.
 
     Version p is what the copy holds when the iterator goes on, so whoever iterates may change it.
+
+    Args:
+        virtual_worker: whose random numbers it draws.
+        resumed: how many minibatches came before, and the state that they left: ``run`` begins there.
     """
     model = copy.deepcopy(model).train()
     optimizer = recipe.optimizer(model)
+    start = 0
+    if resumed is not None:
+        start, state = resumed
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data.copy_({**state.weights, **state.buffers}[name])
+        optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     run.states.append(State.of(model, optimizer))
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     run.scales.append(scaler.get_scale())
-    p = 0
-    with own_dropouts(model) as minibatch_is:
+    p = start
+    with own_dropouts(model, virtual_worker) as minibatch_is:
         for epoch, batches in enumerate(epochs):
             every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
             nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
@@ -154,7 +166,10 @@ def minibatches(
                 minibatch_is(p)
                 version = max(empty_at, p - nm)
                 scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
-                with weights_of(model, run.states[version]), own_scale(model, run.scales[version], scaler) as scaled:
+                with (
+                    weights_of(model, run.states[version - start]),
+                    own_scale(model, run.scales[version - start], scaler) as scaled,
+                ):
                     with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, cache_enabled=False):
                         outputs = step(model, batch)
                     loss = outputs["loss"] / every
@@ -195,7 +210,8 @@ def train_together(
     wave: int,
     *,
     mean: bool = False,
-    cuts: Collection[int] = (),
+    cuts: Collection[int] | Mapping[int, Collection[int]] = (),
+    update_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> list[Run]:
     """Trains N virtual workers with D = 0 (laws L3, L4 and L6); returns the run of each.
@@ -213,15 +229,18 @@ def train_together(
         in_flight: Nm; one number, or one for each epoch.
         wave: W.
         mean: updates are divided by N.
-        cuts: after how many minibatches of an epoch there is a cut, besides its end.
-        options: as ``train`` has them.
+        cuts: after how many minibatches of an epoch there is a cut, besides its end; of every epoch, or by epoch.
+        update_dtype: in which updates travel; what is lost by it is part of the worker's next update.
+        options: as ``minibatches`` has them.
     """
     runs = [Run() for _ in data]
     workers = [
-        minibatches(run, model, step, epochs, recipe, in_flight, **options)
-        for run, epochs in zip(runs, data, strict=True)
+        minibatches(run, model, step, epochs, recipe, in_flight, virtual_worker=i, **options)
+        for i, (run, epochs) in enumerate(zip(runs, data, strict=True))
     ]
-    total = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    start_of = options["resumed"][1].weights if options.get("resumed") else dict(model.named_parameters())
+    total = {name: weight.detach().clone() for name, weight in start_of.items()}
+    lost = [{name: torch.zeros_like(weight) for name, weight in total.items()} for _ in data]
     taken = [{name: weight.clone() for name, weight in total.items()} for _ in data]
     models: dict[int, M] = {}
 
@@ -234,7 +253,8 @@ def train_together(
     for epoch in range(len(data[0])):
         lengths = [len(epochs[epoch]) for epochs in data]
         start = 0
-        for cut in sorted({*(cut for cut in cuts if cut < max(lengths)), max(lengths)}):
+        of_epoch = cuts.get(epoch, ()) if isinstance(cuts, Mapping) else cuts
+        for cut in sorted({*(cut for cut in of_epoch if cut < max(lengths)), max(lengths)}):
             counts = [max(0, min(cut, length) - start) for length in lengths]
             waves = [[min(wave, count - done) for done in range(0, count, wave)] for count in counts]
             for c in range(max(map(len, waves))):
@@ -245,6 +265,11 @@ def train_together(
                 for i in pushing:
                     for name, weight in models[i].named_parameters():
                         update = weight.detach() - taken[i][name]
+                        if update_dtype is not None:
+                            wanted = update + lost[i][name]
+                            update = wanted.to(update_dtype)
+                            lost[i][name] = wanted - update.to(wanted.dtype)
+                            update = update.to(wanted.dtype)
                         total[name] += update / len(data) if mean else update
                 for i in pushing:
                     if c + 1 < len(waves[i]):
@@ -303,12 +328,12 @@ class Noise(nn.Module):
 
 
 @contextlib.contextmanager
-def own_dropouts(model: nn.Module) -> Iterator[Callable[[int], None]]:
+def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable[[int], None]]:
     """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7).
 
     Yields a function that says which minibatch comes next.
     """
-    chance = Chance(run_seed())
+    chance = Chance(run_seed(), virtual_worker)
     paths: dict[nn.Dropout | Noise, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Dropout | Noise):

@@ -42,11 +42,16 @@ class Job:
         return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
 
 
-def start(job: Job, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``job`` to its end, whatever that is, with these environment variables beside those of the test."""
-    environment = {**os.environ, **variables, MARK: str(job.folder)}
+def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``jobs``, of as many virtual workers each, in one launch to its end, whatever that is.
+
+    ``variables`` are of its environment, beside those of the test.
+    """
+    command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
+    environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
+    seconds = SECONDS * len(jobs)
     return subprocess.run(
-        job.command(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
@@ -72,3 +77,10 @@ def finished(job: Job, **variables: str) -> tuple[list[dict[str, Any]], str]:
 def run(job: Job) -> list[dict[str, Any]]:
     """Runs ``job`` to its end; gives what each virtual worker wrote."""
     return finished(job)[0]
+
+
+def run_all(*jobs: Job) -> list[list[dict[str, Any]]]:
+    """Runs ``jobs`` one after the other in one launch; gives what each virtual worker wrote in each."""
+    done = start(*jobs)
+    assert done.returncode == 0, done.stderr
+    return [job.written() for job in jobs]

@@ -6,25 +6,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import oracle
 from tests.oracle import Run
 from tests.wsp.launch import Job, run
-from tests.wsp.worker import Evaluated, data_of, task_of
+from tests.wsp.worker import SEED, Evaluated, data_of, task_of
 
 
 def expected(job: Job, wave: int, epochs: int = 2, **options: Any) -> list[Run]:
-    data = [[list(data_of(job.task, i, length))] * epochs for i, length in enumerate(job.lengths)]
+    """The oracle's run of ``job``, ``epochs`` times over the data of each virtual worker."""
+    return together(job, wave, [[batches] * epochs for batches in all_batches(job)], **options)
+
+
+def all_batches(job: Job) -> list[list[Any]]:
+    return [list(data_of(job.task, i, length)) for i, length in enumerate(job.lengths)]
+
+
+def together(job: Job, wave: int, data: list[list[Any]], **options: Any) -> list[Run]:
+    """The oracle's run of ``job`` on ``data``; one virtual worker alone exchanges nothing."""
     task = Evaluated(task_of(job.task, 0))
-    in_flight = job.in_flight
-    return oracle.train_together(task, Evaluated.compute, data, task.recipe, in_flight, wave, **options)
+    torch.manual_seed(SEED)
+    if len(data) > 1:
+        return oracle.train_together(task, Evaluated.compute, data, task.recipe, job.in_flight, wave, **options)
+    run = Run()
+    for _ in oracle.minibatches(run, task, Evaluated.compute, data[0], task.recipe, job.in_flight, **options):
+        pass
+    return [run]
 
 
 def check(job: Job, found: list[dict[str, Any]], runs: list[Run]) -> None:
+    """Every minibatch's outputs, and the weights and buffers of the end, are the oracle's."""
     for worker, (each, wanted) in enumerate(zip(found, runs, strict=True)):
         assert len(each["states"]) == len(wanted.states)
         for p, (outputs, output) in enumerate(zip(wanted.outputs, each["outputs"], strict=True), start=1):
             assert (d := oracle.difference(outputs, output, f"VW {worker}, minibatch {p}")) is None, d
+        last = wanted.states[-1]
+        assert (d := oracle.difference(last.weights, each["end"].weights, f"VW {worker}, end")) is None, d
+        assert (d := oracle.difference(last.buffers, each["end"].buffers, f"VW {worker}, end")) is None, d
 
 
 CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {

@@ -37,7 +37,7 @@ def test_an_update_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_others_go_on_without_one_that_was_killed(tmp_path: Path) -> None:
-    done = launched(tmp_path, "kill")
+    done = launched(tmp_path, "SIGKILL")
     assert done.returncode == 0, done.stderr
     assert "virtual worker 1" in done.stderr
     assert "died by SIGKILL" in done.stderr
@@ -48,7 +48,7 @@ def test_the_others_go_on_without_one_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1])
 def test_control_c_in_one_ends_all(tmp_path: Path, worker: int) -> None:
-    done = launched(tmp_path, "interrupt", worker)
+    done = launched(tmp_path, "SIGINT", worker)
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []
 

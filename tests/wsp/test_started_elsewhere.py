@@ -43,7 +43,7 @@ def test_two_processes_and_two_servers(tmp_path: Path) -> None:
             for process in processes:
                 process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False)["end"] for rank in range(2))
+    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False)["end"].weights for rank in range(2))
     assert oracle.difference(one, other) is None
 
 

@@ -1,6 +1,6 @@
 """One process of a launch of virtual workers: trains a task of the tests, and writes down what it saw.
 
-Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}'``, see :class:`tests.wsp.launch.Job`.
+Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}' ...``, a fit for each; see :class:`tests.wsp.launch.Job`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from tests import models
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder, make_trainer
 from tests.models import Learner
+from tests.oracle import State
 from tests.wsp import faults
+from tests.wsp.tasks import TASKS
 
-TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] = {
-    "mlp": (lambda: models.mlp(models.ADAMW), models.vectors),
-    "resnet": (models.resnet, models.images),
-    "transformer": (models.transformer, models.sentences),
-}
+SEED = 3
+"""Of the run, on all virtual workers; their models and their data have others."""
 
 
 class Validates(L.Callback):
@@ -54,12 +56,73 @@ def data_of(name: str, worker: int, batches: int) -> DataLoader[Any]:
     return TASKS[name][1](4 * batches - 1, 4, seed=10 + worker)
 
 
+def shared_data(name: str, batches: int) -> DataLoader[Any]:
+    """``batches`` of data that all virtual workers share, in another order in every epoch."""
+    return DataLoader(data_of(name, 0, batches).dataset, 4, shuffle=True)
+
+
+class Acts(L.Callback):
+    """Does something after a step.
+
+    Args:
+        acts: (virtual worker, minibatch from 1, what) of each.
+        folder: for checkpoints.
+    """
+
+    def __init__(self, acts: Sequence[Sequence[Any]], folder: str) -> None:
+        self.acts = acts
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        for worker, minibatch, what in self.acts:
+            if worker in (trainer.global_rank, "all") and minibatch == trainer.global_step:
+                if what == "stop":
+                    trainer.should_stop = True
+                elif what == "save":
+                    trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
+                elif what == "meet":  # whoever is held there goes on when this is opened
+                    open(f"{self.folder}/meeting", "w").close()
+
+
+class Notes(Logger):
+    """Keeps the strategy's metrics."""
+
+    name, version = "notes", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "hetpipe/clock" in metrics:
+            self.logged.append(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Clock(Timer):
+    """The time is over when ``last`` steps are done."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(duration={"hours": 1})
+        self.last = last
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.steps = trainer.global_step
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: RunningStage | str = RunningStage.TRAINING) -> float:
+        return 3600.0 if self.steps >= self.last else 0.0
+
+
 class Evaluated(Learner):
     """Validates, if there is something to validate with; fails where it is told to.
 
     Args:
         task: What is trained.
-        fault: (virtual worker, batch, what happens there).
+        fault: (virtual worker, batch, what happens there): a signal's name, or what `training_step` knows.
         folder: Where it meets the test, if it is told to pause.
     """
 
@@ -84,8 +147,12 @@ class Evaluated(Learner):
                 Path(self.folder, "go on").read_text()
             elif what == "server":
                 faults.kill_server()
+            elif what == "hold":
+                open(self.fault[3]).close()  # until the other end is opened
+            elif what == "save":
+                self.trainer.save_checkpoint(self.fault[3])
             else:
-                os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[what])
+                os.kill(os.getpid(), getattr(signal, what))
         return super().training_step(batch, batch_idx)
 
     def compute(self, batch: Any) -> Any:
@@ -105,7 +172,7 @@ class Evaluated(Learner):
 
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(3)
+    torch.manual_seed(SEED)
     lengths: Sequence[int] = job["lengths"]
     wsp = WSPCallback(**job.get("wsp", {}))
     strategy = HetPipeStrategy(
@@ -122,22 +189,51 @@ def main(job: dict[str, Any]) -> None:
     faults.install(worker, job.get("faults", ()))
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
+    torch.manual_seed(SEED)
+    recorder, validates = Recorder(), Validates()
+    callbacks: list[L.Callback] = [validates, recorder]
+    notes = Notes()
+    callbacks.append(Acts(job.get("acts", ()), job["folder"]))
+    if "clocks" in job:
+        callbacks.append(Clock(job["clocks"][worker]))
+    if job.get("saves_on_exception"):
+        callbacks.append(OnExceptionCheckpoint(job["folder"]))
+    if "saves" in job:
+        saves = job["saves"]
+        if "train_time_interval" in saves:
+            saves["train_time_interval"] = timedelta(seconds=saves["train_time_interval"])
+        callbacks.append(ModelCheckpoint(job["folder"], "{step}", save_top_k=-1, **saves))
+    trainer = make_trainer(
+        callbacks,
+        strategy=strategy,
+        use_distributed_sampler="shares" in job,
+        **{
+            "enable_checkpointing": "saves" in job or "saves_on_exception" in job,
+            "logger": notes,
+            "log_every_n_steps": 1,
+            **job.get("trainer", {}),
+        },
+    )
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
-    torch.manual_seed(3)
-    loader = data_of(job["task"], worker, lengths[worker])
-    trainer.fit(module, loader, data_of(job["task"], 8 + worker, 3) if job.get("validate") else None)
+    torch.manual_seed(SEED)
+    shares = job.get("shares")
+    loader = shared_data(job["task"], shares) if shares else data_of(job["task"], worker, lengths[worker])
+    validation = data_of(job["task"], 8 + worker, 3) if job.get("validate") else None
+    trainer.fit(module, loader, validation, ckpt_path=job.get("resume"))
     record = recorder.record
     torch.save(
         {
             "outputs": record.outputs,
-            "states": [vars(state) for state in record.states],
+            "states": record.states,
             "validated": validates.seen,
-            "end": module.state_dict(),
+            "end": State.of(module, trainer.optimizers[0]),
             "metrics": dict(trainer.callback_metrics),
+            "logged": notes.logged,
         },
         Path(job["folder"]) / f"{worker}.pt",
     )
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for job in sys.argv[1:]:
+        main(json.loads(job))

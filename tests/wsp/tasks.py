@@ -1,0 +1,82 @@
+"""What launches of several virtual workers train: each task on data of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests import models
+from tests.models import CLASSES, Learner, Task, decay, mlp, sgd
+from tests.oracle import Recipe
+
+
+class Sums(nn.Module):
+    """Shifts by the sums of what went before: a buffer that is in no checkpoint, and a whole number that is."""
+
+    sums: Tensor
+    count: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(width), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.sums
+        self.sums.mul_(0.5).add_(x.detach().mean(0))
+        self.count.add_(1)
+        return y
+
+
+class As(nn.Module):
+    """Its input, in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def frozen() -> Learner:
+    task = mlp()
+    task.net[0].requires_grad_(False)
+    return task
+
+
+class Unused(Task):
+    """Has a layer that the loss does not reach."""
+
+    def __init__(self, net: nn.Sequential, recipe: Recipe) -> None:
+        super().__init__(net, recipe)
+        self.unused = nn.Linear(3, 3)
+
+
+def buffers() -> Learner:
+    return Task(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), Sums(8), nn.Linear(8, CLASSES)))
+
+
+def dtypes() -> Learner:
+    """Layers in three dtypes."""
+    low, high = torch.bfloat16, torch.float64
+    layers = [nn.Linear(6, 8), As(high), nn.Linear(8, 8, dtype=high), nn.Tanh(), As(low), nn.Linear(8, 8, dtype=low)]
+    return Task(nn.Sequential(*layers, As(torch.float32), nn.Linear(8, CLASSES)))
+
+
+TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] = {
+    "mlp": (lambda: models.mlp(models.ADAMW), models.vectors),
+    "resnet": (models.resnet, models.images),
+    "transformer": (models.transformer, models.sentences),
+    "tied": (models.tied_language_model, models.sentences),
+    "by step": (lambda: mlp(Recipe(sgd, decay)), models.vectors),
+    "by epoch": (lambda: mlp(Recipe(sgd, decay, "epoch")), models.vectors),
+    "frozen": (frozen, models.vectors),
+    "unused": (lambda: mlp(task=Unused), models.vectors),
+    "buffers": (buffers, models.vectors),
+    "dtypes": (dtypes, models.vectors),
+}

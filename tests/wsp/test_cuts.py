@@ -1,0 +1,128 @@
+"""Where virtual workers meet when one of them decides: by time, by a stop, or because its data ends earlier (L6)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetpipe.server.process import ServerProcess
+from tests import oracle
+from tests.oracle import Run
+from tests.wsp.launch import ROOT, SECONDS, Job, run_all, start
+from tests.wsp.test_checkpoints import check_checkpoint
+from tests.wsp.test_exact import all_batches, check, expected, together
+
+
+def until(job: Job, *counts: tuple[int, ...], **options: Any) -> list[Run]:
+    """The oracle's run, where virtual worker i trains ``counts[epoch][i]`` minibatches of each epoch."""
+    data = [[batches[: count[i]] for count in counts] for i, batches in enumerate(all_batches(job))]
+    return together(job, 3, data, **options)
+
+
+@pytest.mark.slow
+def test_who_stops_stops_all(tmp_path: Path) -> None:
+    """At the end of the epoch, as the others cannot know before; and by time at once, as virtual worker 0 decides."""
+    stories: dict[str, tuple[Job, list[Run]]] = {}
+
+    def story(name: str, lengths: tuple[int, ...], *counts: tuple[int, ...], cuts: Any = (), **more: Any) -> None:
+        job = Job(tmp_path / name, lengths=lengths, more=more)
+        job.folder.mkdir()
+        stories[name] = job, until(job, *counts, cuts=cuts)
+
+    story("the first stops", (5, 5), (2, 5), acts=[(0, 2, "stop")])
+    story("the second stops", (5, 5), (5, 2), acts=[(1, 2, "stop")])
+    story("max_steps", (5, 2), (5, 2), (2, 2), trainer={"max_steps": 7})
+    story("time", (5, 5), (4, 4), clocks=[4, 9])
+    every_step = {0: range(5), 1: range(5)}
+    story("saves by time", (5, 4), (5, 4), (5, 4), cuts=every_step, saves={"train_time_interval": 0})
+    story("saves by hand", (5, 4), (5, 4), (5, 4), cuts={0: [3]}, acts=[("all", 3, "save")])
+    for (job, runs), found in zip(stories.values(), run_all(*(job for job, _ in stories.values())), strict=True):
+        check(job, found, runs)
+        assert oracle.difference(found[0]["end"].weights, found[1]["end"].weights) is None
+    job, runs = stories["saves by time"]
+    for step in range(1, 11):
+        check_checkpoint(job.folder / f"step={step}.ckpt", runs[0].states[step])
+    job, runs = stories["saves by hand"]
+    check_checkpoint(job.folder / "saved.ckpt", runs[0].states[3])
+
+
+@pytest.mark.slow
+def test_all_validate_together_at_the_end_of_unequal_epochs(tmp_path: Path) -> None:
+    """Each with its own number of batches; it was each for itself, with the metrics of its own share only."""
+    job = Job(tmp_path, lengths=(5, 3), more={"validate": True, "trainer": {"max_epochs": 1}})
+    (found,) = run_all(job)
+    check(job, found, until(job, (5, 3)))
+    one, other = found
+    assert one["metrics"]["count"] == other["metrics"]["count"] == 6
+    assert oracle.difference(one["validated"], other["validated"]) is None
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_an_exception_waits_for_nobody(tmp_path: Path) -> None:
+    """Virtual worker 1 fails; 0 learns it in the middle of a wait, and saves what it has."""
+    done = start(Job(tmp_path, more={"fault": (1, 2, "raise"), "saves_on_exception": True}))
+    assert done.returncode == 1
+    assert "VW 1 failed: ValueError: a bad batch" in done.stderr
+    assert (tmp_path / "on_exception.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 1])
+def test_sigterm_ends_all(tmp_path: Path, worker: int) -> None:
+    """The launcher passes it on to the others; one of those that gets it alone ends all as any failure does."""
+    done = start(Job(tmp_path, more={"fault": (worker, 2, "SIGTERM")}))
+    assert "Received SIGTERM" in done.stderr
+    assert (done.returncode == 0) == (worker == 0)  # Lightning's SIGTERMException is a SystemExit
+    assert worker == 0 or "VW 1 failed: SIGTERMException" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path, in_flight=1, more={"fault": (0, 2, "save", str(tmp_path / "saved.ckpt"))})
+    done = start(job)
+    assert done.returncode == 1
+    assert "a checkpoint is saved in the middle of a step" in done.stderr
+
+
+@pytest.mark.slow
+def test_slurm_requeues_at_a_cut(tmp_path: Path) -> None:
+    """The signal reaches virtual worker 0 only, in its third minibatch: all cut after that wave, and it saves."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    with ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0}) as server:
+        job = Job(tmp_path, more={"wsp": {"servers": [server.address]}, "fault": (0, 2, "SIGUSR1")})
+        job.more["trainer"] = {"default_root_dir": str(tmp_path), "max_epochs": 1}
+        told = {
+            "SLURM_NTASKS": 2,
+            "SLURM_NTASKS_PER_NODE": 2,
+            "SLURM_JOB_ID": 7,
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NODEID": 0,
+        }
+        told |= {"SLURM_NNODES": 1, "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_NODELIST": "localhost"}
+        environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
+        environment |= {"HETPIPE_TOKEN": server.security.token or "", "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+        processes = []
+        for rank in ("0", "1"):
+            mine = {**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            command = [sys.executable, "-m", "tests.wsp.worker", job.text()]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, stderr=subprocess.PIPE, text=True))
+        try:
+            said = [process.communicate(timeout=SECONDS)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    runs = expected(job, 3, 1)
+    check(job, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)], runs)
+    check_checkpoint(tmp_path / "hpc_ckpt_1.ckpt", runs[0].states[3])
