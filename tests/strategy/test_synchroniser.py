@@ -2,60 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.pipeline.lock import Rank, Ticket
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from tests.exact.pipelines import even
 from tests.exact.running import fit
 from tests.models import SGD, mlp, vectors
 
 
-class Waves:
-    """In the place of a Synchroniser, with waves of two minibatches."""
+class OnlyOne:
+    """A group of one virtual worker, and the servers that it shares weights with.
+
+    Wherever it is called for a wave, or for a cut, a stretch of user code comes that asks for the lock over user code.
+    """
+
+    index, size, settings = 0, 1, WSPCallback().settings
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
-        self.ended: list[int] = []
-        self.version = 0
+        self.weights = self
+        self.member = SimpleNamespace(clock=0, slowest=0, cut_at=-1)
+        self.met: list[str] = []
 
-    def agree(self, in_flight: int) -> int:
-        return in_flight
+    def enter_fit(self, named: Sequence[tuple[str, Tensor]], *_: Any) -> list[Tensor]:
+        self.held = [parameter.detach().clone() for _, parameter in named]
+        return self.held
 
-    def published(self, version: int) -> bool:
-        self.version = version
-        return version % 2 == 0
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
-    def synchronise(self, computing: Callable[[], AbstractContextManager[None]]) -> None:
-        with computing():
-            self.meet_user_code()
+    def check(self) -> None: ...
 
-    def cut(self, *_: Any) -> None:
-        self.meet_user_code()
+    def passed_cut(self) -> None: ...
 
-    def take_buffers(self) -> None: ...
+    def room(self) -> list[Tensor]:
+        """Called while the update is computed."""
+        self._meet("update")
+        return [torch.empty_like(weight) for weight in self.held]
 
-    def leave(self) -> None: ...
+    def synchronise(self, update: Sequence[Tensor], **_: Any) -> list[Tensor]:
+        self._meet("wave")
+        self.member.clock += 1
+        return self._added(update)
 
-    def meet_user_code(self) -> None:
-        """A stretch of user code that comes now gets the lock over user code."""
-        stretch = Ticket(Rank.START, self.version)
+    def arrive(self, cut: int, update: Sequence[Tensor] | None = None) -> list[Tensor]:
+        self._meet("cut")
+        return self._added(update or [])
+
+    def _added(self, update: Sequence[Tensor]) -> list[Tensor]:
+        for weight, change in zip(self.held, update, strict=False):
+            weight += change
+        return self.held
+
+    def _meet(self, where: str) -> None:
+        stretch = Ticket(Rank.START, 0)
         self.strategy._engine.lock.request(stretch)
-        assert stretch.wait(30)
+        assert stretch.wait(30), f"user code has to wait for the {where}"
         self.strategy._engine.lock.release()
-        self.ended.append(self.version)
+        self.met.append(where)
 
 
 def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses that stages wait for had to wait for a wave's update to be computed, and for its weights to be copied."""
-    strategy = even(7, 2, 3)
-    waves = Waves(strategy)
-    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", lambda self, trainer: waves)
+    strategy: Any = even(7, 2, 3)
+    group: Any = OnlyOne(strategy)
+
+    def synchroniser(self: HetPipeStrategy, trainer: Any) -> Synchroniser:
+        made = Synchroniser(group, trainer.lightning_module)
+        made.enter([])
+        return made
+
+    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
     loader = vectors(14, 2)
     fit(mlp(SGD), loader, strategy=strategy, max_epochs=1)
     assert len(loader) == 7
-    assert waves.ended == [2, 4, 6, 6]  # the last one at the end of the epoch
+    assert group.met == [*["update", "wave"] * 2, "update", "cut"]  # three, three, and one at the end of the epoch
