@@ -37,7 +37,6 @@ from lightning_hetpipe.server.messages import (
     Leave,
     Loaded,
     LoadNow,
-    MemberStatus,
     NotYet,
     Pull,
     Pulled,
@@ -47,7 +46,7 @@ from lightning_hetpipe.server.messages import (
     Signature,
     Status,
 )
-from lightning_hetpipe.server.order import Order
+from lightning_hetpipe.server.order import Order, status_of
 from lightning_hetpipe.server.protocol import Refusal, RemoteFault
 from lightning_hetpipe.server.signature import difference
 from lightning_hetpipe.server.standstill import Standstill
@@ -404,16 +403,5 @@ class Coordinator:
 
     def _status(self, now: float) -> Status:
         order = self.order if self.phase is Phase.RUNNING else None
-        members = tuple(
-            MemberStatus(
-                vw,
-                self._incarnation[vw],
-                order.clock.get(vw, 0) if order else 0,
-                order.waits.get(vw, -1) if order else -1,
-                round(1000 * (now - seen)),
-            )
-            for vw, seen in sorted(self._leases.seen.items())
-        )
-        slowest = -1 if order is None or order.slowest is None else order.slowest
-        commits = 0 if order is None else order.commits
-        return Status(self.epoch, self.phase.value, self.generation, slowest, commits, members)
+        silent = {vw: now - seen for vw, seen in self._leases.seen.items()}
+        return status_of(self.epoch, self.phase.value, self.generation, order, self._incarnation, silent)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
 from lightning_hetpipe.server.decisions import Closed, Committed, Granted, Held, Left, Note, Pushed, ignore
+from lightning_hetpipe.server.messages import MemberStatus, Status
 from lightning_hetpipe.server.protocol import Commit, Mark, Point, Refusal, RemoteFault, with_commits
 
 
@@ -268,6 +269,30 @@ class Order:
             self._behind.add(vw)
             self._unpulled.add(vw)
         self._count()
+
+
+def status_of(
+    epoch: str,
+    phase: str,
+    generation: str,
+    order: Order | None,
+    incarnations: Mapping[int, int],
+    silent: Mapping[int, float],
+) -> Status:
+    """What ``AskStatus`` is answered; ``silent`` says for how many seconds each VW that is alive has been."""
+    members = tuple(
+        MemberStatus(
+            vw,
+            incarnations[vw],
+            order.clock.get(vw, 0) if order else 0,
+            order.waits.get(vw, -1) if order else -1,
+            round(1000 * seconds),
+        )
+        for vw, seconds in sorted(silent.items())
+    )
+    slowest = -1 if order is None or order.slowest is None else order.slowest
+    commits = 0 if order is None else order.commits
+    return Status(epoch, phase, generation, slowest, commits, members)
 
 
 def _named(vws: Iterable[int]) -> str:
