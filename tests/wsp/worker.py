@@ -102,19 +102,19 @@ class Notes(Logger):
 
 
 class Clock(Timer):
-    """The time is over when ``last`` steps are done."""
+    """The time of virtual worker i is over when ``last[i]`` steps are done."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: Sequence[int]) -> None:
         super().__init__(duration={"hours": 1})
         self.last = last
-        self.steps = 0
+        self.over = False
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.steps = trainer.global_step
+        self.over = trainer.global_step >= self.last[trainer.global_rank]
         super().on_train_batch_end(trainer, *args, **kwargs)
 
     def time_elapsed(self, stage: RunningStage | str = RunningStage.TRAINING) -> float:
-        return 3600.0 if self.steps >= self.last else 0.0
+        return 3600.0 if self.over else 0.0
 
 
 class Evaluated(Learner):
@@ -182,38 +182,25 @@ def main(job: dict[str, Any]) -> None:
         wsp=wsp,
         timeout=job.get("timeout", 60),
     )
-    trainer_settings = {"strategy": strategy, "use_distributed_sampler": False, **job.get("trainer", {})}
-    recorder, validates = Recorder(), Validates()
-    trainer = make_trainer([validates, recorder], **trainer_settings)
-    worker = strategy.global_rank
-    faults.install(worker, job.get("faults", ()))
-    if "delays" in job:
-        strategy._before_pass = Delays(job["delays"] + worker)
-    torch.manual_seed(SEED)
-    recorder, validates = Recorder(), Validates()
-    callbacks: list[L.Callback] = [validates, recorder]
-    notes = Notes()
-    callbacks.append(Acts(job.get("acts", ()), job["folder"]))
+    recorder, validates, notes = Recorder(), Validates(), Notes()
+    callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "clocks" in job:
-        callbacks.append(Clock(job["clocks"][worker]))
-    if job.get("saves_on_exception"):
+        callbacks.append(Clock(job["clocks"]))
+    if "saves_on_exception" in job:
         callbacks.append(OnExceptionCheckpoint(job["folder"]))
     if "saves" in job:
         saves = job["saves"]
         if "train_time_interval" in saves:
             saves["train_time_interval"] = timedelta(seconds=saves["train_time_interval"])
         callbacks.append(ModelCheckpoint(job["folder"], "{step}", save_top_k=-1, **saves))
-    trainer = make_trainer(
-        callbacks,
-        strategy=strategy,
-        use_distributed_sampler="shares" in job,
-        **{
-            "enable_checkpointing": "saves" in job or "saves_on_exception" in job,
-            "logger": notes,
-            "log_every_n_steps": 1,
-            **job.get("trainer", {}),
-        },
-    )
+    defaults: dict[str, Any] = {"strategy": strategy, "use_distributed_sampler": "shares" in job}
+    defaults |= {"enable_checkpointing": "saves" in job or "saves_on_exception" in job}
+    defaults |= {"logger": notes, "log_every_n_steps": 1}
+    trainer = make_trainer(callbacks, **{**defaults, **job.get("trainer", {})})
+    worker = strategy.global_rank
+    faults.install(worker, job.get("faults", ()))
+    if "delays" in job:
+        strategy._before_pass = Delays(job["delays"] + worker)
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
     torch.manual_seed(SEED)
     shares = job.get("shares")
