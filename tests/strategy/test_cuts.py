@@ -65,7 +65,8 @@ class Runs(L.Callback):
 def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
     """Fits four batches, where the other virtual worker has what is ``told``: its batches, and when it validates."""
     others = Others(told)
-    settings = {"num_sanity_val_steps": 0, "max_epochs": 2, **settings}
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)  # none of which keeps any
+    settings = {"num_sanity_val_steps": 0, "max_epochs": 2, "enable_checkpointing": saves, **settings}
     trainer = quiet_trainer("auto", callbacks=[Runs(others), *callbacks], **settings)
     trainer.fit(Validated(), batches(4), batches(1))
     return others.numbers
@@ -94,8 +95,8 @@ def test_checkpoints_at_different_minibatches_are_refused() -> None:
     with pytest.raises(
         SettingError, match=r"every_n_train_steps=...\) counts steps over epochs, .* have 4 and 6 batch"
     ):
-        fit((6, 6), by_steps, enable_checkpointing=True)
-    fit((6, 6), by_steps, enable_checkpointing=True, max_epochs=1)
+        fit((6, 6), by_steps)
+    fit((6, 6), by_steps, max_epochs=1)
 
 
 def test_validation_by_time_is_refused() -> None:
@@ -109,7 +110,7 @@ def test_validation_by_time_is_refused() -> None:
 )
 def test_what_ties_all_to_virtual_worker_0_is_said_once(callback: L.Callback) -> None:
     with pytest.warns(UserWarning, match="ask virtual worker 0 after every step") as said:
-        fit((4, 4), callback, enable_checkpointing=True)
+        fit((4, 4), callback)
     assert sum("ask virtual worker 0" in str(each.message) for each in said) == 1
     with warnings.catch_warnings(record=True) as said_without:
         fit((4, 4))
