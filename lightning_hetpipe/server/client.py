@@ -104,8 +104,6 @@ class Client:
         self._lease, self._timeout, self._patience = lease, timeout, patience
         self._now = now
         self._lost = lost
-        self._silence = ""
-        """Why a server was last unreachable."""
         # One for each server, and one to join again.
         self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
         self._busy = threading.Lock()
