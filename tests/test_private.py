@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.tuner.tuning import Tuner
@@ -586,6 +586,18 @@ def test_synchronised_batchnorm() -> None:
     strategies = [quiet_trainer(HetPipeStrategy(), sync_batchnorm=sync).strategy for sync in (False, True)]
     asked = [of_lightning.synchronises_batchnorm(s) for s in strategies if isinstance(s, ParallelStrategy)]
     assert asked == [False, True], "sync_batchnorm=True would be dropped silently"
+
+
+@guards("_average_model")
+def test_averages() -> None:
+    averaging = EMAWeightAveraging()
+    trainer = quiet_trainer(HetPipeStrategy(), callbacks=[averaging])
+    assert of_lightning.averages(trainer) == []
+    module = Learner()
+    averaging.setup(trainer, module, "fit")
+    numbers = {tensor.numel() for tensor in of_lightning.averages(trainer)}
+    wanted = {tensor.numel() for tensor in module.state_dict().values()} | {1}
+    assert numbers == wanted, "virtual workers would evaluate and end with averages of their own"
 
 
 @guards()

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.metric_replay import find_metrics
+from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.minibatch import Minibatch
 
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
+CHUNK = 16 << 20
+"""Bytes of tensors that one gather carries; the servers take 64 MiB of each virtual worker."""
+
+_LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
+"""Where Lightning reduces what ``self.log`` was given."""
+
+
+def barrier(group: Group, name: str | None) -> None:
+    group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
+
 
 def broadcast(group: Group, value: Any, source: int) -> Any:
     """What virtual worker ``source`` gives; where that one does not take part, the first that does."""
-    found = group.gather((group.index == source, isinstance(value, Path), _sent(value)))
+    given = (group.index == source, isinstance(value, Path), _sent(value))
+    found = group.gather(given, f"strategy.broadcast(src={source})")
     _, is_path, content = next((each for each in found if each[0]), found[0])
     return Path(content) if is_path else content
 
@@ -27,25 +40,91 @@ def broadcast(group: Group, value: Any, source: int) -> Any:
 def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
     """The sum, or by default the mean, of everyone's ``tensor``, added in the order of virtual workers."""
     name = str(getattr(how, "name", how) or "mean").lower().rpartition(".")[2]
-    found = [each.to(tensor.device) for each in group.gather(tensor.detach().cpu())]
-    stacked = torch.stack(found)
-    if name in ("mean", "avg"):
-        return _total(found).div(len(found)) if tensor.is_floating_point() else stacked.float().mean(0)
-    reductions = {"sum": lambda: _total(found), "max": lambda: stacked.amax(0), "min": lambda: stacked.amin(0)}
+    reductions: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "mean": lambda found: _total(found).div(len(found)).to(tensor.dtype),
+        "avg": lambda found: _total(found).div(len(found)).to(tensor.dtype),
+        "sum": _total,
+        "max": lambda found: torch.stack(found).amax(0),
+        "min": lambda found: torch.stack(found).amin(0),
+        "product": lambda found: torch.stack(found).prod(0),
+    }
     if name not in reductions:
-        raise SettingError(f"reduce_op={how!r} is not known; use 'mean', 'sum', 'max' or 'min'")
-    return reductions[name]()
+        raise SettingError(f"reduce_op={how!r} is not known; use 'mean', 'sum', 'max', 'min' or 'product'")
+    found = group.gather(tensor.detach().cpu(), f"strategy.reduce(reduce_op={name!r})")
+    return reductions[name]([each.to(tensor.device) for each in found])
 
 
-def all_gather(group: Group, tensor: Tensor) -> Tensor:
-    """Everyone's ``tensor``, stacked."""
-    return torch.stack([each.to(tensor.device) for each in group.gather(tensor.detach().cpu())])
+def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
+    """Everyone's ``tensor``, stacked.
+
+    Raises:
+        SettingError: if gradients are to come back from the others.
+    """
+    if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
+        raise SettingError(
+            "all_gather(sync_grads=True) joins the backward passes of concurrent workers in every step, which virtual"
+            " workers do not run in step; leave out sync_grads, or use another strategy"
+        )
+    found = group.gather(tensor.detach().cpu(), "all_gather")
+    return torch.stack([each.to(tensor.device) for each in found])
 
 
 def decide(group: Group, decision: bool, unanimous: bool) -> bool:
     """Whether all (or any) of them say yes."""
-    found = group.gather(bool(decision))
+    found = group.gather(bool(decision), "strategy.reduce_boolean_decision")
     return all(found) if unanimous else any(found)
+
+
+def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+    """Virtual worker 0's ``tensors``, on the CPU; one's own, if that one does not take part. Any size will do."""
+    found: list[list[Tensor]] = [[] for _ in tensors]
+    for batch in _in_batches(tensors):
+        mine = [part for _, part in batch]
+        given = group.gather(mine if group.index == 0 else None, what)[0]
+        for (index, _), part in zip(batch, mine if given is None else given, strict=True):
+            found[index].append(part)
+    return [torch.cat(parts).reshape(tensor.shape) for parts, tensor in zip(found, tensors, strict=True)]
+
+
+def _in_batches(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Flat parts of ``tensors``, each with the tensor's index, in batches of at most ``CHUNK`` bytes; at least one."""
+    batches: list[list[tuple[int, Tensor]]] = [[]]
+    room = CHUNK
+    for index, tensor in enumerate(tensors):
+        for part in torch.split(tensor.detach().cpu().reshape(-1), CHUNK // tensor.element_size()):
+            size = part.numel() * part.element_size()
+            if size > room:
+                batches.append([])
+                room = CHUNK
+            batches[-1].append((index, part))
+            room -= size
+    return batches
+
+
+def runs_ahead(in_flight: int) -> bool:
+    """Whether this thread runs a user's step ahead of Lightning's loop, where virtual workers are at different places.
+
+    Args:
+        in_flight: Nm of the training that runs.
+    """
+    flight = current()
+    return flight is not None and (in_flight > 1 or not isinstance(flight, Minibatch))
+
+
+def is_logging() -> bool:
+    """Whether ``self.log`` asks: what it is given ahead of a step waits for that step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _LOG:
+        frame = frame.f_back
+    return frame is not None
+
+
+def ahead(what: str) -> SettingError:
+    """A user's step, of which later ones are in flight, waits for the other virtual workers."""
+    return SettingError(
+        f"{what} waits for the other virtual workers in a step that runs ahead of Lightning's loop, where each of them"
+        " is at another place; call it in a hook, such as on_train_batch_end, or set in_flight=1"
+    )
 
 
 def _total(found: list[Tensor]) -> Tensor:
@@ -57,28 +136,3 @@ def _total(found: list[Tensor]) -> Tensor:
 
 def _sent(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-@contextmanager
-def shared_metrics(group: Group, module: nn.Module) -> Iterator[None]:
-    """Within it, torchmetrics objects of ``module`` compute over all virtual workers.
-
-    By themselves they look for a default process group only, and there is none.
-    """
-
-    def gather(tensor: Tensor, group_of_torch: Any = None, **_: Any) -> list[Tensor]:
-        return [each.to(tensor.device) for each in group.gather(tensor.detach().cpu())]
-
-    metrics: list[Any] = list(find_metrics(module))
-    before = [(metric, metric.distributed_available_fn, metric.dist_sync_fn) for metric in metrics]
-    for metric in metrics:
-        metric.distributed_available_fn, metric.dist_sync_fn = _yes, gather
-    try:
-        yield
-    finally:
-        for metric, available, sync in before:
-            metric.distributed_available_fn, metric.dist_sync_fn = available, sync
-
-
-def _yes() -> bool:
-    return True

@@ -13,6 +13,7 @@ from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.private import (
     asks_at_every_step,
+    averages,
     begun_minibatches,
     in_a_step,
     on_requeue,
@@ -21,10 +22,16 @@ from lightning_hetpipe.strategy.private import (
 )
 from lightning_hetpipe.strategy.synchroniser import Computing, Synchroniser
 
-EPOCH = 1 << 32
-"""Cuts are numbered by epoch and minibatch, so that virtual workers with different numbers of batches agree."""
+LOOP, EPOCH = 1 << 56, 1 << 32
+"""Cuts are numbered by the run of Lightning's loop in this fit (a search for a learning rate is one more), the epoch,
+and the place in it, so that virtual workers with different numbers of batches agree."""
 LAST_VALIDATION, END = EPOCH - 2, EPOCH - 1
 """Places in an epoch that all virtual workers have, however many batches there are."""
+
+
+def within(minibatch: int) -> int:
+    """The place after ``minibatch`` of an epoch; two more follow it, at which a loop goes on from there."""
+    return 3 * minibatch + 1
 
 
 class Cuts:
@@ -50,6 +57,7 @@ class Cuts:
         self._computing = computing
         self._running = False  # an epoch
         self._compared = False
+        self._loop = 0
         self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
         self._redirects = [Redirect(trainer, "save_checkpoint", self._on_save), on_requeue(trainer, self._on_requeue)]
 
@@ -61,7 +69,11 @@ class Cuts:
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        self._synchroniser.begin(begun_minibatches(self._trainer)[0])
+        version, in_epoch = begun_minibatches(self._trainer)
+        if self._number(within(in_epoch)) < self._synchroniser.last_cut:
+            self._loop += 1
+        with self._unlocked():
+            self._synchroniser.begin(self._number(within(in_epoch)) + 1, version, self._computing)
 
     def published(self, version: int) -> None:
         """``version`` is over, with all its callbacks: it may end a wave."""
@@ -71,7 +83,7 @@ class Cuts:
             cuts = self._synchroniser.synchronise(self._computing, self._asks)
         if cuts:
             self._cut(version=version)
-            if any(self._synchroniser.group.gather(self._asks)):
+            if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
                 self._save_and_requeue()
 
     def validation(self) -> Callable[[], None]:
@@ -86,7 +98,7 @@ class Cuts:
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        found = self._synchroniser.group.gather([stops, self._asks])
+        found = self._synchroniser.group.gather([stops, self._asks], "the end of an epoch")
         if any(stop for stop, _ in found) and not stops:
             trainer.should_stop = True
         if any(asks for _, asks in found):
@@ -121,9 +133,14 @@ class Cuts:
         """Once at each place of each epoch; by default after the minibatch ``version``, or the last that has begun."""
         begun, in_epoch = begun_minibatches(self._trainer)
         version = begun if version is None else version
-        number = self._trainer.current_epoch * EPOCH + (in_epoch - begun + version if place is None else place) + 1
+        number = self._number(within(in_epoch - begun + version) if place is None else place)
         with self._unlocked():
-            self._synchroniser.cut(number, version, self._computing)
+            cut = self._synchroniser.cut(number, version, self._computing)
+        if cut:
+            self._synchroniser.take_averages(averages(self._trainer))
+
+    def _number(self, place: int) -> int:
+        return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place
 
     def _compare(self) -> None:
         """Refuses what virtual workers with different numbers of batches would do at different minibatches."""
@@ -135,7 +152,7 @@ class Cuts:
                 " that all go at its pace; leave them out where virtual workers are not equally fast"
             )
         told = (trainer.num_training_batches, trainer.val_check_batch if trainer.enable_validation else None)
-        found = self._synchroniser.group.gather(told)
+        found = self._synchroniser.group.gather(told, "the start of training")
         batches, checks = zip(*found, strict=True)
         if len(set(batches)) == 1:
             return

@@ -41,6 +41,7 @@ class EvaluationRun:
         self._pipeline: _Pipeline | None = None
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
+        self._in_step = False  # with the other virtual workers, which the user's step waits for
         self._reset = Redirect(evaluation.loop, "reset", self._on_reset)
 
     def close(self) -> None:
@@ -62,12 +63,14 @@ class EvaluationRun:
         if self._ahead is None:  # the user's step fetches batches itself
             return native(*args)
         self._steps += 1
-        if self._pipeline is not None and self._pipeline.has(self._steps):
-            return self._pipeline.finish(self._steps)
+        pipeline = self._ahead_of_loop
+        if pipeline is not None and pipeline.has(self._steps):
+            return pipeline.finish(self._steps)
         return self._first(hook, native, *args) if self._steps == 1 else native(*args)
 
     def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         evaluation, pieces = self._evaluation, self._evaluation.pieces
+        evaluation.settings.asked()
         stretch = Stretch(self.state(1))  # which depends on no thread's timing, as that of later batches
         stretch.enter()
         try:
@@ -83,7 +86,8 @@ class EvaluationRun:
                 evaluation.warn(calls.reasons)
         finally:
             stretch.leave()
-        if pieces:
+        self._in_step = evaluation.settings.asked() is not None
+        if pieces and not self._in_step:
             self._pipeline = self._pipeline or _Pipeline(evaluation, self, hook, pieces)
             self._pipeline.start()
         return output
@@ -97,33 +101,37 @@ class EvaluationRun:
 
     # What the look-ahead asks.
 
+    @property
+    def _ahead_of_loop(self) -> _Pipeline | None:
+        return None if self._in_step else self._pipeline
+
     def publish_last(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.publish(self._steps)
+        if (pipeline := self._ahead_of_loop) is not None:
+            pipeline.publish(self._steps)
 
     def ahead_limit(self) -> int:
-        return 1 if self._pipeline is None else self._evaluation.in_flight
+        return 1 if self._ahead_of_loop is None else self._evaluation.in_flight
 
     def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         evaluation = self._evaluation
-        with nullcontext() if self._pipeline is None else self._pipeline.transfer(self._steps + 1 + ahead):
+        with nullcontext() if (pipeline := self._ahead_of_loop) is None else pipeline.transfer(self._steps + 1 + ahead):
             batch = evaluation.precision.convert_input(batch)
             batch = move_before_transfer(evaluation.module, batch, dataloader_idx)
             return evaluation.trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
     def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        if self._pipeline is not None:
-            self._pipeline.submit(self._steps + 1 + ahead, batch, batch_idx, dataloader_idx)
+        if (pipeline := self._ahead_of_loop) is not None:
+            pipeline.submit(self._steps + 1 + ahead, batch, batch_idx, dataloader_idx)
 
     def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
         return with_workers(fetcher, self._unlocked, self._drain)
 
     def _unlocked(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pipeline is None else self._pipeline.evaluator.unlocked()
+        return nullcontext() if (pipeline := self._ahead_of_loop) is None else pipeline.evaluator.unlocked()
 
     def _drain(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.evaluator.drain()
+        if (pipeline := self._ahead_of_loop) is not None:
+            pipeline.evaluator.drain()
 
     # Random numbers.
 

@@ -35,6 +35,7 @@ from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.cuts import Cuts
 from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
@@ -99,6 +100,7 @@ class Fit:
         self._calls: list[Redirect] = []  # of the pieces
         self._last = -1
         self._stages = 1
+        self._asked: str | None = None  # of the other virtual workers, by the watched step
 
     def open(self) -> None:
         """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
@@ -188,8 +190,11 @@ class Fit:
         finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._watch = Watch(self._module, self._names, self._chance, number, frozen_too=finetuning)
         self._outside = Outside(self._module)
+        asked = self._settings.asked
+        asked()
         with self._watch.watching(), self._own_random_numbers(number):
             output = native(*args)
+        self._asked = asked()
         loss = self._loss_of(output)
         with self._precision.train_step_context():
             self._watch.check(loss)
@@ -221,6 +226,8 @@ class Fit:
         in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
         if self._synchroniser is not None:
             in_flight = self._synchroniser.agree(in_flight)
+        if self._asked is not None and in_flight > 1:
+            raise ahead(self._asked)
         times = [0.0] * len(layers)
         if stages > 1 or self._trainer.loggers:
             times = measure(pieces, self._chance, self._default_dtype(), devices[-1])

@@ -1,16 +1,20 @@
 """The virtual workers of a launch, as one of them sees the others: through servers, and never through a process group.
 
-Every run of a Trainer has a *room* on the servers, in which virtual workers gather; a fit has one more, in which they
-share weights. While a fit's room is open, gathers go through that one, as it knows who waits at which cut (law L6).
+They gather in a *room* on the servers, from the first run of a Trainer to the program's end, as long as ddp's process
+group lasts: user code may gather between runs, too. A fit has one more, in which they share weights. While that is
+open, gathers go through it, as it knows who waits at which cut (law L6).
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import io
 import itertools
 import json
 import os
+import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,8 +65,6 @@ class Group:
         settings: Of the synchronisation.
         timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
-        interrupted: Whether this virtual worker is ending on an exception: what it then asks of all is answered by it
-            alone, as the others do not come.
     """
 
     def __init__(
@@ -73,7 +75,6 @@ class Group:
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
-        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.index = index
         self.size = size
@@ -81,7 +82,9 @@ class Group:
         self._found = found
         self._timeout = timeout
         self._lost = lost
-        self._interrupted = interrupted
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
+        the others do not come."""
         self._exits = ExitStack()
         self._talk: Client | None = None
         self._fit: Client | None = None
@@ -92,11 +95,21 @@ class Group:
         self._gone: Mapping[int, str] = {}
         self._entering: Client | None = None
 
+    @property
+    def coordinator(self) -> str:
+        """Its address."""
+        return self._found.coordinator
+
+    @property
+    def is_open(self) -> bool:
+        return self._talk is not None
+
     def open(self) -> None:
-        """Enters the room of this run; waits until all virtual workers have."""
+        """Enters the room of the launch; waits until all virtual workers have. At exit it is left, if not before."""
+        atexit.register(self.part)
         coordinator, room = self._connect(self._found.coordinator), _next_room("talk")
         self._exits.callback(self._wait_until_all_have_left, coordinator, room)
-        self._talk = self._client(room, (), ())
+        self._talk = self._exits.enter_context(self._client(room, (), ()))
         try:
             with self._told_what_it_waits_for():
                 self._join(self._talk, [])
@@ -105,7 +118,7 @@ class Group:
                 f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
                 " machine reach it?"
             ) from None
-        known = [address for each in self.gather(list(self._found.known)) for address in each]
+        known = [address for each in self.gather(list(self._found.known), "the list of servers") for address in each]
         for address in known[1:]:
             self._connect(address)
 
@@ -121,7 +134,7 @@ class Group:
             Parameter(name, tuple(tensor.shape), _name(tensor.dtype), update_dtype or _name(tensor.dtype))
             for name, tensor in named
         )
-        self._fit = self._client(_next_room("fit"), parameters, settings)
+        self._fit = self._client(_next_room("fit"), parameters, settings).__enter__()
         self._fit_ordinal = itertools.count(1)
         return self._join(self._fit, [tensor.detach() for _, tensor in named])
 
@@ -155,44 +168,73 @@ class Group:
         assert self._fit is not None
         return self._fit
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str) -> list[Any]:
         """What every virtual worker that takes part gives here, in their order; at least one's own.
 
-        Values are tensors, numbers, strings, None, and lists, tuples and dicts of them.
+        Args:
+            value: Tensors, numbers, strings, None, and lists, tuples and dicts of them.
+            what: Names the call; where others have made another one, nobody's values belong together.
+
+        Raises:
+            RuntimeError: if they have.
+            SettingError: if somebody's value cannot travel between processes.
         """
-        if self._talk is None or self._interrupted():
+        if self._talk is None or self.interrupted():
             return [value]
         buffer = io.BytesIO()
-        torch.save(value, buffer)
+        torch.save((what, value), buffer)
         if self._fit is not None:
             found = self._fit.gather(next(self._fit_ordinal), buffer.getvalue())
         else:
             found = self._talk.gather(next(self._ordinal), buffer.getvalue())
-        return [_loaded(found[index]) for index in sorted(found)]
+        parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
+        if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
+            raise RuntimeError(
+                f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
+                f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
+                " that only some make, such as below `if trainer.is_global_zero:`"
+            )
+        return [theirs for _, theirs in parts.values()]
 
     def passed_cut(self) -> None:
         """All have come to a cut: gathers count from one again."""
         self._fit_ordinal = itertools.count(1)
 
-    def close(self, failure: str = "") -> None:
-        """Leaves, once all are about to; with a ``failure`` the others are told, and end.
+    def leave_fit(self) -> None:
+        """A run is over. If it was a fit, gathers go on in the launch's room.
 
         If servers die, they are rebuilt from what the virtual workers hold. Who has left holds nothing: so nobody does
         before all have what the last gather and the last cut gave.
         """
-        self._failed = bool(failure)
+        self.gather(None, "the end of a run")
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.__exit__(None, None, None)
+
+    def close(self, failure: str = "") -> None:
+        """Leaves, once all are about to; with a ``failure`` the others are told, and end."""
         try:
             if not failure:
-                self.gather(None)
+                self.leave_fit()
         except BaseException as error:
-            failure, self._failed = f"{type(error).__name__}: {error}", True
+            failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            for client in (self._fit, self._talk):
-                if client is not None and failure:
-                    client.fail(failure)
-            self._fit = self._talk = None
-            self._exits.close()
+            self.part(failure)
+
+    def part(self, failure: str = "") -> None:
+        """Leaves at once; with a ``failure``, such as one that ends the program, the others are told, and end."""
+        atexit.unregister(self.part)
+        ending = getattr(sys, "last_value", None)  # what nobody has caught
+        failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
+        self._failed = bool(failure)
+        fit, talk, self._fit, self._talk = self._fit, self._talk, None, None
+        for client in (fit, talk):
+            if client is not None and failure:
+                client.fail(failure)
+        if fit is not None:
+            fit.__exit__(None, None, None)
+        self._exits.close()
 
     def check(self) -> None:
         """Raises what has become known of the others: that one of them has failed."""
@@ -263,7 +305,7 @@ class Group:
             tuple(settings),
             parameters,
         )
-        client = Client(
+        return Client(
             [RoomChannel(self._channels[server], room) for server in used],
             signature,
             [placed[server] for server in used],
@@ -274,7 +316,6 @@ class Group:
             name=f"hetpipe-{room}",
             lost=self._lost,
         )
-        return self._exits.enter_context(client)
 
 
 def _join(client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -289,5 +330,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _loaded(part: bytes) -> Any:
-    return torch.load(io.BytesIO(part), weights_only=True)
+def _loaded(part: bytes, index: int) -> tuple[str, Any]:
+    try:
+        loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
+    except pickle.UnpicklingError:
+        raise SettingError(
+            f"virtual worker {index} gave the others something that does not travel between processes, which only"
+            " tensors, numbers, strings, None, and lists, tuples and dicts of them do; make such a thing of it"
+        ) from None
+    return loaded

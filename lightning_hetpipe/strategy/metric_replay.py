@@ -23,6 +23,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import pytree
+from lightning_hetpipe.strategy.shared_metrics import is_shared
 
 READS = ("compute", "compute_all", "best_metric")
 CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all")
@@ -154,7 +155,7 @@ class Twin:
             if not isinstance(metric, Metric):
                 continue
             reads = call.method in READS and metric.sync_on_compute
-            if (reads or metric.dist_sync_on_step) and metric.distributed_available_fn():
+            if (reads or metric.dist_sync_on_step) and is_shared(metric):
                 raise SettingError(
                     f"{type(metric).__name__}.{call.method}() in training_step would synchronise virtual workers ahead "
                     "of Lightning's loop; log the metric object itself (self.log(name, metric)), make it with "

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer, WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -37,6 +37,7 @@ __all__ = [
     "StrategyRegistry",
     "TunerExit",
     "asks_at_every_step",
+    "averages",
     "begun_minibatches",
     "closure_loss",
     "evaluating_loop",
@@ -78,6 +79,13 @@ LOADER_STATES = "_state_dicts"
 def closure_loss(output: Any, divisor: int) -> Tensor | None:
     """The loss that Lightning differentiates for what ``training_step`` returned."""
     return ClosureResult.from_training_step_output(output, divisor).closure_loss
+
+
+def averages(trainer: L.Trainer) -> list[Tensor]:
+    """The averages of weights and buffers that callbacks keep."""
+    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    models = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
 
 
 def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:

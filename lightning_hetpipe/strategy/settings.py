@@ -36,6 +36,8 @@ class FitSettings:
     choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
     before_pass: BeforePass | None
     virtual_worker: int = 0
+    asked: Callable[[], str | None] = lambda: None
+    """A call in which virtual workers have waited for each other since it was last asked for."""
 
 
 LATER: dict[str, tuple[Any, str]] = {

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -37,9 +37,6 @@ from lightning_hetpipe.strategy.private import (
 )
 from lightning_hetpipe.strategy.ranks import devices_of
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-
-if TYPE_CHECKING:
-    pass
 
 
 class HetPipeStrategy(VirtualWorkers):
@@ -298,11 +295,16 @@ class HetPipeStrategy(VirtualWorkers):
             choose_cuts=self._choose_cuts,
             before_pass=self._before_pass,
             virtual_worker=self.global_rank,
+            asked=self.asked,
         )
 
     def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         """The first layer of each stage; tests put their own cuts in its place."""
         return partition(times, stages)
+
+    @property
+    def _in_flight_now(self) -> int:
+        return 1 if self._engine is None else self._engine.in_flight
 
     @property
     def _engine(self) -> Any:

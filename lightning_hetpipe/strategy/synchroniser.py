@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.private import foreach_copy_
+from lightning_hetpipe.strategy.collectives import tensors_of_first
 
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
@@ -41,7 +42,8 @@ class Synchroniser:
         self._named = list(module.named_parameters())
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
-        self._cut = 0
+        self.last_cut = 0
+        """Its number."""
 
     def enter(self, settings: list[str]) -> None:
         """Takes w_0, and the buffers that belong to them."""
@@ -52,13 +54,9 @@ class Synchroniser:
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
         self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
-    def begin(self, version: int) -> None:
-        """An epoch begins, where the live weights are at ``version``."""
-        self._counted = version
-
     def agree(self, in_flight: int) -> int:
         """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
-        in_flight = max(self.group.gather(in_flight))
+        in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
         asked = self.group.settings.wave
         self.wave = in_flight if asked == "auto" else asked
         return in_flight
@@ -106,29 +104,62 @@ class Synchroniser:
         member = self.group.weights.member
         return member.clock == member.cut_at
 
-    def cut(self, number: int, version: int, computing: Computing) -> None:
+    def cut(self, number: int, version: int, computing: Computing) -> bool:
         """All come to hold the same weights, unless they have done so at this cut. User code may run meanwhile.
 
         Args:
             number: The cut's, larger than that of any before.
             version: That of the live weights.
             computing: See there.
+
+        Returns:
+            Whether they had not.
         """
-        if number <= self._cut:
-            return
-        self._cut = number
+        if number <= self.last_cut:
+            return False
+        self.last_cut = number
         self._count(version)
         update = self._update(computing) if self._open else None
         with self._waiting():
             weights = self.group.weights.arrive(number, update)
         self._settle(weights, computing)
         self.group.passed_cut()
+        return True
+
+    def begin(self, first: int, version: int, computing: Computing) -> None:
+        """Lightning's loop begins an epoch, or goes on in one, with weights that all hold: those of the last cut.
+
+        Where callbacks have changed them since, all take virtual worker 0's; each would add its own change, else.
+
+        Args:
+            first: The number of a cut; the next one is free, too.
+            version: That of the live weights.
+            computing: See there.
+        """
+        self._counted, self._open = version, 0
+        for number in (first, first + 1):  # what is added and rounded once is off by a rounding; not the second time
+            if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
+                return
+            self.last_cut = number
+            update = self._update(computing) if self.group.index == 0 else self._nothing()
+            if self.group.settings.aggregate == "mean":
+                update = [each * self.group.size for each in update]
+            with self._waiting():
+                weights = self.group.weights.arrive(number, update)
+            self._settle(weights, computing, everything=True)
+            self.group.passed_cut()
+
+    def take_averages(self, averages: list[Tensor]) -> None:
+        """At a cut: the averages of weights that callbacks keep are virtual worker 0's."""
+        if averages:
+            self._take_first(averages, "the exchange of averaged weights")
+
+    def _has_changed(self) -> bool:
+        return not all(torch.equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
 
     def take_buffers(self) -> None:
         """The end of an epoch: all take the buffers of virtual worker 0, as in DDP."""
-        for buffer, theirs in zip(self._module.buffers(), self._buffers_of_first(), strict=True):
-            if not torch.equal(buffer.cpu(), theirs):
-                buffer.copy_(theirs)
+        self._take_first(list(self._module.buffers()), "the exchange of buffers")
 
     def borrow_buffers(self) -> Callable[[], None]:
         """An evaluation within an epoch sees the buffers of virtual worker 0; gives what puts the own ones back."""
@@ -142,12 +173,12 @@ class Synchroniser:
 
         return give_back
 
-    def _buffers_of_first(self) -> list[Tensor]:
-        mine = [buffer.detach().cpu() for buffer in self._module.buffers()]
-        if not mine:
-            return mine
-        found = self.group.gather(mine if self.group.index == 0 else None)
-        return found[0] if found[0] is not None else mine
+    def _take_first(self, tensors: list[Tensor], what: str) -> None:
+        """``tensors`` become virtual worker 0's; the others' version counters stay where nothing changes."""
+        with torch.no_grad():
+            for tensor, theirs in zip(tensors, tensors_of_first(self.group, tensors, what), strict=True):
+                if not torch.equal(tensor.cpu(), theirs):
+                    tensor.copy_(theirs)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -177,10 +208,14 @@ class Synchroniser:
             self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
             return sent
 
-    def _settle(self, weights: list[Tensor], computing: Computing) -> None:
+    def _nothing(self) -> list[Tensor]:
+        """An update by zero."""
+        return [torch.zeros_like(last, dtype=self._dtype) for last in self._last]
+
+    def _settle(self, weights: list[Tensor], computing: Computing, everything: bool = False) -> None:
         self._open = 0
         with computing(), torch.no_grad():
-            self._take(weights, everything=False)
+            self._take(weights, everything)
             foreach_copy_(self._last, [parameter.detach() for _, parameter in self._named])
 
     def _take(self, weights: list[Tensor], everything: bool) -> None:

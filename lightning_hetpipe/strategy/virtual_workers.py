@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,6 +16,7 @@ from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import collectives, servers, settings
 from lightning_hetpipe.strategy.launcher import launcher_of
 from lightning_hetpipe.strategy.ranks import Rank, announce, find_rank
+from lightning_hetpipe.strategy.shared_metrics import share
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
+
+_group: Group | None = None
+"""This process's place among the virtual workers of its launch, which all its Trainers share."""
+_ended: dict[int, str] = {}
+"""How other virtual workers of this node have ended, those that have."""
 
 
 class VirtualWorkers(ParallelStrategy):
@@ -48,9 +53,7 @@ class VirtualWorkers(ParallelStrategy):
         self._group: Group | None = None
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
-        self._ended: dict[int, str] = {}
-        """How other virtual workers of this node have ended, those that have."""
-        self._exits = ExitStack()
+        self._asked: str | None = None
 
     @property
     def _rank(self) -> Rank:
@@ -100,25 +103,51 @@ class VirtualWorkers(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def barrier(self, name: str | None = None) -> None:
-        if self._group is not None:
-            self._group.gather(name)
+        if (group := self._together("strategy.barrier")) is not None:
+            collectives.barrier(group, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._group is None:
+        if (group := self._together("strategy.broadcast")) is None:
             return obj
-        given: T = collectives.broadcast(self._group, obj, src)
+        given: T = collectives.broadcast(group, obj, src)
         return given
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._group is None or not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or (together := self._together("strategy.reduce")) is None:
             return tensor
-        return collectives.reduce(self._group, tensor, reduce_op)
+        return collectives.reduce(together, tensor, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._group is None else collectives.all_gather(self._group, tensor)
+        together = self._together("all_gather")
+        return tensor if together is None else collectives.all_gather(together, tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._group is None else collectives.decide(self._group, decision, all)
+        group = self._together("strategy.reduce_boolean_decision")
+        return decision if group is None else collectives.decide(group, decision, all)
+
+    @property
+    def _in_flight_now(self) -> int:
+        """Nm of the training that runs."""
+        return 1
+
+    def _together(self, what: str) -> Group | None:
+        """The virtual workers, for a call of ``what``, which all of them make."""
+        if self._group is not None:
+            if collectives.runs_ahead(self._in_flight_now):
+                raise collectives.ahead(what)
+            if not collectives.is_logging():
+                self._asked = what
+        return self._group
+
+    def asked(self) -> str | None:
+        """A call, other than by ``self.log``, in which virtual workers have waited for each other since last asked."""
+        asked, self._asked = self._asked, None
+        return asked
+
+    def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Everyone's ``tensor``, for a metric."""
+        group = self._together(what)
+        return [tensor] if group is None else [t.to(tensor.device) for t in group.gather(tensor.detach().cpu(), what)]
 
     # The life of a run.
 
@@ -127,32 +156,38 @@ class VirtualWorkers(ParallelStrategy):
         super().setup_environment()
 
     def _open_group(self) -> None:
-        """Meets the other virtual workers, if there are any."""
-        if self.world_size == 1 or self._group is not None:
+        """Meets the other virtual workers, if there are any; those of an earlier run of the program are still there."""
+        self._failure = None
+        if self.world_size == 1:
             return
         from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
 
+        global _group
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
-        self._group = Group(
-            self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost, self._is_interrupted
-        )
-        self._group.lose(self._ended)
-        self._group.open()
+        if _group is None or not _group.is_open or _group.coordinator != found.coordinator:
+            _part()
+            _group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
+            _group.lose(_ended)
+            _group.open()
+        self._group = _group
+        _group.settings = wsp
+        _group.interrupted = self._is_interrupted
+        share(self._share)
 
     def _configure_launcher(self) -> None:
         """Where this process is one of several, or is to start them."""
         rank = self._rank
-        self._launcher = launcher_of(rank, self._told_to_children, on_end=self._on_end, closed=servers.stop)
+        self._launcher = launcher_of(rank, self._told_to_children, on_end=self._on_end, closed=_end)
         if rank.size > 1:
             announce(rank)
 
     def _on_end(self, local: int, code: int) -> None:
         """The process of another virtual worker of this node has ended."""
-        self._ended[self._rank.index - self._rank.local + local] = how(code)
-        if self._group is not None:
-            self._group.lose(self._ended)
+        _ended[self._rank.index - self._rank.local + local] = how(code)
+        if _group is not None:
+            _group.lose(_ended)
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
@@ -168,14 +203,15 @@ class VirtualWorkers(ParallelStrategy):
             given.append(self.wsp)
         return settings.only_wsp(given).settings
 
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        if self._group is not None:
-            self._exits.enter_context(collectives.shared_metrics(self._group, trainer.lightning_module))
-
     def teardown(self) -> None:
+        """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
         try:
-            self._leave_group()
+            if self._group is not None and self._failure is not None:
+                group, self._group = self._group, None
+                share(None)
+                group.part(f"{type(self._failure).__name__}: {self._failure}")
+            elif self._group is not None:
+                self._group.leave_fit()
         finally:
             if self.cluster_environment is not None:
                 super().teardown()
@@ -205,12 +241,21 @@ class VirtualWorkers(ParallelStrategy):
         trainer = getattr(self._launcher, "trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 
-    def _leave_group(self) -> None:
-        self._exits.close()
-        group, self._group = self._group, None
-        if group is not None:
-            error = sys.exc_info()[1] or self._failure
-            group.close("" if error is None else f"{type(error).__name__}: {error}")
-
     def on_exception(self, exception: BaseException) -> None:
         self._failure = exception
+
+
+def _part() -> None:
+    """Leaves the virtual workers of an earlier launch."""
+    global _group
+    group, _group = _group, None
+    share(None)
+    if group is not None:
+        group.part()
+
+
+def _end() -> None:
+    """The launch ends."""
+    _part()
+    _ended.clear()
+    servers.stop()

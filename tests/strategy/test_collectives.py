@@ -1,4 +1,4 @@
-"""Lightning's collectives, over a gather in which not everybody takes part."""
+"""Lightning's collectives, over a gather that a test makes up: also one in which not everybody takes part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy import collectives
 from lightning_hetpipe.strategy.group import Group
 
@@ -21,7 +23,7 @@ class Sees:
         self.told = told
         self.given: list[Any] = []
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str) -> list[Any]:
         self.given.append(value)
         return self.told or [value]
 
@@ -46,3 +48,57 @@ def test_all_get_what_the_source_gives(value: Any) -> None:
 def test_where_the_source_waits_elsewhere_all_get_the_same() -> None:
     """Each had what itself had said; some saved a checkpoint for which the others never came."""
     assert broadcast({1: True, 2: False}, 0) == [True, True]
+
+
+class Pair:
+    """One of two; the other one gives twice as much."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.sizes: list[int] = []
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        if isinstance(value, list):
+            self.sizes.append(sum(part.numel() * part.element_size() for part in value))
+        other = 2 * value if isinstance(value, Tensor) else None
+        return [value, other]
+
+
+def group(index: int = 0) -> Group:
+    return cast(Group, Pair(index))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("mean", 4.5), (None, 4.5), ("sum", 9.0), ("max", 6.0), ("min", 3.0), ("product", 18.0)]
+)
+def test_reductions(how: str | None, expected: float) -> None:
+    assert collectives.reduce(group(), torch.tensor(3.0), how).item() == expected
+
+
+def test_a_mean_of_whole_numbers_is_one_as_in_ddp() -> None:
+    assert collectives.reduce(group(), torch.tensor([3, 4]), "mean").tolist() == [4, 6]
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(SettingError, match="reduce_op='median' is not known"):
+        collectives.reduce(group(), torch.tensor(3.0), "median")
+
+
+def test_gradients_do_not_come_back() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with pytest.raises(SettingError, match="leave out sync_grads"):
+        collectives.all_gather(group(), weight, sync_grads=True)
+    with torch.no_grad():
+        assert collectives.all_gather(group(), weight, sync_grads=True).shape == (2, 2)
+    assert not collectives.all_gather(group(), weight, sync_grads=False).requires_grad
+
+
+def test_tensors_of_any_size_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "CHUNK", 32)
+    pair = Pair()
+    tensors = [torch.randn(3, 7), torch.tensor(5), torch.zeros(0), torch.randn(2).double(), torch.randn(8)]
+    found = collectives.tensors_of_first(cast(Group, pair), tensors, "test")
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+    assert [one.dtype for one in found] == [one.dtype for one in tensors]
+    assert max(pair.sizes) <= 32
+    assert sum(pair.sizes) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -94,7 +94,7 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
     pair = Pair(exits, monkeypatch)
     pair.threads.submit(pair.groups[0].close, "ValueError: a bad batch").result(SECONDS)
     with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
-        pair.groups[1].gather(1)
+        pair.groups[1].gather(1, "a test")
     pair.groups[1].close("PeerFailed")
 
 
@@ -113,4 +113,4 @@ def test_nobody_at_the_coordinators_address(
     )
     assert said.endswith("is the program running that starts the server at 127.0.0.1:1, and may this machine reach it?")
     told = capsys.readouterr().err
-    assert told == "hetpipe: virtual worker 1 waits until all 2 have come to the server at 127.0.0.1:1.\n"
+    assert told == "hetpipe: virtual worker 1 waits until all 2 have come (at the server 127.0.0.1:1).\n"

@@ -84,7 +84,7 @@ def gathers(index: int, address: str) -> list[Any]:
     one = group_of(index, address)
     try:
         one.open()
-        found = one.gather(index)
+        found = one.gather(index, "a test")
     except BaseException as error:
         one.close(str(error))
         raise
