@@ -132,7 +132,7 @@ def test_decisions_collectives_and_metrics(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("use", REFUSED)
 def test_refusals(tmp_path: Path, use: str) -> None:
-    done = launch(tmp_path, "hetpipe", use, stages=2, in_flight=3, wsp={"lease": 5.0})
+    done = launch(tmp_path, "hetpipe", use, stages=2, in_flight=3)
     assert done.returncode == 1, done.stderr
     assert REFUSED[use][1] in " ".join(done.stderr.split()), done.stderr
     assert "went on without" not in done.stderr
