@@ -39,7 +39,7 @@ def batch_size(bench: Any) -> dict[str, Any]:
     return {}
 
 
-@refused("`Tuner.scale_batch_size()` is not supported with distributed strategies")
+@refused("Tuning the batch size is currently not supported with distributed strategies")
 def batch_size_search(bench: Any) -> dict[str, Any]:
     Tuner(bench.trainer()).scale_batch_size(Told(), rows(8))
     return {}
