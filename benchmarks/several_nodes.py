@@ -49,7 +49,7 @@ def measure(task: Task, rate: str | None) -> Found:
             for node, machine in enumerate(machines):
                 environment = [f"{name}={value}" for name, value in {**told, "NODE_RANK": node}.items()]
                 pinned = ["taskset", "--cpu-list", str(cores[node])] if cores else []
-                prefix = tuple(machine.inside("env", *environment, *pinned))
+                prefix = tuple(machine.apart("env", *environment, *pinned))
                 processes.append(Process(WORKER, (task.to_json(),), prefix=prefix))
             both = [each for (each,) in run_together(processes, TIMEOUT)]
     except Unavailable as why:
