@@ -52,6 +52,9 @@ class Started:
         self._lifeline = lifeline
         self._variables: dict[str, str] = {}
         self._told = threading.Event()
+
+    def watch(self) -> None:
+        """From now on this process ends with the launcher."""
         threading.Thread(target=self._watch, args=(os.getppid(),), name="hetpipe-lifeline", daemon=True).start()
 
     def arrived(self) -> None:
@@ -123,6 +126,7 @@ def started() -> Started | None:
     end.set_inheritable(False)
     _ends.add(end)
     child = Started(int(local), int(per_node), end)
+    child.watch()
     sys.excepthook = functools.partial(_uncaught, child, sys.excepthook)
     return child
 

@@ -25,6 +25,9 @@ VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "HETPIPE_PORT", "HETPIPE_TOKEN", "HET
 class Started:
     """Stands for a server's process: remembers how it was started."""
 
+    code = None
+    """It never ends by itself."""
+
     def __init__(self, handler: str, arguments: dict[str, Any], address: str, security: Security) -> None:
         self.address = address.replace(":0", ":7")
         self.security = security if security.token else replace(security, token="invented")

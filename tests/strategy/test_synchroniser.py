@@ -36,7 +36,7 @@ class OnlyOne:
         self.held = [parameter.detach().clone() for _, parameter in named]
         return self.held
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str) -> list[Any]:
         return [value]
 
     def check(self) -> None: ...
