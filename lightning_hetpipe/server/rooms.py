@@ -97,8 +97,7 @@ class Rooms:
             if not room.unused:
                 told = decode(room.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b"")).header)
                 assert isinstance(told, Status)
-                members = [asdict(member) for member in told.members]
-                found[name] = {**asdict(told), "members": members, "held_bytes": room.bytes_held}
+                found[name] = {**_shown(told), "held_bytes": room.bytes_held}
         return {"rooms": len(found), **found}
 
     def _known(self) -> dict[str, Service]:
@@ -143,7 +142,7 @@ class Rooms:
             self._loaded = name
             for other, room in self._rooms.items():
                 if other != name and room.elsewhere and room.bytes_held:
-                    self._rooms[other] = Service(self._lease)
+                    self._rooms[other] = self._service(other)
 
     def _clear_all(self) -> None:
         for name, room in self._known().items():
@@ -153,6 +152,18 @@ class Rooms:
         """Who was killed says nothing that ``run`` could see."""
         while not self._closed.wait(self._lease):
             self._clear_all()
+
+
+def _shown(status: Status) -> dict[str, Any]:
+    """As a person reads it: how far each member is ahead of the slowest, unless it waits at a cut, as all may."""
+    slowest = None if status.slowest < 0 else status.slowest
+    members = []
+    for member in status.members:
+        waits = member.waits_at >= 0
+        lag = None if waits or slowest is None else member.clock - slowest
+        shown = {"vw": member.vw, "clock": member.clock, "lag": lag, "waits_at_cut": waits}
+        members.append({**shown, "silent_ms": member.silent_ms, "incarnation": member.incarnation})
+    return {**asdict(status), "slowest": slowest, "members": members}
 
 
 def _parts(method: str) -> tuple[str, str]:

@@ -57,7 +57,9 @@ def test_the_status_tells_of_every_room() -> None:
         one.synchronise([torch.ones(3)])
         status: Any = json.loads(channel.call("status", b""))
         assert status["rooms"] == 1
-        assert status["fit-1"]["members"][0]["clock"] == 1
+        member = status["fit-1"]["members"][0]
+        assert (member["vw"], member["clock"], member["lag"], member["waits_at_cut"]) == (0, 1, 0, False)
+        assert status["fit-1"]["slowest"] == 1
         assert status["fit-1"]["held_bytes"] >= 12
         assert "clock" in laid_out(status)
         one.leave()

@@ -146,7 +146,7 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
                 members = json.loads(super(Channel, self).call("status", b""))[room]["members"]
                 mine = next(member["clock"] for member in members if member["vw"] == vw)
                 others = [member for member in members if member["vw"] != vw]
-                return all(other["clock"] > mine if what == "pushed" else other["waits_at"] >= 0 for other in others)
+                return all(other["clock"] > mine if what == "pushed" else other["waits_at_cut"] for other in others)
 
             until(there, f"the others are not yet {what}")
 
