@@ -20,16 +20,14 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_hetpipe.capture.compiled import look_through
-from lightning_hetpipe.capture.form import Form
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.pieces import Piece, named_pieces
+from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
@@ -44,6 +42,7 @@ from lightning_hetpipe.strategy.lookahead import LookAhead
 from lightning_hetpipe.strategy.loss_scale import LossScale
 from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.outsiders import TrainingOutsiders
+from lightning_hetpipe.strategy.piece_calls import PieceCalls
 from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,
@@ -91,13 +90,11 @@ class Fit:
         self._telemetry: Telemetry | None = None
         self._outside: Outside | None = None
         self._outsiders: TrainingOutsiders | None = None
-        self._form: Form | None = None
-        self._modes: list[bool] = []
         self._finished: Minibatch | None = None
         self._epoch_begins = False
         self._threads_before = torch.get_num_threads()
         self._redirects: list[Redirect] = []
-        self._calls: list[Redirect] = []  # of the pieces
+        self._calls: PieceCalls | None = None
         self._last = -1
         self._stages = 1
         self._asked: str | None = None  # of the other virtual workers, by the watched step
@@ -125,9 +122,11 @@ class Fit:
                 self._outsiders.close()
             if self._cuts is not None:
                 self._cuts.close()
-            for redirect in (*self._redirects, *self._calls):
+            if self._calls is not None:
+                self._calls.close()
+            for redirect in self._redirects:
                 redirect.remove()
-            self._redirects, self._calls = [], []
+            self._redirects, self._calls = [], None
             torch.set_num_threads(self._threads_before)
 
     def finish_report(self) -> None:
@@ -249,12 +248,11 @@ class Fit:
         if in_flight > 1:
             self._outsiders = TrainingOutsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
             self._outsiders.virtual_worker = self._settings.virtual_worker
-        for index, piece in enumerate(pieces):
-            self._calls.append(Redirect(piece.module, "forward", partial(self._forward, index, piece)))
+        self._calls = PieceCalls(pieces, self._layout)
+        for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
                 piece.captured.alone = engine.quiet.alone
-        self._form = Form(pieces)
         self.evaluation.take_over(pieces, self._layout, in_flight)
         self._watch = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout, self._synchroniser)
@@ -292,7 +290,7 @@ class Fit:
             self._outsiders.discard()
 
     def _run_validation(self, redirect: Redirect) -> Any:
-        if self.engine is None or self._telemetry is None:
+        if self.engine is None or self._telemetry is None or self._calls is None:
             return redirect.original()
         self.engine.drain()
         self._telemetry.stop()
@@ -301,8 +299,7 @@ class Fit:
                 if self._cuts is not None:
                     stack.callback(self._cuts.validation())
                 if self.evaluation.is_worth_it():
-                    for call in self._calls:
-                        stack.enter_context(call.aside())
+                    stack.enter_context(self._calls.aside())
                 return self.evaluation.run(redirect.original)
         finally:
             self._telemetry.start()
@@ -359,11 +356,11 @@ class Fit:
 
     def _publish(self, version: int) -> None:
         assert self.engine is not None
-        assert self._form is not None
+        assert self._calls is not None
         assert self._telemetry is not None
         if self._cuts is not None:
             self._cuts.published(version)
-        changed = self._form.changed()
+        changed = self._calls.changed()
         if changed is not None:
             self._adopt(changed, version)
         if self._epoch_begins:
@@ -380,31 +377,28 @@ class Fit:
     def _adopt(self, changed: str, version: int) -> None:
         """Lets the stages follow a change of the live layers other than of weights and buffers."""
         assert self.engine is not None
-        assert self._form is not None
+        assert self._calls is not None
         if not self._epoch_begins and self.engine.in_flight > 1:
             raise SettingError(
                 f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"
             )
-        with ExitStack() as stack:
-            stack.enter_context(self._precision.train_step_context())
-            for call in self._calls:
-                stack.enter_context(call.aside())
-            self._form.follow()
+        with self._precision.train_step_context():
+            self._calls.follow()
         self._epoch_begins = True  # a pipeline of new copies starts empty
         self.engine.copy_layers()
-        self._form.take()
+        self._calls.take()
 
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
-        assert self._form is not None
+        assert self._calls is not None
         self._loss_scale.take(number)
         step = Step(
             run=partial(self._user_step, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
             stretch=None if self._outsiders is None else self._outsiders.stretch(number),
-            entered=self._take_modes,
+            entered=self._calls.take_modes,
         )
         self.engine.submit(number, step)
 
@@ -424,46 +418,6 @@ class Fit:
         with self._precision.train_step_context():
             inside = torch.get_default_dtype()
         return None if inside is torch.get_default_dtype() else inside
-
-    def _take_modes(self) -> None:
-        """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
-        assert self._form is not None
-        self._modes = self._form.modes()
-
-    def _check_form(self, index: int, name: str) -> None:
-        """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
-        assert self._form is not None
-        if not self._form.with_own_parameters(index):
-            raise SettingError(
-                f"training_step calls '{name}' with other parameters than its own (as with"
-                " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
-            )
-        changed = self._form.changed()
-        if changed is None and (other := self._form.other_mode(self._modes)) is not None:
-            changed = f"{other}.training"
-        if changed is not None:
-            raise SettingError(
-                f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
-                " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
-            )
-
-    def _forward(self, index: int, piece: Piece, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The pipelined module's ``forward``: through the pipeline in a minibatch's thread, else on the live layers."""
-        assert self._layout is not None
-        minibatch = current()
-        if isinstance(minibatch, Minibatch):
-            assert self._form is not None
-            self._check_form(index, piece.name)
-
-            def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-                with redirect.aside():  # an input of a new kind is captured now
-                    return piece.value(*given)
-
-            return minibatch.call(index, piece.name, (args, kwargs), prepare)
-        if not self._layout.is_spread():
-            return redirect.original(*args, **kwargs)
-        with redirect.aside():
-            return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
 
 
 def _without_graph(output: Any) -> Any:

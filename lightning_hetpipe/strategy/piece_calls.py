@@ -1,0 +1,95 @@
+"""Calls of the pipelined modules in one fit: through the pipeline where a minibatch makes them, and on the live layers
+anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_hetpipe.capture.form import Form
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.strategy.layout import Layout
+
+
+class PieceCalls:
+    """Stands in for the ``forward`` of each of ``pieces``, until :meth:`close`.
+
+    Args:
+        pieces: In the order of ``training_step``.
+        layout: Where their layers are.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
+        self._layout = layout
+        self._modes: list[bool] = []
+        self._redirects = [
+            Redirect(piece.module, "forward", partial(self._forward, index, piece))
+            for index, piece in enumerate(pieces)
+        ]
+        self._form = Form(pieces)  # with the redirects, which are no change
+
+    def close(self) -> None:
+        for redirect in self._redirects:
+            redirect.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it, the modules have their own ``forward``."""
+        with ExitStack() as stack:
+            for redirect in self._redirects:
+                stack.enter_context(redirect.aside())
+            yield
+
+    def changed(self) -> str | None:
+        """What has changed of the live layers since copies were made of them, other than weights and buffers."""
+        return self._form.changed()
+
+    def follow(self) -> None:
+        """Captures anew what has changed; the copies of layers are made next, and then :meth:`take` is called."""
+        with self.aside():
+            self._form.follow()
+
+    def take(self) -> None:
+        """Copies were made of the layers as they are now."""
+        self._form.take()
+
+    def take_modes(self) -> None:
+        """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
+        self._modes = self._form.modes()
+
+    def _forward(self, index: int, piece: Piece, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+        minibatch = current()
+        if isinstance(minibatch, Minibatch):
+            self._check(index, piece.name)
+
+            def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+                with redirect.aside():  # an input of a new kind is captured now
+                    return piece.value(*given)
+
+            return minibatch.call(index, piece.name, (args, kwargs), prepare)
+        if not self._layout.is_spread():
+            return redirect.original(*args, **kwargs)
+        with redirect.aside():
+            return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
+
+    def _check(self, index: int, name: str) -> None:
+        """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
+        if not self._form.with_own_parameters(index):
+            raise SettingError(
+                f"training_step calls '{name}' with other parameters than its own (as with"
+                " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
+            )
+        changed = self._form.changed()
+        if changed is None and (other := self._form.other_mode(self._modes)) is not None:
+            changed = f"{other}.training"
+        if changed is not None:
+            raise SettingError(
+                f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
+                " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
+            )
