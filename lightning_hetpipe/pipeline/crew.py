@@ -65,6 +65,7 @@ class Crew(Generic[F]):
         self._torch_threads = torch_threads
         self._runners: list[Worker[F]] = []
         self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
+        self._unlocked = False  # Lightning's thread is within `unlocked`
 
     def start(self) -> None:
         """Starts the threads; the calling thread takes the lock over user code."""
@@ -109,13 +110,15 @@ class Crew(Generic[F]):
     @contextmanager
     def unlocked(self) -> Iterator[None]:
         """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
-        if self._lost_lock:
+        if self._lost_lock or self._unlocked:
             yield
             return
+        self._unlocked = True
         self.lock.release()
         try:
             yield
         finally:
+            self._unlocked = False
             self._take_lock()
 
     @contextmanager

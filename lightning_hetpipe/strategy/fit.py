@@ -28,6 +28,7 @@ from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
@@ -110,6 +111,7 @@ class Fit:
         ]
         if self._synchroniser is not None:
             self._cuts = Cuts(self._trainer, self._synchroniser, self._unlocked, self._computing)
+            self._synchroniser.group.waiting = self._waiting
 
     def close(self) -> None:
         try:
@@ -122,6 +124,8 @@ class Fit:
                 self._outsiders.close()
             if self._cuts is not None:
                 self._cuts.close()
+            if self._synchroniser is not None:
+                self._synchroniser.group.waiting = nullcontext
             if self._calls is not None:
                 self._calls.close()
             for redirect in self._redirects:
@@ -346,6 +350,10 @@ class Fit:
 
     def _unlocked(self) -> AbstractContextManager[None]:
         return nullcontext() if self.engine is None else self.engine.unlocked()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for other virtual workers. In a minibatch's thread nobody else may run user code meanwhile."""
+        return nullcontext() if current() is not None else self._unlocked()
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.engine is None else self.engine.quiet.computing()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ class Group:
         self.interrupted: Callable[[], bool] = lambda: False
         """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
         the others do not come."""
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Opened around waits for the others' parts of a gather."""
         self._exits = ExitStack()
         self._talk: Client | None = None
         self._fit: Client | None = None
@@ -183,10 +185,11 @@ class Group:
             return [value]
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
-        if self._fit is not None:
-            found = self._fit.gather(next(self._fit_ordinal), buffer.getvalue())
-        else:
-            found = self._talk.gather(next(self._ordinal), buffer.getvalue())
+        with self.waiting():
+            if self._fit is not None:
+                found = self._fit.gather(next(self._fit_ordinal), buffer.getvalue())
+            else:
+                found = self._talk.gather(next(self._ordinal), buffer.getvalue())
         parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
             raise RuntimeError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.lock import Rank, Ticket
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
 
 
@@ -199,3 +200,16 @@ def test_no_minibatch_is_current_outside_of_one() -> None:
         minibatch = engine.finish(1)
         assert current() is None
     assert seen == [minibatch]
+
+
+def test_unlocking_twice_releases_once() -> None:
+    """A wait within a wait gave a lock away that somebody else held by then."""
+    line = Line(mlp(2))
+    with line.running() as engine, engine.unlocked():
+        other = Ticket(Rank.START, 1)
+        engine.lock.request(other)
+        assert other.wait(20)
+        with engine.unlocked():
+            assert engine.lock.held
+        assert engine.lock.held, "the other one's"
+        engine.lock.release()

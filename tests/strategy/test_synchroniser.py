@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +32,16 @@ class OnlyOne:
         self.weights = self
         self.member = SimpleNamespace(clock=0, slowest=0, cut_at=-1)
         self.met: list[str] = []
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], *_: Any) -> list[Tensor]:
         self.held = [parameter.detach().clone() for _, parameter in named]
         return self.held
 
     def gather(self, value: Any, what: str) -> list[Any]:
+        if self.strategy._engine is not None:
+            with self.waiting():
+                self._meet(what)
         return [value]
 
     def check(self) -> None: ...
@@ -84,4 +89,6 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
     loader = vectors(14, 2)
     fit(mlp(SGD), loader, strategy=strategy, max_epochs=1)
     assert len(loader) == 7
-    assert group.met == [*["update", "wave"] * 2, "update", "cut"]  # three, three, and one at the end of the epoch
+    # Three minibatches, three, and one at the end of the epoch.
+    assert group.met == [*["update", "wave"] * 2, "update", "cut", "the exchange of buffers", "the end of an epoch"]
+    assert group.waiting is nullcontext

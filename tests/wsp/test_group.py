@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -155,3 +156,28 @@ def test_servers_that_will_not_come_back_end_a_wait() -> None:
     with pytest.raises(ServerLost, match="has failed 6 times"):
         one.open()
     one.close("ended")
+
+
+def test_a_gather_waits_within_what_it_is_told() -> None:
+    """In a fit that lets user code run meanwhile (law L8)."""
+    waited: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waited.append("began")
+        yield
+        waited.append("ended")
+
+    rooms = Rooms(LEASE)
+    with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
+        groups = [group_of(index, server.address) for index in range(2)]
+        for opened in [pool.submit(one.open) for one in groups]:
+            opened.result(PATIENCE)
+        groups[0].waiting = waiting
+        found = [pool.submit(one.gather, one.index, "a test") for one in groups]
+        assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
+        groups[0].waiting = nullcontext
+        for closed in [pool.submit(one.close) for one in groups]:
+            closed.result(PATIENCE)
+    assert waited == ["began", "ended"]
+    rooms.close()
