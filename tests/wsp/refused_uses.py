@@ -45,7 +45,7 @@ def batch_size_search(bench: Any) -> dict[str, Any]:
     return {}
 
 
-@refused("SettingError: val_check_interval is a time, of 5 s")
+@refused("SettingError: val_check_interval is a time, 5 s")
 def validation_by_time(bench: Any) -> dict[str, Any]:
     bench.trainer(val_check_interval=timedelta(seconds=5)).fit(Told(), rows(8), rows(4))
     return {}
