@@ -1,23 +1,28 @@
-"""What every test gets: one torch thread, a fixed seed, no thread of ours that outlives it; on demand, a clock."""
+"""What every test gets: one torch thread, a fixed seed, rank 0, no thread of ours that outlives it; also a clock."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """One torch thread for each operation (sums depend on their number), and seeds that no other test has set."""
+    known: Any = rank_zero_only  # a function, on which Lightning keeps the rank; a virtual worker's strategy sets it
+    rank = known.rank
     threads = torch.get_num_threads()
     seed = os.environ.pop("PL_GLOBAL_SEED", None)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
+    known.rank = rank
     torch.set_num_threads(threads)
     os.environ.pop("PL_GLOBAL_SEED", None)
     if seed is not None:

@@ -20,7 +20,7 @@ def test_the_report_says_what_was_met_missed_and_failed() -> None:
             "block 1": Figure(4.0, 7.0),
             "memory 1": Figure(5.0, 0.0),
             "grpc 1": Figure(1.0, 9.0),
-            "socket 1": Figure(2, 0),
+            "bare 1": Figure(2, 0),
         },
         {"block 1": Figure(9.0, 8.0), "memory 1": Figure(10.0, 0.0)},
     ]
@@ -33,5 +33,5 @@ def test_the_report_says_what_was_met_missed_and_failed() -> None:
     lines = outcome.text.splitlines()
     assert next(line for line in lines if line.startswith(TITLES["block"])).split()[-1] == "8"
     assert next(line for line in lines if line.startswith("a/b")).split()[-1] == "met"
-    assert next(line for line in lines if line.startswith("c/e")).split()[-1] == "missed"
+    assert next(line for line in lines if line.startswith("d/e")).split()[-1] == "missed"
     assert "no openssl" in outcome.text
