@@ -21,10 +21,7 @@ from lightning_hetpipe.cli.settings import unknown
 from lightning_hetpipe.cli.status import laid_out
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.transport import Refused, Unreachable
-
-STATUS = "status"
-"""The method that a server's handler answers with a JSON object in the reply's header."""
+from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
 
 _COMMANDS = ("serve", STATUS)
 _KEYS = ["command", "address", "timeout", "security", "service"]

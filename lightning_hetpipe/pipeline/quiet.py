@@ -29,19 +29,16 @@ class Quiet:
         return self._computes
 
     def _begin(self) -> None:
+        if not self._joins(0.0):
+            self._patience.wait(self._joins, "a thread that is to compute for the capture of a model")
+
+    def _joins(self, seconds: float) -> bool:
+        """Whether this thread computes from now on, as nobody has been alone, or not for longer than ``seconds``."""
         with self._condition:
-            if not self._alone:
-                self._computing += 1
-                return
-
-        def begin(seconds: float) -> bool:
-            with self._condition:
-                if not self._condition.wait_for(lambda: not self._alone, seconds):
-                    return False
-                self._computing += 1
-                return True
-
-        self._patience.wait(begin, "a thread that is to compute for the capture of a model")
+            if not self._condition.wait_for(lambda: not self._alone, seconds):
+                return False
+            self._computing += 1
+            return True
 
     def _end(self) -> None:
         with self._condition:

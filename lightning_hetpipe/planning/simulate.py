@@ -119,24 +119,20 @@ class _Stage:
     most: int = 0
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        stages: Sequence[StageTimes],
-        in_flight: int,
-        minibatches: int,
-        step: float,
-        wave: int,
-        synchronise: float,
-    ) -> None:
-        self._times = stages
-        self._in_flight = in_flight
-        self._minibatches = minibatches
-        self._step = step
-        self._wave = wave
-        self._synchronise = synchronise
-        self._route = route(segments([len(stages)], range(len(stages))))
-        self._stages = [_Stage() for _ in stages]
+    """What ``simulate`` was asked for, and how far it has come."""
+
+    times: Sequence[StageTimes]
+    in_flight: int
+    minibatches: int
+    step: float
+    wave: int
+    synchronise: float
+
+    def __post_init__(self) -> None:
+        self._route = route(segments([len(self.times)], range(len(self.times))))
+        self._stages = [_Stage() for _ in self.times]
         self._events: list[tuple[float, int, int, int]] = []  # time, order, minibatch, instruction that is now ready
         self._order = itertools.count()
         self._ends: list[tuple[float, int, int, int]] = []
@@ -145,7 +141,7 @@ class _Run:
         self._published: list[float] = []
 
     def simulation(self) -> Simulation:
-        for number in range(1, min(self._in_flight, self._minibatches) + 1):
+        for number in range(1, min(self.in_flight, self.minibatches) + 1):
             self._ready(0.0, number, 0)
         while self._events or self._ends:
             # What ends frees its stage before what becomes ready at the same moment asks for one.
@@ -170,7 +166,7 @@ class _Run:
         heapq.heappush(self._events, (when, next(self._order), number, index))
 
     def _start(self, now: float, index: int) -> None:
-        stage, times = self._stages[index], self._times[index]
+        stage, times = self._stages[index], self.times[index]
         if stage.busy or not stage.queue:
             return
         number, instruction = stage.queue.popleft()
@@ -197,7 +193,7 @@ class _Run:
         if index + 1 < len(self._route):
             there = self._segment(index + 1).stage
             link = max(here, there) if here != there else None  # that before the later of the two
-            self._ready(now + (self._times[link].receive if link is not None else 0.0), number, index + 1)
+            self._ready(now + (self.times[link].receive if link is not None else 0.0), number, index + 1)
         else:
             self._complete[number] = now
             self._publish()
@@ -207,9 +203,9 @@ class _Run:
         """Lightning's thread goes on as far as it can."""
         while (number := len(self._published) + 1) in self._complete:
             before = self._published[-1] if self._published else 0.0
-            done = max(before, self._complete.pop(number)) + self._step
-            if number % self._wave == 0:
-                done += self._synchronise
+            done = max(before, self._complete.pop(number)) + self.step
+            if number % self.wave == 0:
+                done += self.synchronise
             self._published.append(done)
-            if number + self._in_flight <= self._minibatches:
-                self._ready(done, number + self._in_flight, 0)
+            if number + self.in_flight <= self.minibatches:
+                self._ready(done, number + self.in_flight, 0)

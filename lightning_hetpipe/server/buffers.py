@@ -75,8 +75,3 @@ class Filling:
             count = min(len(rest), len(self._current))
             copy(self._current[:count], rest[:count])
             self._current, rest = self._current[count:], rest[count:]
-
-    def write_all(self, parts: Iterable[memoryview]) -> None:
-        """`write` for each of them."""
-        for part in parts:
-            self.write(part)

@@ -15,10 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.decisions import Decision, ignore, line
 from lightning_hetpipe.server.messages import AskStatus, Status, decode, encode
 from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
-from lightning_hetpipe.server.transport import HEADER_LIMIT, TIMEOUT, Channel, Refused, Reply
-
-STATUS = "status"
-"""The method that anybody with the token may call, in no room."""
+from lightning_hetpipe.server.transport import HEADER_LIMIT, STATUS, TIMEOUT, Channel, Refused, Reply
 
 MOST = 64
 """Rooms that are known at a time; of more than that the oldest one goes that all have left."""

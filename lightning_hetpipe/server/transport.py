@@ -14,6 +14,9 @@ from typing import NamedTuple, Protocol, Self
 TIMEOUT = 60.0
 """Seconds that a call may take unless its caller says otherwise."""
 
+STATUS = "status"
+"""The method that a server answers with what it says of itself, a JSON object in the reply's header."""
+
 HEADER_LIMIT = 1 << 20
 """Bytes of a header, or of a method's name, that a server takes."""
 

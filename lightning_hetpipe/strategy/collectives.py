@@ -25,6 +25,11 @@ _LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
 """Where Lightning reduces what ``self.log`` was given."""
 
 
+def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
+    """Everyone's ``tensor``, without its graph, on the device of one's own; ``what`` names the call."""
+    return [each.to(tensor.device) for each in group.gather(tensor.detach().cpu(), what)]
+
+
 def barrier(group: Group, name: str | None) -> None:
     group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
 
@@ -50,8 +55,7 @@ def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
     }
     if name not in reductions:
         raise SettingError(f"reduce_op={how!r} is not known; use 'mean', 'sum', 'max', 'min' or 'product'")
-    found = group.gather(tensor.detach().cpu(), f"strategy.reduce(reduce_op={name!r})")
-    return reductions[name]([each.to(tensor.device) for each in found])
+    return reductions[name](everyones(group, tensor, f"strategy.reduce(reduce_op={name!r})"))
 
 
 def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
@@ -65,8 +69,7 @@ def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
             "all_gather(sync_grads=True) joins the backward passes of concurrent workers in every step, which virtual"
             " workers do not run in step; leave out sync_grads, or use another strategy"
         )
-    found = group.gather(tensor.detach().cpu(), "all_gather")
-    return torch.stack([each.to(tensor.device) for each in found])
+    return torch.stack(everyones(group, tensor, "all_gather"))
 
 
 def decide(group: Group, decision: bool, unanimous: bool) -> bool:

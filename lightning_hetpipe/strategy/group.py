@@ -30,8 +30,8 @@ from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Parameter, Signature
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.rooms import STATUS, RoomChannel
-from lightning_hetpipe.server.transport import Refused, Unreachable
+from lightning_hetpipe.server.rooms import RoomChannel
+from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
 from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.wsp import WSPSettings
@@ -244,12 +244,6 @@ class Group:
         for client in (self._fit, self._talk):
             if client is not None:
                 client.check()
-
-    def cancel(self) -> None:
-        """Ends waits for the others, from another thread."""
-        for client in (self._fit, self._talk):
-            if client is not None:
-                client.cancel()
 
     def _connect(self, address: str) -> GrpcChannel:
         channel = GrpcChannel(address, self._found.security)

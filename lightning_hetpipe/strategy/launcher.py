@@ -145,11 +145,6 @@ class Launcher(BaseLauncher):
         """No: a notebook is no program that could be run once more."""
         return False
 
-    @property
-    def failures(self) -> Mapping[int, int]:
-        """Return codes of the virtual workers started here that have failed, by their number on this node."""
-        return {} if _launch is None else dict(_launch.children.failures)
-
     def launch(self, function: Callable[..., T], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> T:
         """Calls ``function``, once the other virtual workers of this node are started.
 

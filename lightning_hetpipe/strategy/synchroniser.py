@@ -117,13 +117,8 @@ class Synchroniser:
         """
         if number <= self.last_cut:
             return False
-        self.last_cut = number
         self._count(version)
-        update = self._update(computing) if self._open else None
-        with self._waiting():
-            weights = self.group.weights.arrive(number, update)
-        self._settle(weights, computing)
-        self.group.passed_cut()
+        self._pass_cut(number, self._update(computing) if self._open else None, computing)
         return True
 
     def begin(self, first: int, version: int, computing: Computing) -> None:
@@ -140,14 +135,19 @@ class Synchroniser:
         for number in (first, first + 1):  # what is added and rounded once is off by a rounding; not the second time
             if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
                 return
-            self.last_cut = number
             update = self._update(computing) if self.group.index == 0 else self._nothing()
             if self.group.settings.aggregate == "mean":
                 update = [each * self.group.size for each in update]
-            with self._waiting():
-                weights = self.group.weights.arrive(number, update)
-            self._settle(weights, computing, everything=True)
-            self.group.passed_cut()
+            self._pass_cut(number, update, computing, everything=True)
+
+    def _pass_cut(
+        self, number: int, update: list[Tensor] | None, computing: Computing, everything: bool = False
+    ) -> None:
+        self.last_cut = number
+        with self._waiting():
+            weights = self.group.weights.arrive(number, update)
+        self._settle(weights, computing, everything)
+        self.group.passed_cut()
 
     def take_averages(self, averages: list[Tensor]) -> None:
         """At a cut: the averages of weights that callbacks keep are virtual worker 0's."""

@@ -147,7 +147,7 @@ class VirtualWorkers(ParallelStrategy):
     def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's ``tensor``, for a metric."""
         group = self._together(what)
-        return [tensor] if group is None else [t.to(tensor.device) for t in group.gather(tensor.detach().cpu(), what)]
+        return [tensor] if group is None else collectives.everyones(group, tensor, what)
 
     # The life of a run.
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,21 @@ def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
+
+
+def each_started(job: Job, environments: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
+    """Runs ``job`` in processes that the test starts, one in each of ``environments``: return codes, and stderr."""
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(job.command(), cwd=ROOT, env=environment, stderr=pipe, text=True)
+        for environment in environments
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], "\n".join(said)
 
 
 def left_behind(job: Job) -> list[str]:

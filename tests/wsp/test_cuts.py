@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from lightning_hetpipe.server.process import ServerProcess
 from tests import oracle
 from tests.oracle import Run
-from tests.wsp.launch import ROOT, SECONDS, Job, run_all, start
+from tests.wsp.launch import Job, each_started, run_all, start
 from tests.wsp.test_checkpoints import check_checkpoint
 from tests.wsp.test_exact import all_batches, check, expected, together
 
@@ -111,17 +109,10 @@ def test_slurm_requeues_at_a_cut(tmp_path: Path) -> None:
         told |= {"SLURM_NNODES": 1, "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_NODELIST": "localhost"}
         environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
         environment |= {"HETPIPE_TOKEN": server.security.token or "", "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-        processes = []
-        for rank in ("0", "1"):
-            mine = {**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-            command = [sys.executable, "-m", "tests.wsp.worker", job.text()]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, stderr=subprocess.PIPE, text=True))
-        try:
-            said = [process.communicate(timeout=SECONDS)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+        codes, said = each_started(
+            job, [{**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+        )
+    assert codes == [0, 0], said
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     runs = expected(job, 3, 1)
     check(job, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)], runs)

@@ -8,12 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.namespaces import Machine, Unavailable, finished, network
+from tests.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS
 
 DOCUMENT = (ROOT / "docs" / "several-machines.md").read_text()
@@ -46,15 +46,6 @@ def blocks(heading: str) -> dict[str, str]:
     assert found, heading
     assert len(dict(found)) == len(found), f"two blocks of '{heading}' begin alike"
     return dict(found)
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    try:
-        with network(2) as made:
-            yield made
-    except Unavailable as why:
-        pytest.skip(str(why))
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.namespaces import Machine, Unavailable, finished, network
+from tests.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS, Job
 from tests.wsp.test_exact import check, expected
 
@@ -25,15 +25,6 @@ pytestmark = pytest.mark.slow
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500, "HETPIPE_TOKEN": "open-sesame"}
 TRUSTED = {"security": {"insecure": True}}
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    try:
-        with network(2) as made:
-            yield made
-    except Unavailable as why:
-        pytest.skip(str(why))
 
 
 def by_hand(machines: Sequence[Machine], job: Job) -> list[subprocess.Popen[str]]:

@@ -14,7 +14,7 @@ from lightning_hetpipe.server.process import ServerProcess
 from lightning_hetpipe.server.security import Security
 from tests import oracle
 from tests.server.transports import certificates
-from tests.wsp.launch import ROOT, SECONDS, Job, finished, left_behind, start
+from tests.wsp.launch import ROOT, SECONDS, Job, each_started, finished, left_behind, start
 from tests.wsp.test_exact import check, expected
 
 
@@ -23,7 +23,7 @@ def test_two_processes_and_two_servers(tmp_path: Path) -> None:
     rooms = ("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0})
     with ServerProcess(*rooms) as first, ServerProcess(*rooms, security=first.security) as second:
         job = Job(tmp_path, more={"wsp": {"servers": [first.address, second.address]}})
-        processes = []
+        environments = []
         for rank in range(2):
             told: dict[str, object] = {
                 "RANK": rank,
@@ -35,14 +35,9 @@ def test_two_processes_and_two_servers(tmp_path: Path) -> None:
             told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "none"}
             environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
             environment["HETPIPE_TOKEN"] = first.security.token or ""
-            command = [sys.executable, "-m", "tests.wsp.worker", job.text()]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-        try:
-            said = [process.communicate(timeout=SECONDS)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+            environments.append(environment)
+        codes, said = each_started(job, environments)
+    assert codes == [0, 0], said
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False)["end"].weights for rank in range(2))
     assert oracle.difference(one, other) is None
 
