@@ -53,7 +53,7 @@ EMULATED = Task(
 UNEQUAL = replace(EMULATED, pads=pads(0.6 * T_MAX, T_MAX, 0.8 * T_MAX, 0.5 * T_MAX))
 SLOW = replace(EMULATED, warmup=24, steps=96, pads=pads(*4 * [SLOWER * T_MAX]))
 
-EQUAL_1, EQUAL_4 = "a one VW, four stages of 20 ms", "b four such VWs"
+EQUAL_1, EQUAL_4, EQUAL_2 = "a one VW, four stages of 20 ms", "b four such VWs", "h two such VWs"
 UNEQUAL_1, UNEQUAL_4 = "c one VW, stages of 12, 20, 16, 10 ms", "d four such VWs"
 AHEAD_4 = "e as b, D = 1"
 SLOW_1, SLOW_4 = "f one VW, four stages of 60 ms", "g four such VWs"
@@ -66,12 +66,14 @@ EMULATED_VARIANTS: Mapping[str, Task] = {
     AHEAD_4: replace(EMULATED, workers=4, clock_distance=1),
     SLOW_1: SLOW,
     SLOW_4: replace(SLOW, workers=4),
+    EQUAL_2: replace(EMULATED, workers=2),
 }
 EMULATED_RATIOS = (
     Ratio("b/4a  four over four times one", EQUAL_4, EQUAL_1, 4, 0.97),
     Ratio("d/4c  four over four times one", UNEQUAL_4, UNEQUAL_1, 4),
     Ratio("e/4a  four over four times one", AHEAD_4, EQUAL_1, 4),
     Ratio("g/4f  four over four times one", SLOW_4, SLOW_1, 4),
+    Ratio("h/2a  two over two times one", EQUAL_2, EQUAL_1, 2),
 )
 
 REAL = Task("strategy", batch=128, warmup=12, steps=32, tail=8, workers=2, stages=1)

@@ -80,12 +80,12 @@ class PieceCalls:
 
     def _check(self, index: int, name: str) -> None:
         """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
-        if not self._form.with_own_parameters(index):
+        changed = self._form.changed()
+        if changed is not None and not self._form.with_own_parameters(index):
             raise SettingError(
                 f"training_step calls '{name}' with other parameters than its own (as with"
                 " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
             )
-        changed = self._form.changed()
         if changed is None and (other := self._form.other_mode(self._modes)) is not None:
             changed = f"{other}.training"
         if changed is not None:

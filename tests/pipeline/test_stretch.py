@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 
@@ -111,14 +112,67 @@ def test_making_a_seeded_state_draws_nothing() -> None:
     assert draw() == first
 
 
-def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not imported for this, and what was not imported then is left alone later."""
-    monkeypatch.delitem(sys.modules, "numpy")
-    state, seeded = ProcessState.current(), ProcessState.seeded(7, 0, 1)
-    monkeypatch.undo()
-    drawn = np.random.get_state()
-    expected = np.random.rand()
-    np.random.set_state(drawn)
-    seeded.restore()
-    state.restore()
-    assert np.random.rand() == expected
+def test_the_second_of_a_pair_of_normal_numbers_stays_with_whom_it_is_of() -> None:
+    """numpy draws them in pairs, and keeps the second beside its bit generator."""
+
+    def normals(seed: int) -> list[float]:
+        return list(np.random.RandomState(seed).standard_normal(6))
+
+    np.random.seed(1)
+    expected = normals(1)
+    found, outside = [], []
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    for turn in range(3):
+        outside.append(np.random.randn())
+        stretch.enter()
+        if turn == 0:
+            np.random.seed(2)
+        found.append(np.random.randn())
+        stretch.leave()
+        outside.append(np.random.randn())
+    assert outside == expected
+    assert found == normals(2)[:3]
+
+
+def test_a_bit_generator_of_the_users_own_is_given_back() -> None:
+    mine = np.random.PCG64(3)
+    before = get_bit_generator()
+    set_bit_generator(mine)
+    try:
+        stretch = Stretch(ProcessState.seeded(7, 0, 1))
+        stretch.enter()
+        np.random.rand()
+        stretch.leave()
+        assert get_bit_generator() is mine
+        assert np.random.rand() == np.random.RandomState(np.random.PCG64(3)).rand()
+    finally:
+        set_bit_generator(before)
+
+
+def test_what_a_stretch_sees_of_numpys_state_is_all_of_it() -> None:
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    stretch.enter()
+    try:
+        state = np.random.get_state()
+        first = np.random.rand(3)
+        np.random.set_state(state)
+        assert (np.random.rand(3) == first).all()
+        np.random.set_state(np.random.RandomState(5).get_state())
+        assert np.random.rand() == np.random.RandomState(5).rand()
+    finally:
+        stretch.leave()
+
+
+def test_the_process_keeps_its_numbers_when_its_generator_is_first_exchanged() -> None:
+    set_bit_generator(np.random.MT19937(9))
+    np.random.randn()  # its second is kept beside
+    expected = np.random.RandomState()
+    expected.set_state(np.random.get_state())
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    for _ in range(2):
+        stretch.enter()
+        np.random.randn(3)
+        stretch.leave()
+        assert list(np.random.randn(3)) == list(expected.randn(3))
+    again = pickle.loads(pickle.dumps(get_bit_generator()))
+    assert np.random.rand() == np.random.RandomState(again).rand()
