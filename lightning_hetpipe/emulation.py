@@ -32,7 +32,8 @@ class Pad:
 
     Attributes:
         forward: Seconds of its forward, in training and in evaluation.
-        backward: Seconds of its backward. On the last stage the loss comes between the two, and takes what it takes.
+        backward: Seconds of its backward. On the last stage the loss, which comes between the two, is part of them, as
+            it is of T_max; what it takes to hand over to user code and back comes on top.
     """
 
     forward: float
@@ -52,7 +53,7 @@ class Padded:
         passes: Forwards and backwards so far.
         overruns: Those that computed for longer than they were to take: the emulated device is slower than told.
         longest: Seconds by which the worst of them did.
-        computed: Seconds of computing in all passes, without the sleep.
+        computed: Seconds of computing in all passes and losses, without the sleep.
     """
 
     passes: int = 0
@@ -80,6 +81,7 @@ class Emulation:
         self._now = now
         self._sleep = sleep
         self._late = [0.0 for _ in pads]
+        self._loss = [0.0 for _ in pads]  # seconds of the one that has ended, until the backward begins
 
     def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None]:
         """A pass begins; what is returned sleeps until it is over.
@@ -89,8 +91,16 @@ class Emulation:
         """
         if stage >= len(self._pads):
             raise SettingError(f"{len(self._pads)} stages are padded, and there is a stage {stage}; give each a Pad")
+        if work == "loss":
+            return partial(self._lost, stage, self._now())
         pad = self._pads[stage]
-        return partial(self._fill, stage, self._now(), pad.backward if work == "backward" else pad.forward)
+        if work != "backward":
+            return partial(self._fill, stage, self._now(), pad.forward)
+        loss, self._loss[stage] = self._loss[stage], 0.0
+        return partial(self._fill, stage, self._now() - loss, pad.backward)
+
+    def _lost(self, stage: int, began: float) -> None:
+        self._loss[stage] = self._now() - began
 
     def _fill(self, stage: int, began: float, seconds: float) -> None:
         now, padded = self._now(), self.stages[stage]

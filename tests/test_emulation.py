@@ -86,6 +86,20 @@ def test_a_stage_that_computes_for_longer_is_said_to() -> None:
         emulation.check()
 
 
+def test_the_loss_is_part_of_the_last_stages_time() -> None:
+    """As it is of T_max; what comes between it and the passes, a hand-over, is not."""
+    sleeper = Sleeper()
+    emulation = Emulation(PADS, sleeper.now, sleeper.sleep)
+    for loss in (0.003, 0.0):
+        began = sleeper.now()
+        take(emulation, sleeper, 1, "forward", 0.001)
+        take(emulation, sleeper, 1, "loss", loss)
+        sleeper.time += 0.25
+        take(emulation, sleeper, 1, "backward", 0.001)
+        assert sleeper.now() - began == pytest.approx(0.005 + 0.011 + 0.25)
+    assert emulation.stages[1].passes == 4
+
+
 class Sleeps(threading.local):
     """A clock for each thread, which moves only where that sleeps, so that all is slept that was told."""
 

@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings, Task
+from lightning_hetpipe.pipeline.stage import Layer, Loss, Stage, StageSettings, Task
 from lightning_hetpipe.pipeline.values import Gradients
 from lightning_hetpipe.pipeline.view import View, Weights
 from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
@@ -155,10 +155,17 @@ class Engine(Crew[Minibatch]):
         work = Work.TURN if first is self._parts[-1] else Work.FORWARD
         self._send(Instruction(work, first), minibatch, call.inputs)
 
+    def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
+        """The outputs of a piece are with the user: if it is the last one, the loss begins."""
+        if call.piece != self._parts[-1].piece:
+            return None
+        return self.stages[self._parts[-1].stage].loss(minibatch.number)
+
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         last = [part for part in self._parts if part.piece == call.piece][-1]
         if last is self._parts[-1]:
+            minibatch.loss_ends()
             minibatch.turn.put(gradients)
         else:
             self._send(Instruction(Work.BACKWARD, last), minibatch, gradients)

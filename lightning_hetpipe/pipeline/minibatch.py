@@ -21,6 +21,7 @@ from lightning_hetpipe.pipeline.view import View
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
+    from lightning_hetpipe.pipeline.stage import Loss
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Minibatch(Flight):
         self._view = view
         self._calls: list[PieceCall] = []
         self._in_backward = False
+        self._loss: Loss | None = None
 
     # The stages' side.
 
@@ -88,6 +90,11 @@ class Minibatch(Flight):
             self._in_backward = True
             self._backward(total)
 
+    def loss_ends(self) -> None:
+        """The gradients of the last piece's outputs are there."""
+        if self._loss is not None:
+            self._loss.end()
+
     def _landed(self, failure: BaseException | None) -> None:
         if failure is not None:
             self.turn.put(Discarded())
@@ -112,6 +119,7 @@ class Minibatch(Flight):
         call = PieceCall(piece, Value.of(inputs), Autocast.current())
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
+        self._loss = self._engine.loss(self, call)
         self._view.region = len(self._calls)
         return call.connect(tensors_of(inputs), outputs)
 

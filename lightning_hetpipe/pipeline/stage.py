@@ -65,10 +65,10 @@ class Task(NamedTuple):
 
 
 BeforePass = Callable[[int, str, int], Callable[[], None] | None]
-"""What a stage's thread calls before it computes, with stage, "forward", "backward" or "evaluate", and p.
+"""What is called before a stage computes, with stage, "forward", "loss", "backward" or "evaluate", and p.
 
-What it returns, if anything, is called when that is computed, and before it is handed on. On the last stage both passes
-of a minibatch are one task, with the loss between them.
+What it returns, if anything, is called when that is computed, and before it is handed on. A stage's own thread calls
+it; for the loss, which the last stage has between forward and backward, the minibatch's.
 """
 
 
@@ -135,6 +135,23 @@ class Pass:
         if self._after is not None:
             self._after()
         stage.busy_seconds += time.perf_counter() - self._started
+
+
+class Loss:
+    """What user code computes of a minibatch between the forward and the backward of the last stage, as part of it.
+
+    It begins here, in the minibatch's thread.
+    """
+
+    def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
+        self._stage = stage
+        self._after = None if before is None else before(stage.index, "loss", minibatch)
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        if self._after is not None:
+            self._after()
+        self._stage.busy_seconds += time.perf_counter() - self._started
 
 
 class Stage:
@@ -286,6 +303,10 @@ class Stage:
                 if gradient is not None:
                     minibatch.add_gradient(live, gradient)
         return found[: len(inputs)]
+
+    def loss(self, minibatch: int) -> Loss:
+        """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""
+        return Loss(self, self._settings.before_pass, minibatch)
 
     def _computing(self, work: Work, minibatch: Minibatch) -> Pass:
         return Pass(self, self._quiet, self._settings.before_pass, work.value, minibatch.number)

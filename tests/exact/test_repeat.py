@@ -28,9 +28,9 @@ def test_delays_change_nothing(model: str, seed: int) -> None:
         # FIFO: one order of forwards and one of backwards on each stage. The first minibatch runs before there are any.
         for work in ("forward", "backward"):
             assert [p for j, kind, p in delays.tasks if (j, kind) == (stage, work)] == list(range(2, 19))
-    # The last stage has turns: a minibatch's forward and backward are one task.
+    # The last stage has turns: a minibatch's forward, loss and backward are one task.
     turns = [(kind, p) for j, kind, p in delays.tasks if j == 2]
-    assert turns == [(kind, p) for p in range(2, 19) for kind in ("forward", "backward")]
+    assert turns == [(kind, p) for p in range(2, 19) for kind in ("forward", "loss", "backward")]
 
 
 @pytest.mark.parametrize("seed", [4, 5])
