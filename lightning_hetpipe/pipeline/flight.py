@@ -116,7 +116,7 @@ class Flight:
         except BaseException as error:
             failure = error
         finally:
-            self._leave()
+            self._leave(for_good=True)
         self._landed(failure)
 
     def _fly(self) -> None:
@@ -164,11 +164,11 @@ class Flight:
             self._stretch.enter()
         self._entered()
 
-    def _leave(self) -> None:
+    def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
         if self._stretch is not None:
-            self._stretch.leave()
+            self._stretch.leave(for_good)
         self.in_user_code = False
         self._pipeline.lock.release()
 

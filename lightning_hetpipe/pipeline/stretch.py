@@ -28,19 +28,28 @@ class Stretch:
     def enter(self) -> None:
         self._others = self._mine.exchange()
 
-    def leave(self) -> None:
+    def leave(self, for_good: bool = False) -> None:
+        """Lets others run; ``for_good`` where the user code has ended, so that nothing need be kept of its state."""
         assert self._others is not None
-        self._mine = self._others.exchange()
+        if for_good:
+            self._others.take_over()
+        else:
+            self._mine = self._others.exchange()
 
 
 @dataclass
 class ProcessState:
-    """Torch's, Python's and numpy's default random state, and torch's default dtype."""
+    """Torch's, Python's and numpy's default random state, and torch's default dtype.
 
-    torch_random: Tensor
-    python_random: Any
+    Attributes:
+        seed: Makes Torch's and Python's random state, where these are None.
+    """
+
     numpy_random: NumpyRandom
     dtype: torch.dtype
+    torch_random: Tensor | None = None
+    python_random: Any = None
+    seed: int = 0
 
     @staticmethod
     def current() -> ProcessState:
@@ -52,12 +61,7 @@ class ProcessState:
         """What the user's step of ``minibatch`` starts with: the process's state, but random state of its own."""
         name = f"training_step|{run_seed}|{virtual_worker}|{minibatch}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-        return ProcessState(
-            torch_random=torch.Generator().manual_seed(seed).get_state(),
-            python_random=random.Random(seed).getstate(),
-            numpy_random=NumpyRandom(seed=seed),
-            dtype=torch.get_default_dtype(),
-        )
+        return ProcessState(NumpyRandom(seed=seed), torch.get_default_dtype(), seed=seed)
 
     def restore(self) -> None:
         """Makes the process's state a copy of this one."""
@@ -66,18 +70,27 @@ class ProcessState:
 
     def exchange(self) -> ProcessState:
         """Makes the process's state this one, which goes on changing with it; gives what it was before."""
-        before = _process_state(self.numpy_random.exchange())
-        self._restore_others()
+        before = _process_state(_taken())
+        self.take_over()
         return before
 
+    def take_over(self) -> None:
+        """Makes the process's state this one, which goes on changing with it."""
+        self.numpy_random.take_over()
+        self._restore_others()
+
     def _restore_others(self) -> None:
-        torch.set_rng_state(self.torch_random)
-        random.setstate(self.python_random)
+        if self.torch_random is None:
+            torch.default_generator.manual_seed(self.seed)
+            random.seed(self.seed)
+        else:
+            torch.set_rng_state(self.torch_random)
+            random.setstate(self.python_random)
         torch.set_default_dtype(self.dtype)
 
 
 def _process_state(numpy_random: NumpyRandom) -> ProcessState:
-    return ProcessState(torch.get_rng_state(), random.getstate(), numpy_random, torch.get_default_dtype())
+    return ProcessState(numpy_random, torch.get_default_dtype(), torch.get_rng_state(), random.getstate())
 
 
 class NumpyRandom:
@@ -106,12 +119,10 @@ class NumpyRandom:
         if self._state is not None:
             np.random.set_state(self._state)
 
-    def exchange(self) -> NumpyRandom:
-        """Makes the process's state this one, which goes on changing with it; gives what it was before."""
-        before = _taken()
+    def take_over(self) -> None:
+        """Makes the process's state this one, which goes on changing with it."""
         set_bit_generator(MT19937() if self._bits is None else self._bits)
         self.restore()
-        return before
 
 
 class MT19937(np.random.MT19937):

@@ -6,7 +6,7 @@
               if the opening said that the client may be able to see that
 
 A body of which it is not said where it lies follows in chunks. To an answer that says it the client replies `READ`, or
-`UNSEEN`, and then the chunks follow.
+`UNSEEN`, and then the chunks follow. A call of one message has no chunks and no such reply.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ class Outcome(IntEnum):
     REFUSED = 1
     UNSEEN = 2
     """The server cannot see where the body lies, the header says why; nothing was asked of the handler."""
+    UNPLACED = 3
+    """The handler has done its work, but its reply's body does not fit into a call of one message: ask for it in a call
+    of many. Only what changes nothing when it is done twice may be asked for like that."""
 
 
 class Opening(NamedTuple):

@@ -18,9 +18,9 @@ from lightning_hetpipe.server.transport import HEADER_LIMIT, Handler, Refused, R
 
 SERVICE = "hetpipe"
 ONE = "One"
-"""gRPC's method for calls without bodies: one message each way."""
+"""gRPC's method for calls whose bodies, if they have any, lie where the other side sees them: one message each way."""
 MANY = "Many"
-"""gRPC's method for calls with bodies."""
+"""gRPC's method for calls with bodies; it takes the time of two or three of the other."""
 TOKEN = "authorization"
 BEARER = "Bearer "
 
@@ -141,36 +141,41 @@ class GrpcServer:
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         opening = _opening(message, context)
-        self._views.drop()
-        if opening.size or opening.room or opening.place:
-            _malformed(context, "a call of one message has no body")
+        if bool(opening.size) != bool(opening.place) or (opening.room and not opening.sees):
+            _malformed(context, "a body cannot come in a call of one message, it can only lie somewhere")
         try:
-            body = self._handler.open(opening.method, opening.header, 0)
-            reply = self._handler.run(opening.method, opening.header, body)
-        except Exception as error:
-            return _no(error, opening.method)
-        if reply.done is not None:
-            reply.done()
-        size = total(reply.body)
-        return _misfit(size, 0).pack() if size else Answer(Outcome.REPLY, reply.header).pack()
-
-    def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        opening = _opening(next(messages, b""), context)
-        offered = None
-        if opening.place:
-            try:
-                offered = self._views.look(Place.unpack(opening.place))
-            except NoBlock as no:
-                yield Answer(Outcome.UNSEEN, str(no).encode()).pack()
-                return
-        try:
-            yield from self._answers(opening, offered, messages, context)
+            offered = self._offered(opening)
+            return next(self._answers(opening, offered, None, context), b"")
+        except NoBlock as no:
+            return Answer(Outcome.UNSEEN, str(no).encode()).pack()
         except Malformed as error:
             _malformed(context, str(error))
 
+    def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        opening = _opening(next(messages, b""), context)
+        try:
+            offered = self._offered(opening)
+            yield from self._answers(opening, offered, messages, context)
+        except NoBlock as no:
+            yield Answer(Outcome.UNSEEN, str(no).encode()).pack()
+        except Malformed as error:
+            _malformed(context, str(error))
+
+    def _offered(self, opening: Opening) -> memoryview | None:
+        """The body where it lies; None if it comes in messages, or there is none. Raises NoBlock."""
+        if opening.place:
+            return self._views.look(Place.unpack(opening.place))
+        self._views.drop()
+        return None
+
     def _answers(
-        self, opening: Opening, offered: memoryview | None, messages: Iterator[bytes], context: grpc.ServicerContext
+        self,
+        opening: Opening,
+        offered: memoryview | None,
+        messages: Iterator[bytes] | None,
+        context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
+        """What to answer; ``messages``, which follow the opening, are None where it is all, and so is the answer."""
         method, header, size = opening.method, opening.header, opening.size
         if offered is not None and offered.nbytes != size:
             raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
@@ -184,7 +189,7 @@ class GrpcServer:
             if body.nbytes != size:
                 raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
             if offered is None:
-                _receive(messages, flat([body]), size)
+                _receive(messages or iter(()), flat([body]), size)
             elif body is not offered:
                 copy(body, offered)
             whole = context.is_active()
@@ -214,13 +219,20 @@ def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> No
         filling.write(chunk)
 
 
-def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes]) -> Iterator[bytes]:
+def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
     body = flat(reply.body)
     size = total(body)
     if size != opening.room:
         yield _misfit(size, opening.room).pack()
         return
     place = place_of(body) if opening.sees else None
+    if messages is None:
+        # Nobody will say when the body has been read, so it must not matter.
+        if size and (place is None or reply.done is not None):
+            yield Answer(Outcome.UNPLACED, b"the reply's body lies where only its server sees it").pack()
+        else:
+            yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
+        return
     yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
     if place is not None:
         word = next(messages, b"")

@@ -65,6 +65,7 @@ class GrpcChannel:
         self._views = Views()
         self._lock = threading.Lock()
         self._shares = shared_memory
+        self._seen = False  # whether the body of a reply has been read where it lay
         if security.encrypted:
             ca, certificate, key = security.read()
             credentials = grpc.ssl_channel_credentials(ca, key, certificate)
@@ -85,10 +86,9 @@ class GrpcChannel:
         """As `Channel.call` says."""
         deadline = time.monotonic() + timeout
         opening = Opening(method, header, total(body), total(into))
-        message = opening.pack()
         try:
             if not opening.size and not opening.room:
-                answer = Answer.unpack(self._ask(message, timeout))
+                answer = self._ask(opening, timeout)
             else:
                 answer = self._with_bodies(opening, flat(body), flat(into), deadline)
         except grpc.RpcError as error:
@@ -104,21 +104,42 @@ class GrpcChannel:
         self._channel.close()
         self._views.close()
 
-    def _ask(self, message: bytes, timeout: float) -> bytes:
+    def _ask(self, opening: Opening, timeout: float) -> Answer:
+        message = opening.pack()
         try:
             answer: bytes = self._one(message, timeout=timeout, metadata=self._metadata)
         except ValueError:
             raise Unreachable(f"the channel to {self.address} was closed") from None
-        return answer
+        return Answer.unpack(answer)
 
     def _with_bodies(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
         place = place_of(body) if self._shares else None
         if place is not None:
-            answer = self._run(opening._replace(place=place.pack()), [], into, deadline)
+            placed = opening._replace(place=place.pack())
+            if opening.room:
+                answer = self._run(placed, [], into, deadline)
+            else:
+                answer = self._ask(placed, max(0.0, deadline - time.monotonic()))
             if answer.outcome != Outcome.UNSEEN:
                 return answer
             self._give_up(answer.header.decode(errors="replace"))
+        elif not opening.size and self._shares and self._seen:
+            answer = self._ask(opening._replace(sees=True), max(0.0, deadline - time.monotonic()))
+            if answer.outcome != Outcome.UNPLACED and self._filled(answer, into):
+                return answer
         return self._run(opening, body, into, deadline)
+
+    def _filled(self, answer: Answer, into: list[memoryview]) -> bool:
+        """Whether the reply's body, if it has any, was seen where it lies, and is where it was wanted."""
+        if answer.outcome != Outcome.REPLY:
+            return True
+        if answer.size != total(into) or not answer.place:
+            raise Malformed(f"a reply of {answer.size} bytes instead of {total(into)} in one message")
+        lies = self._look(answer.place)
+        if lies is None:
+            return False
+        _copy_seen(lies, answer.size, Filling(into))
+        return True
 
     def _run(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
         sees = self._shares and opening.room > 0
@@ -140,10 +161,12 @@ class GrpcChannel:
 
     def _look(self, place: bytes) -> memoryview | None:
         try:
-            return self._views.look(Place.unpack(place))
+            lies = self._views.look(Place.unpack(place))
         except NoBlock as no:
             self._give_up(str(no))
             return None
+        self._seen = True
+        return lies
 
     def _give_up(self, why: str) -> None:
         """Says so once; loudly only where it is a surprise: elsewhere the server is simply on another host."""
@@ -167,6 +190,13 @@ class GrpcChannel:
             return Refused(f"the server at {self.address} refused the call: {details}")
         hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""
         return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
+
+
+def _copy_seen(lies: memoryview, size: int, into: Filling) -> None:
+    """Copies the body of a reply from where it lies. Raises Malformed if it is not ``size`` bytes."""
+    if lies.nbytes != size:
+        raise Malformed(f"a reply of {size} bytes lies where {lies.nbytes} are")
+    into.write(lies)
 
 
 class _Exchange:
@@ -204,9 +234,7 @@ class _Exchange:
         if answer.place:
             lies = self._look(answer.place)
             if lies is not None:
-                if lies.nbytes != answer.size:
-                    raise Malformed(f"a reply of {answer.size} bytes lies where {lies.nbytes} are")
-                filling.write(lies)
+                _copy_seen(lies, answer.size, filling)
             self._word.put(UNSEEN if lies is None else READ)
         while filling.left:
             chunk = next(replies, b"")

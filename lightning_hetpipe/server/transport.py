@@ -81,6 +81,8 @@ class Channel(Protocol):
     ) -> bytes:
         """Calls the server's handler and returns its reply's header.
 
+        What has no body and takes a reply's may be asked of the handler twice: such calls are to change nothing.
+
         Args:
             method: a name that the handler knows.
             header: at most `HEADER_LIMIT` bytes.

@@ -23,9 +23,9 @@ class ModuleStretch(Stretch):
         self._entered += 1
         self._attributes.enter(self._batch, self._entered)
 
-    def leave(self) -> None:
+    def leave(self, for_good: bool = False) -> None:
         self._attributes.leave()
-        super().leave()
+        super().leave(for_good)
 
 
 class TrainerStretch(ModuleStretch):
@@ -49,7 +49,7 @@ class TrainerStretch(ModuleStretch):
         set_counters(self._trainer, self._counters)
         super().enter()
 
-    def leave(self) -> None:
-        super().leave()
+    def leave(self, for_good: bool = False) -> None:
+        super().leave(for_good)
         set_counters(self._trainer, self._loops_counters)
         self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._trainers

@@ -9,9 +9,8 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
-
 from lightning_hetpipe.server.frames import CHUNK, Opening
+from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import (

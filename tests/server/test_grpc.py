@@ -7,13 +7,14 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +23,11 @@ import lightning_hetpipe
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server import frames
 from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import MANY, ONE, SERVICE, GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.shared_memory import LEAST, memory, place_of
-from lightning_hetpipe.server.transport import HEADER_LIMIT, Refused, Unreachable
+from lightning_hetpipe.server.transport import HEADER_LIMIT, Refused, Reply, Unreachable
 from tests.server.transports import PATIENCE, Desk, eventually
 
 ECHO = Opening("echo", b"ab", 10, 10)
@@ -282,6 +284,90 @@ def test_a_peer_that_speaks_another_language(server: GrpcServer) -> None:
                 channel.call("echo", b"", [memoryview(b"x")])
     finally:
         stranger.stop(None).wait(PATIENCE)
+
+
+class Shelf:
+    """A handler whose replies have a body that lies in shared memory, or in its own."""
+
+    def __init__(self, size: int) -> None:
+        self.weights = memory(size)
+        self.runs = 0
+        self.done: Callable[[], None] | None = None
+
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
+        return memory(size) if offered is None else offered
+
+    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        self.runs += 1
+        if method == "write":
+            self.weights[:] = body
+            return Reply(b"")
+        return Reply(b"there", [self.weights], self.done)
+
+    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
+        """Nothing to give back."""
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods of calls that came in many messages."""
+    many, seen = GrpcServer._many, []
+
+    def noted(server: GrpcServer, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        opening = next(messages)
+        seen.append(Opening.unpack(opening).method)
+        return many(server, chain([opening], messages), context)
+
+    monkeypatch.setattr(GrpcServer, "_many", noted)
+    return seen
+
+
+def test_what_both_sides_see_takes_one_message(streams: list[str]) -> None:
+    """A stream costs two to three times as much, which virtual workers that wait for each other see in every wave."""
+    shelf = Shelf(LEAST)
+    with GrpcServer(shelf) as server, closing(GrpcChannel(server.address)) as channel:
+        for fill in (b"a", b"b", b"c"):
+            body, back = memory(LEAST), memory(LEAST)
+            body[:] = fill * LEAST
+            assert channel.call("write", b"", [body]) == b""
+            assert channel.call("read", b"", (), [back]) == b"there"
+            assert back == fill * LEAST
+    assert streams == ["read"]  # the first, which has shown that the client sees the server's memory
+    assert shelf.runs == 6
+
+
+@pytest.mark.parametrize("why", ["the memory moved", "the server wants to know when", "the client is blind", "it grew"])
+def test_a_reply_that_does_not_fit_into_one_message_is_asked_for_again(
+    streams: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(LEAST)
+    with GrpcServer(shelf) as server, closing(GrpcChannel(server.address)) as channel:
+        back = memory(LEAST)
+        channel.call("read", b"", (), [back])
+        done = threading.Semaphore(0)
+        if why == "the memory moved":
+            shelf.weights = memoryview(bytearray(LEAST))
+        elif why == "the server wants to know when":
+            shelf.done = done.release
+        elif why == "the client is blind":
+            monkeypatch.setattr(channel, "_look", lambda place: None)
+        else:
+            shelf.weights = memory(2 * LEAST)
+            with pytest.raises(Refused, match="the caller room for"):
+                channel.call("read", b"", (), [back])
+            return
+        shelf.weights[:] = b"z" * LEAST
+        assert channel.call("read", b"", (), [back]) == b"there"
+        assert back == b"z" * LEAST
+        if shelf.done is not None:
+            assert done.acquire(timeout=PATIENCE)
+    assert streams == ["read", "read"]
+
+
+def test_bodies_do_not_come_with_a_call_of_one_message(server: GrpcServer, desk: Desk) -> None:
+    for opening in (Opening("echo", b"", 10, 0), Opening("echo", b"", 0, 10)):
+        assert send(server, ONE, opening.pack()) == grpc.StatusCode.INVALID_ARGUMENT
+    assert desk.calls == []
 
 
 def test_headers_have_a_limit(server: GrpcServer) -> None:
