@@ -173,16 +173,17 @@ class Children:
         """Tells them to end, waits, and ends by force those that do not.
 
         Args:
-            signum: What those get that have come as far as `Launcher.launch`, also where they were told to end before:
-                Lightning only notes SIGTERM, and a wait for this process would go on. SIGTERM goes to the others, and
-                nothing to those that an exception ends already.
+            signum: What those get that have come as far as `Launcher.launch`; others get SIGTERM, and those that an
+                exception ends already nothing. Those that were told to end before, and may be cleaning up, which a
+                signal would disturb, get it a third of the grace later: Lightning only notes SIGTERM, and a wait for
+                this process would go on.
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
-        for child in self._still():
-            with self._changed:
-                child.listen()
-            if child.error is None:
-                self._tell(child, signum if child.arrived else signal.SIGTERM)
+        with self._changed:
+            before = set(self._told)
+        self._ask(signum, lambda child: child.local not in before)
+        if before and not self._gone(grace / 3):
+            self._ask(signum, lambda child: child.local in before)
         if not self._gone(grace):
             self.kill(signal.SIGTERM)
         if not self._gone(grace):
@@ -191,6 +192,13 @@ class Children:
             self.kill(signal.SIGKILL)
             self._gone(None)
         self.ended = True
+
+    def _ask(self, signum: int, whom: Callable[[Child], bool]) -> None:
+        for child in filter(whom, self._still()):
+            with self._changed:
+                child.listen()
+            if child.error is None:
+                self._tell(child, signum if child.arrived else signal.SIGTERM)
 
     def _tell(self, child: Child, signum: int) -> None:
         with self._changed:

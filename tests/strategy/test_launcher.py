@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,21 @@ def test_sigterm_ends_all(meeting: Meeting, first: Process, handled: bool) -> No
     code, _, err = meeting.ends()
     assert code == (1 if handled else -signal.SIGTERM)
     assert len(stated(err)) == (0 if handled else 1)
+
+
+def test_who_cleans_up_because_it_was_told_to_end_is_not_told_again(meeting: Meeting, first: Process) -> None:
+    """A second signal has once hit a DataLoader that was ending its workers, which left their folders behind."""
+    first.ask("be_patient")
+    _, child = meeting.launched(first)
+    first.ask("handle_sigterm")
+    child.ask("tidy_up")
+    first.signal(signal.SIGTERM)
+    assert child.hear() == {"tidies": True}
+    assert not select.select([child.connection], [], [], 0.5)[0], "it was interrupted"
+    child.order("tidied")
+    assert child.ended() == [{"tidied": True}]
+    code, _, err = meeting.ends()
+    assert (code, stated(err)) == (1, [])
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

@@ -28,6 +28,7 @@ class Obedient:
         child = lifeline.started()
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
+        self.grace = GRACE
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address)
         self.orders = self.socket.makefile("r")
@@ -50,7 +51,7 @@ class Obedient:
         count, role = int(processes), Role.CHILD if self.number else Role.FIRST
         rank = Rank(self.number, count, 0, self.number, count, 1, role)
         try:
-            made = launcher_of(rank, self.extra, on_end=self.on_end, closed=self.closed, grace=GRACE)
+            made = launcher_of(rank, self.extra, on_end=self.on_end, closed=self.closed, grace=self.grace)
             assert made is not None
             self.launcher = made
             made.launch(self.work, "launched")
@@ -99,6 +100,20 @@ class Obedient:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
         self.reply(did="resist")
+
+    def be_patient(self) -> None:
+        self.grace = 180.0
+        self.reply(did="be_patient")
+
+    def tidy_up(self) -> None:
+        """From now on, told to end, it cleans up, which takes until the test says so, and then ends well."""
+        try:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            self.reply(did="tidy_up")
+            self.obey()
+        finally:
+            self.reply(tidies=True)
+            self.reply(tidied=self.orders.readline() == "tidied\n")
 
     def handle_sigterm(self) -> None:
         """As Lightning does in `fit`."""
