@@ -19,9 +19,11 @@ class Quiet:
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._computes = _Computes(self._begin, self._end)
         self._computing = 0
+        self._wanted = 0  # threads that wait for the others to pause
         self._alone = False
 
     def computing(self) -> AbstractContextManager[None]:
@@ -29,8 +31,11 @@ class Quiet:
         return self._computes
 
     def _begin(self) -> None:
-        if not self._joins(0.0):
-            self._patience.wait(self._joins, "a thread that is to compute for the capture of a model")
+        with self._lock:  # nearly always; the condition would cost ten times as much
+            if not self._alone:
+                self._computing += 1
+                return
+        self._patience.wait(self._joins, "a thread that is to compute for the capture of a model")
 
     def _joins(self, seconds: float) -> bool:
         """Whether this thread computes from now on, as nobody has been alone, or not for longer than ``seconds``."""
@@ -41,9 +46,10 @@ class Quiet:
             return True
 
     def _end(self) -> None:
-        with self._condition:
+        with self._lock:
             self._computing -= 1
-            self._condition.notify_all()
+            if self._wanted:
+                self._condition.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -51,8 +57,12 @@ class Quiet:
 
         def begin(seconds: float) -> bool:
             with self._condition:
-                if not self._condition.wait_for(lambda: not self._alone and self._computing == 0, seconds):
-                    return False
+                self._wanted += 1
+                try:
+                    if not self._condition.wait_for(lambda: not self._alone and self._computing == 0, seconds):
+                        return False
+                finally:
+                    self._wanted -= 1
                 self._alone = True
                 return True
 
