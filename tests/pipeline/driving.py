@@ -1,71 +1,29 @@
-"""An engine without Lightning: its layers, steps that tests write, and what a plain run would compute."""
+"""An engine without Lightning: steps that tests write, its threads, and what a plain run would compute."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline import line
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.flight import current
-from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.minibatch import Step
 
-CPU = torch.device("cpu")
 X = torch.arange(12.0).reshape(3, 4) / 10
-Check = Callable[[Tensor, Collection[int]], None]
 
 
-class Line:
-    """An engine over the layers of ``pieces``, driven as the strategy drives it.
+class Line(line.Line):
+    """One whose threads are looked at, with steps that tests write."""
 
-    Args:
-        pieces: Each pipelined module, called "piece0", "piece1", and so on.
-        cuts: The first layer of each stage.
-        in_flight: Nm.
-        timeout: Seconds until a wait in which nothing moves ends.
-        before_pass: As ``StageSettings.before_pass``.
-        default_dtype: As ``StageSettings.default_dtype``.
-    """
-
-    def __init__(
-        self,
-        *pieces: nn.Sequential,
-        cuts: Sequence[int] = (0,),
-        in_flight: int = 2,
-        timeout: float = 60.0,
-        before_pass: BeforePass | None = None,
-        default_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.pieces = list(pieces)
+    def __init__(self, *pieces: nn.Sequential, **settings: Any) -> None:
         self._others = set(threading.enumerate())
-        named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
-        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass)
-        self.engine = Engine(named, cuts, [CPU] * len(cuts), settings, timeout)
-
-    def call(self, value: Any, piece: int = 0) -> Any:
-        """What a pipelined module does in ``training_step``."""
-        minibatch = current()
-        assert isinstance(minibatch, Minibatch)
-        return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
-
-    def step(
-        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, stretch: Stretch | None = None
-    ) -> Step:
-        """A step whose loss ``run`` computes."""
-
-        def both() -> tuple[Any, Tensor]:
-            loss = run()
-            return {"loss": loss.detach()}, loss
-
-        return Step(both, check, nullcontext, stretch)
+        super().__init__(*pieces, **settings)
 
     def plain(self, x: Tensor = X) -> Step:
         """A step that sends ``x`` through all pieces."""
@@ -91,16 +49,6 @@ class Line:
             return loss
 
         return self.step(run)
-
-    @contextmanager
-    def running(self, version: int = 0) -> Iterator[Engine]:
-        """Started, begun at ``version``, and closed in the end."""
-        self.engine.start()
-        try:
-            self.engine.begin(version)
-            yield self.engine
-        finally:
-            self.engine.close()
 
     @contextmanager
     def stuck(self, release: threading.Event) -> Iterator[Engine]:
@@ -143,14 +91,6 @@ class Line:
         with torch.no_grad():
             for parameter, gradient in gradients.items():
                 parameter.sub_(gradient, alpha=0.01)
-
-
-def layers_of(piece: nn.Sequential, name: str) -> list[Layer]:
-    return [
-        Layer(f"{name}.{own}", child, getattr(child, "inplace", False))
-        for own, child in piece.named_modules(remove_duplicate=False)
-        if own and "." not in own
-    ]
 
 
 def stuck_layer(entered: threading.Event, release: threading.Event) -> nn.Module:
