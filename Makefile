@@ -22,8 +22,9 @@ check: $(READY)  ## Format, lint, types.
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(CODE)
 
-bench: $(READY)  ## The benchmarks; they print ratios, side by side.
-	$(BIN)/python -m benchmarks
+bench: $(READY)  ## The benchmarks; they write benchmarks/results.md, which the README cites.
+	$(BIN)/python -m benchmarks --table benchmarks/results.md
+	$(BIN)/python -m benchmarks --readme
 
 clean:  ## Remove the environment, builds and caches; runs' outputs stay.
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,25 @@
-"""`python -m benchmarks`: runs the benchmarks, prints their tables and, where asked to, writes their measurements."""
+"""`python -m benchmarks`: runs the benchmarks, prints their tables and, where asked to, writes what they found."""
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
-from benchmarks import capture_costs, several_nodes, transport, two_stages, virtual_workers
+from benchmarks import (
+    capture_costs,
+    import_time,
+    results,
+    several_nodes,
+    transport,
+    two_stages,
+    virtual_workers,
+)
 from benchmarks.harness import Options, Outcome
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
+    import_time.NAME: import_time.run,
     two_stages.NAME: two_stages.run,
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
@@ -33,7 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=sorted(BENCHMARKS), metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement of every round to FILE")
     parser.add_argument("--rounds", type=positive, metavar="N", help="rounds to measure (default 5, with --quick 1)")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE.md", help="write the table of all figures to FILE.md and FILE.json"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="measure nothing: let README.md cite the figures of results.json"
+    )
     given = parser.parse_args(arguments)
+    if given.readme:
+        results.cite(results.README, results.read(results.RESULTS))
+        return 0
 
     options = Options(quick=given.quick, rounds=given.rounds or (1 if given.quick else 5))
     outcomes = {name: run(options) for name, run in BENCHMARKS.items() if given.only in (None, name)}
@@ -41,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{outcome.text}")
     if given.json is not None:
         given.json.write_text(json.dumps({name: outcome.data for name, outcome in outcomes.items()}, indent=2) + "\n")
+    if given.table is not None:
+        results.write(given.table, outcomes, options, list(BENCHMARKS), date.today())
     return 0 if all(outcome.complete for outcome in outcomes.values()) else 1
 
 

@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
+from benchmarks.harness import (
+    Figure,
+    Measurement,
+    Options,
+    Outcome,
+    Process,
+    Spread,
+    in_rounds,
+    run_together,
+    table,
+)
 from benchmarks.machine import describe_machine, two_cores
 
 NAME = "capture_costs"
@@ -45,6 +55,12 @@ def run(options: Options) -> Outcome:
 
 def report(machine: Mapping[str, object], times: Rounds, memory: Rounds, failures: Mapping[str, str]) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
+    ratios = {model: spread(times, model, partial(note, name="ratio")) for model in _models(times)}
+    peaks = {model: spread(memory, model, memory_ratio) for model in _models(memory)}
+    figures = [
+        *(Figure(f"graph over eager, {m}", s, target=TIME_TARGET, at_most=True, digits=3) for m, s in ratios.items()),
+        *(Figure(f"memory of capture, {m}", s, target=MEMORY_TARGET, at_most=True) for m, s in peaks.items()),
+    ]
     text = [
         f"{NAME}: graphs of whole models by torch.export, against the modules themselves; one torch thread",
         f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
@@ -62,7 +78,7 @@ def report(machine: Mapping[str, object], times: Rounds, memory: Rounds, failure
         "targets": {"graph over eager": TIME_TARGET, "memory over parameters and activations": MEMORY_TARGET},
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
 def note(measurement: Measurement, name: str) -> float:

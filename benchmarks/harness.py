@@ -36,15 +36,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A finished benchmark: a table to read, data to keep, and whether every variant could be measured."""
-
-    text: str
-    data: Mapping[str, object]
-    complete: bool
-
-
-@dataclass(frozen=True)
 class Measurement:
     """What one process measured in its window of minibatches."""
 
@@ -73,6 +64,50 @@ class Spread:
         """Summarises at least one value; raises `statistics.StatisticsError` for none."""
         known = list(values)
         return cls(statistics.median(known), min(known), max(known))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that a benchmark is run for: a row of the table of all benchmarks."""
+
+    name: str
+    spread: Spread | None
+    """None where it could not be measured."""
+    unit: str = ""
+    """Empty for ratios."""
+    target: float | None = None
+    at_most: bool = False
+    """Whether `target` is the most that is hoped for; else it is the least."""
+    digits: int = 2
+    """After the decimal point."""
+    headline: bool = False
+    """Whether the project's README has it."""
+
+    @property
+    def verdict(self) -> str:
+        """Empty where nothing was hoped for, or nothing measured."""
+        if self.spread is None or self.target is None:
+            return ""
+        met = self.spread.median <= self.target if self.at_most else self.spread.median >= self.target
+        return "met" if met else "missed"
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Median, range, target and verdict, as tables have them."""
+        target = "" if self.target is None else f"{self.target:.{min(self.digits, 2)}f}"
+        if self.spread is None:
+            return "?", "", target, ""
+        median, low, high = (f"{x:.{self.digits}f}" for x in (self.spread.median, self.spread.low, self.spread.high))
+        return median, f"{low} .. {high}", target, self.verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished benchmark: a table to read, data to keep, and whether every variant could be measured."""
+
+    text: str
+    data: Mapping[str, object]
+    complete: bool
+    figures: Sequence[Figure] = ()
 
 
 @dataclass(frozen=True)
@@ -219,3 +254,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (zip(row, widths, strict=True) for row in rows)
     )
+
+
+def figures_table(figures: Sequence[Figure], header: str = "ratio") -> str:
+    """Lays figures out, a row each."""
+    return table([(header, "median", "range", "target", ""), *((each.name, *each.cells()) for each in figures)])

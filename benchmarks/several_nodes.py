@@ -5,7 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.harness import Options, Outcome, Process, ProcessFailed, Spread, in_rounds, run_together, table
+from benchmarks.harness import (
+    Figure,
+    Options,
+    Outcome,
+    Process,
+    ProcessFailed,
+    Spread,
+    in_rounds,
+    run_together,
+    table,
+)
 from benchmarks.machine import describe_machine, two_cores
 from benchmarks.several_nodes_worker import Task
 from tests.namespaces import Unavailable, network
@@ -102,7 +112,20 @@ def report(
         "rounds": [{job: asdict(found) for job, found in each.items()} for each in rounds],
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    figures = [
+        Figure(f"{variant} over DDP, {link}", over_ddp(variant, link, rounds), headline=True)
+        for link in RATES
+        for variant in VARIANTS
+        if variant != DDP
+    ]
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
+
+
+def over_ddp(variant: str, link: str, rounds: Sequence[Mapping[str, Found]]) -> Spread | None:
+    """Images per second of `variant` over DDP's, formed within each round; None if no round has both."""
+    pairs = [(each[_job(variant, link)], each.get(_job(DDP, link))) for each in rounds if _job(variant, link) in each]
+    found = [mine.images / theirs.images for mine, theirs in pairs if theirs is not None]
+    return Spread.of(found) if found else None
 
 
 def _job(variant: str, link: str) -> str:
@@ -114,13 +137,12 @@ def _row(variant: str, link: str, rounds: Sequence[Mapping[str, Found]]) -> Sequ
     if not found:
         return (f"  {variant}", "failed", "", "", "", "")
     speed = Spread.of(each.images for each in found)
-    pairs = [(each[_job(variant, link)], each.get(_job(DDP, link))) for each in rounds if _job(variant, link) in each]
-    over = [mine.images / theirs.images for mine, theirs in pairs if theirs is not None]
+    over = over_ddp(variant, link, rounds)
     return (
         f"  {variant}",
         f"{speed.median:.0f}",
         f"{speed.low:.0f} .. {speed.high:.0f}",
-        f"{Spread.of(over).median:.2f}" if over else "?",
+        f"{over.median:.2f}" if over else "?",
         f"{Spread.of(each.bytes for each in found).median / 1e6:.1f}",
         f"{found[-1].loss:.4f}",
     )

@@ -1,5 +1,6 @@
 """Push + add and pull of 512 MiB by one and by two clients, against the raw path: plain sockets, plain copies."""
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -9,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import (
+    Figure,
     Measurement,
     Options,
     Outcome,
     Process,
     ProcessFailed,
     Spread,
+    figures_table,
     in_rounds,
     run_together,
     table,
@@ -50,7 +53,7 @@ RATIOS = (
 
 
 @dataclass(frozen=True)
-class Figure:
+class Carried:
     """One carrier, measured with some clients at once: GiB/s of all together, and what the server took."""
 
     rate: float
@@ -73,7 +76,7 @@ def certificates(folder: Path) -> None:
         subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=60)
 
 
-def measure(carrier: str, clients: int, size: int, rounds: int) -> Figure:
+def measure(carrier: str, clients: int, size: int, rounds: int) -> Carried:
     """Measures one carrier in fresh processes: a server and its clients, side by side."""
     with tempfile.TemporaryDirectory() as folder:
         if carrier == "tls":
@@ -81,14 +84,14 @@ def measure(carrier: str, clients: int, size: int, rounds: int) -> Figure:
         roles = [("server", 0)] * (carrier != "memory") + [("client", client) for client in range(clients)]
         jobs = [Job(role, carrier, client, clients, size, rounds, folder) for role, client in roles]
         announced = run_together([Process(WORKER, (job.to_json(),)) for job in jobs], TIMEOUT)
-    return figure([measurement for one in announced for measurement in one])
+    return carried([measurement for one in announced for measurement in one])
 
 
-def figure(measured: Sequence[Measurement]) -> Figure:
+def carried(measured: Sequence[Measurement]) -> Carried:
     """Clients' rates add up, as they run at the same time."""
     extra = [value.notes["extra_mib"] for value in measured if value.name == "server"]
     rate = sum(value.rate for value in measured if value.name == "client")
-    return Figure(rate, float(str(extra[0])) if extra else 0.0)
+    return Carried(rate, float(str(extra[0])) if extra else 0.0)
 
 
 def run(options: Options) -> Outcome:
@@ -102,7 +105,7 @@ def run(options: Options) -> Outcome:
     return report(machine, size, rounds, failures)
 
 
-def ratio(rounds: Sequence[Mapping[str, Figure]], over: str, under: str) -> Spread | None:
+def ratio(rounds: Sequence[Mapping[str, Carried]], over: str, under: str) -> Spread | None:
     """Formed within each round; None if no round has both."""
     both = [found for found in rounds if over in found and under in found]
     return Spread.of(found[over].rate / found[under].rate for found in both) if both else None
@@ -111,10 +114,11 @@ def ratio(rounds: Sequence[Mapping[str, Figure]], over: str, under: str) -> Spre
 def report(
     machine: Mapping[str, object],
     size: int,
-    rounds: Sequence[Mapping[str, Figure]],
+    rounds: Sequence[Mapping[str, Carried]],
     failures: Mapping[str, str],
 ) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
+    figures = _figures(rounds)
     text = [
         f"{NAME}: push + add and pull of {size >> 20} MiB of float32, GiB/s of both directions together",
         f"on {machine['cpu']}, {machine['cpus']} CPUs; torch {machine['torch']}",
@@ -122,7 +126,7 @@ def report(
         "",
         table(_rows(rounds)),
         "",
-        table(_ratio_rows(rounds)),
+        figures_table(figures),
         *(f"\nfailed: {name}\n{reason}" for name, reason in failures.items()),
     ]
     data = {
@@ -131,10 +135,10 @@ def report(
         "rounds": [{name: asdict(found) for name, found in one.items()} for one in rounds],
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
-def _rows(rounds: Sequence[Mapping[str, Figure]]) -> list[tuple[str, ...]]:
+def _rows(rounds: Sequence[Mapping[str, Carried]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("carrier", "clients", "GiB/s", "range", "server's extra MiB")]
     for carrier, title in TITLES.items():
         for clients in CLIENTS:
@@ -148,17 +152,18 @@ def _rows(rounds: Sequence[Mapping[str, Figure]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _ratio_rows(rounds: Sequence[Mapping[str, Figure]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("ratio", "clients", "median", "range", "target", "")]
-    for over, under, target in RATIOS:
-        for clients in CLIENTS:
-            spread = ratio(rounds, f"{over} {clients}", f"{under} {clients}")
-            name = f"{TITLES[over][0]}/{TITLES[under][0]}  {TITLES[over][2:]}"
-            hoped = "" if target is None else f"{target:.2f}"
-            if spread is None:
-                rows.append((name, str(clients), "?", "", hoped, ""))
-                continue
-            verdict = "" if target is None else "met" if spread.median >= target else "missed"
-            reach = f"{spread.low:.2f} .. {spread.high:.2f}"
-            rows.append((name, str(clients), f"{spread.median:.2f}", reach, hoped, verdict))
-    return rows
+def _figures(rounds: Sequence[Mapping[str, Carried]]) -> list[Figure]:
+    return [
+        Figure(
+            f"{TITLES[over][0]}/{TITLES[under][0]}  {_short(over)} over {_short(under)}, {clients} at once",
+            ratio(rounds, f"{over} {clients}", f"{under} {clients}"),
+            target=target,
+            headline=target is not None,
+        )
+        for over, under, target in RATIOS
+        for clients in CLIENTS
+    ]
+
+
+def _short(carrier: str) -> str:
+    return re.split("[:,]", TITLES[carrier][2:])[0]

@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import (
+    Figure,
     Measurement,
     Options,
     Outcome,
     Process,
     ProcessFailed,
     Spread,
+    figures_table,
     in_rounds,
     run_together,
     table,
@@ -160,6 +162,10 @@ def run(options: Options) -> Outcome:
 
 def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], failures: Mapping[str, str]) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
+    figures = [
+        Figure(ratio.label, compare(rounds, ratio), target=ratio.target, headline=ratio.target is not None)
+        for ratio in RATIOS
+    ]
     text = [
         f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, SGD with momentum",
         f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
@@ -168,7 +174,7 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
         "",
         table(_variant_rows(rounds)),
         "",
-        table(_ratio_rows(rounds)),
+        figures_table(figures),
     ]
     text += [f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()]
     data = {
@@ -179,12 +185,12 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
             for measured in rounds
         ],
         "ratios": {
-            ratio.label: None if spread is None else {**asdict(spread), "target": ratio.target}
-            for ratio, spread in ((ratio, compare(rounds, ratio)) for ratio in RATIOS)
+            figure.name: None if figure.spread is None else {**asdict(figure.spread), "target": figure.target}
+            for figure in figures
         },
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
 def _variant_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
@@ -219,16 +225,3 @@ def _note(variant: str, measurement: Measurement) -> str:
     if notes:
         return f"in flight {notes['in_flight']}, Linears {notes['layers']}"
     return ""
-
-
-def _ratio_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("ratio", "median", "range", "target", "")]
-    for ratio in RATIOS:
-        spread = compare(rounds, ratio)
-        target = "" if ratio.target is None else f"{ratio.target:.2f}"
-        if spread is None:
-            rows.append((ratio.label, "?", "", target, ""))
-            continue
-        verdict = "" if ratio.target is None else "met" if spread.median >= ratio.target else "missed"
-        rows.append((ratio.label, f"{spread.median:.2f}", f"{spread.low:.2f} .. {spread.high:.2f}", target, verdict))
-    return rows

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
+from benchmarks.harness import (
+    Figure,
+    Measurement,
+    Options,
+    Outcome,
+    Process,
+    Spread,
+    figures_table,
+    in_rounds,
+    run_together,
+    table,
+)
 from benchmarks.machine import describe_machine, two_cores
 from benchmarks.training_task import WORKER, Task
 
@@ -69,11 +80,11 @@ EMULATED_VARIANTS: Mapping[str, Task] = {
     EQUAL_2: replace(EMULATED, workers=2),
 }
 EMULATED_RATIOS = (
-    Ratio("b/4a  four over four times one", EQUAL_4, EQUAL_1, 4, 0.97),
-    Ratio("d/4c  four over four times one", UNEQUAL_4, UNEQUAL_1, 4),
-    Ratio("e/4a  four over four times one", AHEAD_4, EQUAL_1, 4),
-    Ratio("g/4f  four over four times one", SLOW_4, SLOW_1, 4),
-    Ratio("h/2a  two over two times one", EQUAL_2, EQUAL_1, 2),
+    Ratio("b/4a  four VWs over four times one", EQUAL_4, EQUAL_1, 4, 0.97),
+    Ratio("d/4c  four VWs over four times one, unequal stages", UNEQUAL_4, UNEQUAL_1, 4),
+    Ratio("e/4a  four VWs over four times one, D = 1", AHEAD_4, EQUAL_1, 4),
+    Ratio("g/4f  four VWs over four times one, stages of 60 ms", SLOW_4, SLOW_1, 4),
+    Ratio("h/2a  two VWs over two times one", EQUAL_2, EQUAL_1, 2),
 )
 
 REAL = Task("strategy", batch=128, warmup=12, steps=32, tail=8, workers=2, stages=1)
@@ -91,11 +102,12 @@ REAL_VARIANTS: Mapping[str, Task] = {
 REAL_RATIOS = (
     Ratio("p/q  two VWs over DDP", REAL_VWS, REAL_DDP),
     Ratio("s/q  two VWs that look ahead over DDP", REAL_AHEAD, REAL_DDP),
-    Ratio("t/q  and with D = 1", REAL_LATE, REAL_DDP),
+    Ratio("t/q  two VWs that look ahead over DDP, D = 1", REAL_LATE, REAL_DDP),
     Ratio("p/r  two VWs over one process", REAL_VWS, REAL_PLAIN),
     Ratio("q/r  DDP over one process", REAL_DDP, REAL_PLAIN),
     Ratio("s/r  two VWs that look ahead over one process", REAL_AHEAD, REAL_PLAIN),
 )
+HEADLINES = (EMULATED_RATIOS[0], *REAL_RATIOS[:2])
 QUICK = (EQUAL_1, EQUAL_4, REAL_VWS, REAL_DDP, REAL_PLAIN)
 
 
@@ -171,23 +183,29 @@ def report(
         f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
         f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s)",
     ]
+    figures: list[Figure] = []
     for names, ratios, title in (
         (emulated, EMULATED_RATIOS, "emulated stages, Nm = W = 8, D = 0 unless it says otherwise; 1M parameters"),
         (real, REAL_RATIOS, "real stages, the same 256 samples in each step of all; 8.4M parameters"),
     ):
-        found = [ratio for ratio in ratios if ratio.over in names and ratio.under in names]
-        text += ["", title, "", table(_variant_rows(tasks, rounds, names))]
-        text += ["", table(_ratio_rows(tasks, rounds, found))]
+        found = [
+            Figure(
+                ratio.label, compare(tasks, rounds, ratio), target=ratio.target, digits=3, headline=ratio in HEADLINES
+            )
+            for ratio in ratios
+            if ratio.over in names and ratio.under in names
+        ]
+        figures += found
+        text += ["", title, "", table(_variant_rows(tasks, rounds, names)), "", figures_table(found)]
     text += [f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()]
-    spreads = {ratio.label: compare(tasks, rounds, ratio) for ratio in (*EMULATED_RATIOS, *REAL_RATIOS)}
     data = {
         "machine": dict(machine),
         "tasks": {name: asdict(task) for name, task in tasks.items()},
         "rounds": [{name: asdict(value) for name, value in measured.items()} for measured in rounds],
-        "ratios": {label: None if spread is None else asdict(spread) for label, spread in spreads.items()},
+        "ratios": {each.name: None if each.spread is None else asdict(each.spread) for each in figures},
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
 def bound(task: Task) -> float | None:
@@ -242,16 +260,3 @@ def wave_seconds(task: Task, rate: float) -> float:
     """Seconds between the ends of two waves of a VW, at `rate` samples per second of all."""
     wave = task.wave or task.in_flight or 1  # one stage has one minibatch in flight, unless told otherwise
     return wave * task.batch * task.workers / rate
-
-
-def _ratio_rows(tasks: Mapping[str, Task], rounds: Sequence[Round], ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("ratio", "median", "range", "target", "")]
-    for ratio in ratios:
-        spread = compare(tasks, rounds, ratio)
-        target = "" if ratio.target is None else f"{ratio.target:.2f}"
-        if spread is None:
-            rows.append((ratio.label, "?", "", target, ""))
-            continue
-        verdict = "" if ratio.target is None else "met" if spread.median >= ratio.target else "missed"
-        rows.append((ratio.label, f"{spread.median:.3f}", f"{spread.low:.3f} .. {spread.high:.3f}", target, verdict))
-    return rows

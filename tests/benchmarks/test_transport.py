@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.transport import CLIENTS, TITLES, Figure, measure, ratio, report
+from benchmarks.transport import CLIENTS, TITLES, Carried, measure, ratio, report
 
 MACHINE = {"cpu": "a cpu", "cpus": 2, "load_average": 0.0, "torch": "2"}
 
@@ -17,12 +17,12 @@ def test_carriers_are_measured_in_processes_of_their_own(carrier: str, clients: 
 def test_the_report_says_what_was_met_missed_and_failed() -> None:
     rounds = [
         {
-            "block 1": Figure(4.0, 7.0),
-            "memory 1": Figure(5.0, 0.0),
-            "grpc 1": Figure(1.0, 9.0),
-            "bare 1": Figure(2, 0),
+            "block 1": Carried(4.0, 7.0),
+            "memory 1": Carried(5.0, 0.0),
+            "grpc 1": Carried(1.0, 9.0),
+            "bare 1": Carried(2, 0),
         },
-        {"block 1": Figure(9.0, 8.0), "memory 1": Figure(10.0, 0.0)},
+        {"block 1": Carried(9.0, 8.0), "memory 1": Carried(10.0, 0.0)},
     ]
     spread = ratio(rounds, "block 1", "memory 1")
     assert spread is not None

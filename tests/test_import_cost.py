@@ -1,0 +1,23 @@
+"""What `import lightning_hetpipe` leaves to those who need it. How long it takes is a benchmark's affair."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ("grpc", "torch.export", "torch._dynamo", "sympy", "matplotlib", "tensorboard", "hydra", "omegaconf", "sklearn")
+PROGRAM = """
+import sys
+import lightning
+before = set(sys.modules)
+import lightning_hetpipe
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_heavy_modules_are_imported_only_where_they_are_used() -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    added = run.stdout.split()
+    assert "lightning_hetpipe.strategy.strategy" in added
+    found = [name for name in added if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)]
+    assert found == [], "import these inside the function that needs them"
