@@ -9,8 +9,10 @@ from pathlib import Path
 
 from benchmarks import (
     capture_costs,
+    engine_cost,
     import_time,
     results,
+    schedule,
     several_nodes,
     transport,
     two_stages,
@@ -20,6 +22,8 @@ from benchmarks.harness import Options, Outcome
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     import_time.NAME: import_time.run,
+    engine_cost.NAME: engine_cost.run,
+    schedule.NAME: schedule.run,
     two_stages.NAME: two_stages.run,
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
