@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from benchmarks import (
@@ -24,7 +25,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     import_time.NAME: import_time.run,
     engine_cost.NAME: engine_cost.run,
     schedule.NAME: schedule.run,
-    two_stages.NAME: two_stages.run,
+    **{name: partial(two_stages.run, name=name) for name in two_stages.TASKS},
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,

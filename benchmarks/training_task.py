@@ -8,11 +8,13 @@ WORKER = "benchmarks.training_worker"
 """The module that does tasks."""
 
 Variant = Literal["plain", "strategy", "ddp", "schedule_1f1b"]
+ModelName = Literal["mlp", "resnet", "gpt", "bert"]
+"""See benchmarks.training_models."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement. The model is `layers` times Linear(width, width), with ReLU between them.
+    """One measurement.
 
     The window of `steps` minibatches comes after `warmup` ones, in which stages are profiled and pipelines fill, and
     before `tail` ones: a pipeline that drains would finish its last minibatches faster than it can go on.
@@ -23,7 +25,9 @@ class Task:
     """What the Trainer does; "schedule_1f1b" has none, and trains."""
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the operating system likes."""
+    model: ModelName = "mlp"
     layers: int = 8
+    """Linears, residual blocks, or transformer blocks."""
     width: int = 1024
     batch: int = 256
     """Samples in a minibatch, of each worker."""

@@ -6,51 +6,33 @@ Where a variant has several workers, this process starts the others, each of whi
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.harness import Measurement, announce, wait_for_others
+from benchmarks.training_models import MODELS, Pair, build
 from benchmarks.training_task import WORKER, Task, Variant
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
-Pair = tuple[Tensor, Tensor]
-
-
-def build_model(task: Task) -> nn.Sequential:
-    """The MLP, the same weights in every process; each child (a Linear and its ReLU) is one layer to cut at."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for number in range(task.layers):
-        linear = nn.Linear(task.width, task.width)
-        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-        layers.append(nn.Sequential(linear, nn.ReLU()) if number < task.layers - 1 else nn.Sequential(linear))
-    return nn.Sequential(*layers)
-
-
-def build_optimizer(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.SGD:
-    """The same optimizer for every variant."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
-
 
 class Synthetic(Dataset[Pair]):
     """As many samples as the task needs, taken again and again from a few minibatches in memory."""
 
     def __init__(self, task: Task) -> None:
+        # Of all workers together: with as many samples in a step, they see the same ones as one worker alone.
+        self.pool = 4 * task.batch * task.workers
         generator = torch.Generator().manual_seed(1)
-        self.pool = 4 * task.batch
-        self.inputs = torch.randn(self.pool, task.width, generator=generator)
-        self.targets = self.inputs.roll(1, dims=1)
+        self.inputs, self.targets = MODELS[task.model].samples(task, self.pool, generator)
         self.length = task.total * task.batch * task.workers
 
     def __len__(self) -> int:
@@ -70,9 +52,14 @@ def as_it_is(pair: Any) -> Any:
     return pair
 
 
-def build_loader(task: Task) -> "DataLoader[Pair]":
-    """The same loader for every variant."""
-    return DataLoader(Synthetic(task), batch_size=task.batch, collate_fn=as_it_is, num_workers=0)
+def build_loader(task: Task, worker: int = 0) -> "DataLoader[Pair]":
+    """The same loader for every variant; of several workers, each takes its share of the samples of one step."""
+    data = Synthetic(task)
+    # Lightning's own sampler would shuffle, and so train on other minibatches than one worker alone does.
+    share: DistributedSampler[Pair] | None = None
+    if task.workers > 1:
+        share = DistributedSampler(data, task.workers, worker, shuffle=False)
+    return DataLoader(data, batch_size=task.batch, sampler=share, collate_fn=as_it_is, num_workers=0)
 
 
 @dataclass
@@ -119,20 +106,25 @@ def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger 
     """Runs one Trainer with one LightningModule, whatever the strategy; returns the window."""
     import lightning as L
 
-    class Regression(L.LightningModule):
+    model = MODELS[task.model]
+
+    class Learner(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = build_model(task)
+            self.net = build(task)
 
         def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
             inputs, targets = batch
-            return functional.mse_loss(self.net(inputs), targets)
+            return model.loss(self.net(inputs), targets)
 
         def test_step(self, batch: Pair, batch_idx: int) -> Tensor:
             return self.training_step(batch, batch_idx)
 
+        def train_dataloader(self) -> "DataLoader[Pair]":
+            return build_loader(task, self.trainer.global_rank)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return build_optimizer(task, self.net.parameters())
+            return model.optimizer(task, self.net.parameters())
 
     class Stopwatch(L.Callback):
         def on_train_batch_end(
@@ -157,14 +149,14 @@ def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger 
         enable_model_summary=False,
     )
     if task.loop == "fit":
-        trainer.fit(Regression(), build_loader(task))
+        trainer.fit(Learner())
     else:
-        trainer.test(Regression(), build_loader(task), verbose=False)
+        trainer.test(Learner(), build_loader(task), verbose=False)
     return window
 
 
 def train_plainly(task: Task) -> None:
-    """Variant "plain": Lightning's own way, in a process that never imports the package."""
+    """Variant "plain": Lightning's own way."""
     announce(run(task, "auto", Window(task)).measurement(task.variant))
 
 
@@ -191,6 +183,7 @@ def train_with_strategy(task: Task) -> None:
     if report is not None:
         notes["in_flight"] = report.in_flight
         notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
+        notes["times"] = [stage.time_s for stage in report.stages]
         notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
     if emulation is not None:
         notes["overruns"] = sum(stage.overruns for stage in emulation.stages)
@@ -240,13 +233,12 @@ def train_with_schedule_1f1b(task: Task) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     distributed.init_process_group("gloo", init_method=f"file://{task.rendezvous}", rank=task.rank, world_size=2)
-    half = task.layers // 2
+    kind = MODELS[task.model]
     for microbatches in task.microbatches:
-        model = build_model(task)
-        part = model[:half] if task.rank == 0 else model[half:]
-        optimizer = build_optimizer(task, part.parameters())
+        part = kind.halves(build(task))[task.rank]
+        optimizer = kind.optimizer(task, part.parameters())
         stage = PipelineStage(part, stage_index=task.rank, num_stages=2, device=torch.device("cpu"))
-        schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=functional.mse_loss)
+        schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=kind.loss)
         window = Window(task)
         for inputs, targets in build_loader(task):
             optimizer.zero_grad()

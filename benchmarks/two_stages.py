@@ -21,7 +21,7 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.machine import describe_machine, two_cores
-from benchmarks.training_task import WORKER, Task
+from benchmarks.training_task import WORKER, ModelName, Task
 
 NAME = "two_stages"
 MICROBATCHES = (2, 4, 8, 16)  # Schedule1F1B refuses fewer microbatches than stages.
@@ -36,17 +36,34 @@ ONE_STAGE = "e HetPipeStrategy(stages=1), one thread"
 TWO_AT_ONCE = "f two processes of b at once"
 TWO_STAGES_TEST = "g as a, Trainer.test"
 ONE_THREAD_TEST = "h as b, Trainer.test"
+DDP = "i Lightning's DDP, two gloo processes, one thread each"
 
 VARIANTS = (
     TWO_STAGES,
     ONE_THREAD,
     DEFAULT_THREADS,
     SCHEDULE_1F1B,
+    DDP,
     ONE_STAGE,
     TWO_AT_ONCE,
     TWO_STAGES_TEST,
     ONE_THREAD_TEST,
 )
+
+TASKS: Mapping[str, Task] = {
+    NAME: Task("plain"),
+    f"{NAME}_resnet": Task("plain", model="resnet", layers=4, width=16, batch=512),
+    f"{NAME}_gpt": Task("plain", model="gpt", layers=6, width=128, batch=16),
+    f"{NAME}_bert": Task("plain", model="bert", layers=6, width=128, batch=16),
+}
+"""By the benchmark's name, what a plain Trainer is asked to do. A minibatch takes 30 to 150 ms of one core."""
+
+TITLES: Mapping[ModelName, str] = {
+    "mlp": "{layers} x Linear({width}, {width}), SGD with momentum",
+    "resnet": "the demo's ResNet, {layers} residual blocks of width {width} and twice that, SGD with momentum",
+    "gpt": "the demo's GPT, {layers} blocks of width {width}, 64 bytes, AdamW",
+    "bert": "Hugging Face's BERT, {layers} layers of width {width}, 64 words, AdamW",
+}
 
 Round = Mapping[str, Mapping[str, Measurement]]
 """Of each variant that ran in the round, its measurements by name (one, except for the microbatches of 1F1B)."""
@@ -63,10 +80,11 @@ class Ratio:
 
 
 RATIOS = (
-    Ratio("a/b  two stages over one thread", TWO_STAGES, ONE_THREAD, 1.7),
-    Ratio("a/d  two stages over Schedule1F1B", TWO_STAGES, SCHEDULE_1F1B, 1.5),
+    Ratio("a/b  two stages over one thread", TWO_STAGES, ONE_THREAD, 1.8),
+    Ratio("a/d  two stages over Schedule1F1B", TWO_STAGES, SCHEDULE_1F1B, 1.6),
     Ratio("f/b  ceiling: two independent processes over one", TWO_AT_ONCE, ONE_THREAD),
     Ratio("a/f  two stages over the ceiling", TWO_STAGES, TWO_AT_ONCE),
+    Ratio("a/i  two stages over DDP", TWO_STAGES, DDP),
     Ratio("a/c  two stages over the default threads", TWO_STAGES, DEFAULT_THREADS),
     Ratio("e/b  one stage over the plain Trainer", ONE_STAGE, ONE_THREAD),
     Ratio("g/h  evaluation, two stages over one thread", TWO_STAGES_TEST, ONE_THREAD_TEST),
@@ -104,6 +122,16 @@ def measure_schedule_1f1b(task: Task, microbatches: Sequence[int]) -> dict[str, 
     }
 
 
+def measure_ddp(task: Task) -> dict[str, Measurement]:
+    """Measures two processes that share each minibatch: half of its samples for each."""
+    halved = replace(task, variant="ddp", workers=2, batch=task.batch // 2)
+    (announced,) = run_together([Process(WORKER, (halved.to_json(),))], TIMEOUT)
+    losses = [each.loss for each in announced if each.loss is not None]
+    rate, cores = min(each.rate for each in announced), sum(each.cores for each in announced)
+    loss = sum(losses) / len(losses) if losses else None
+    return {announced[0].name: replace(announced[0], rate=rate, cores=cores, loss=loss)}
+
+
 def best_microbatches(task: Task) -> tuple[int, ...]:
     """Searches briefly for the two best numbers of microbatches, so that every round can afford both."""
     print("searching for Schedule1F1B's best numbers of microbatches", file=sys.stderr, flush=True)
@@ -138,11 +166,11 @@ def compare(rounds: Sequence[Round], ratio: Ratio) -> Spread | None:
     return Spread.of(measured[ratio.over][over].rate / measured[ratio.under][under].rate for measured in both)
 
 
-def run(options: Options) -> Outcome:
-    """Measures all variants in `options.rounds` interleaved rounds."""
+def run(options: Options, name: str = NAME) -> Outcome:
+    """Measures all variants of the model of that name in `options.rounds` interleaved rounds."""
     cores = two_cores()
     machine = describe_machine(cores)
-    task = Task("plain", cores=cores)
+    task = replace(TASKS[name], cores=cores)
     if options.quick:
         task = replace(task, warmup=5, steps=8, tail=5)
     best = QUICK_MICROBATCHES if options.quick else best_microbatches(task)
@@ -151,28 +179,42 @@ def run(options: Options) -> Outcome:
         ONE_THREAD: partial(measure, task),
         DEFAULT_THREADS: partial(measure, task, threads=None),
         SCHEDULE_1F1B: partial(measure_schedule_1f1b, task, best),
+        DDP: partial(measure_ddp, task),
         ONE_STAGE: partial(measure, replace(task, variant="strategy", stages=1)),
         TWO_AT_ONCE: partial(measure_two_at_once, task),
         TWO_STAGES_TEST: partial(measure, replace(task, variant="strategy", loop="test")),
         ONE_THREAD_TEST: partial(measure, replace(task, loop="test")),
     }
+    if name != NAME:  # one model is enough for what the others are not there to show
+        for variant in (ONE_STAGE, TWO_STAGES_TEST, ONE_THREAD_TEST):
+            del jobs[variant]
     rounds, failures = in_rounds(jobs, options.rounds)
-    return report(machine, task, rounds, failures)
+    return report(name, machine, task, rounds, failures)
 
 
-def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], failures: Mapping[str, str]) -> Outcome:
+def report(
+    name: str, machine: Mapping[str, object], task: Task, rounds: Sequence[Round], failures: Mapping[str, str]
+) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
+    known = {variant for measured in rounds for variant in measured} | set(failures)
+    ratios = [ratio for ratio in RATIOS if name == NAME or {ratio.over, ratio.under} <= known]
     figures = [
-        Figure(ratio.label, compare(rounds, ratio), target=ratio.target, headline=ratio.target is not None)
-        for ratio in RATIOS
+        Figure(
+            f"{ratio.label}, {task.model}",
+            compare(rounds, ratio),
+            target=ratio.target,
+            headline=ratio.target is not None or ratio.under == DDP,
+        )
+        for ratio in ratios
     ]
     text = [
-        f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, SGD with momentum",
+        f"{name}: {TITLES[task.model].format(**asdict(task))}, batch {task.batch}",
         f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
         f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s), in each"
         f" {task.steps} minibatches after {task.warmup}",
         "",
-        table(_variant_rows(rounds)),
+        table(_variant_rows(rounds, [variant for variant in VARIANTS if variant in known])),
+        *_imbalance(rounds),
         "",
         figures_table(figures),
     ]
@@ -193,9 +235,9 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
     return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
-def _variant_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+def _variant_rows(rounds: Sequence[Round], variants: Sequence[str]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("variant", "minibatches/s", "range", "cores busy", "loss", "")]
-    for variant in VARIANTS:
+    for variant in variants:
         name = choose(rounds, variant)
         if name is None:
             rows.append((variant, "failed", "", "", "", ""))
@@ -222,6 +264,23 @@ def _note(variant: str, measurement: Measurement) -> str:
     if variant == DEFAULT_THREADS:
         return f"{measurement.threads} threads"
     notes = measurement.notes
-    if notes:
-        return f"in flight {notes['in_flight']}, Linears {notes['layers']}"
-    return ""
+    return f"in flight {notes['in_flight']}" if notes else ""
+
+
+def _numbers(measurement: Measurement, name: str) -> list[float]:
+    found = measurement.notes[name]
+    assert isinstance(found, Sequence)
+    return [float(each) for each in found]
+
+
+def _imbalance(rounds: Sequence[Round]) -> list[str]:
+    """What the two stages did: where a cut is uneven, no pipeline reaches two."""
+    found = [each for measured in rounds for each in measured.get(TWO_STAGES, {}).values() if each.notes]
+    if not found:
+        return []
+    busy = [Spread.of(each).median for each in zip(*(_numbers(each, "busy") for each in found), strict=True)]
+    bound = Spread.of(sum(_numbers(each, "times")) / max(_numbers(each, "times")) for each in found).median
+    return [
+        f"stages of a: busy {' and '.join(f'{each:.0%}' for each in busy)} of the time; as they were timed before"
+        f" training, their cut allows {bound:.2f} times one thread",
+    ]

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.harness import Measurement
-from benchmarks.training_task import Task
+from benchmarks.training_models import MODELS, build
+from benchmarks.training_task import ModelName, Task
 from benchmarks.two_stages import (
+    DDP,
     ONE_THREAD,
     RATIOS,
     SCHEDULE_1F1B,
@@ -15,12 +18,14 @@ from benchmarks.two_stages import (
     choose,
     compare,
     measure,
+    measure_ddp,
     measure_schedule_1f1b,
     measure_two_at_once,
     report,
 )
 
 TINY = Task("plain", layers=4, width=8, batch=8, warmup=2, steps=3, tail=1)
+GPT = replace(TINY, model="gpt")
 STAGES_OVER_THREAD, STAGES_OVER_1F1B = RATIOS[:2]
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -30,12 +35,31 @@ def measured(name: str, rate: float) -> dict[str, Measurement]:
 
 
 @pytest.mark.slow
-def test_the_peer_trains_what_the_plain_trainer_trains() -> None:
-    (plain,) = measure(TINY).values()
-    pipelined = measure_schedule_1f1b(TINY, microbatches=(2, 4))
+@pytest.mark.parametrize("model", ["mlp", "gpt", "bert"])
+def test_the_peers_train_what_the_plain_trainer_trains(model: ModelName) -> None:
+    task = replace(TINY, model=model)
+    (plain,) = measure(task).values()
+    pipelined = measure_schedule_1f1b(task, microbatches=(2, 4))
+    (shared,) = measure_ddp(task).values()
     assert plain.loss is not None
     assert [*pipelined] == ["2", "4"]
-    assert [value.loss for value in pipelined.values()] == pytest.approx([plain.loss] * 2, rel=1e-5)
+    assert [value.loss for value in pipelined.values()] == pytest.approx([plain.loss] * 2, rel=1e-4)
+    assert shared.loss == pytest.approx(plain.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_two_halves_are_the_whole(model: ModelName) -> None:
+    """Of a pipeline over two processes; so the optimizers of both see each parameter once."""
+    task = replace(TINY, model=model)
+    kind, net, others = MODELS[model], build(task), build(task)
+    inputs, targets = kind.samples(task, 6, torch.Generator().manual_seed(0))
+    first, last = kind.halves(others)
+    assert torch.equal(last(first(inputs)), net(inputs))
+    own = [parameter for half in (first, last) for parameter in half.parameters()]
+    assert len({*map(id, own)}) == len(own)
+    assert {*map(id, own)} == {*map(id, others.parameters())}
+    assert kind.loss(net(inputs), targets).dim() == 0
+    assert sum(parameter.numel() for parameter in own) == sum(parameter.numel() for parameter in net.parameters())
 
 
 @pytest.mark.slow
@@ -86,16 +110,26 @@ def test_the_peer_is_taken_at_its_best_median() -> None:
 
 
 def test_the_report_says_which_target_was_met_and_what_failed() -> None:
+    notes = {"in_flight": 3, "busy": [0.9, 0.8], "times": [0.04, 0.06]}
     rounds: list[Round] = [
         {
-            TWO_STAGES: measured("strategy", 17.5),
+            TWO_STAGES: {"strategy": replace(measured("strategy", 17.5)["strategy"], notes=notes)},
             ONE_THREAD: measured("plain", 10.0),
-            SCHEDULE_1F1B: measured("2", 12.0),
+            SCHEDULE_1F1B: measured("2", 10.5),
         }
     ]
-    outcome = report(MACHINE, TINY, rounds, {"e": "it broke"})
+    outcome = report("two_stages_gpt", MACHINE, GPT, rounds, {DDP: "it broke"})
     lines = outcome.text.splitlines()
-    assert next(line for line in lines if line.startswith("a/b")).split()[-5:] == ["1.75", "..", "1.75", "1.70", "met"]
-    assert next(line for line in lines if line.startswith("a/d")).split()[-1] == "missed"
+
+    def row(start: str) -> list[str]:
+        return next(line for line in lines if line.startswith(start)).split()
+
+    assert row("a/b")[-5:] == ["1.75", "..", "1.75", "1.80", "missed"]
+    assert row("a/d")[-5:] == ["1.67", "..", "1.67", "1.60", "met"]
+    assert row(TWO_STAGES)[-5:] == ["1.00", "0.5000", "in", "flight", "3"]
+    assert "busy 90% and 80% of the time" in outcome.text
+    assert "their cut allows 1.67 times one thread" in outcome.text
+    assert row(DDP)[-1] == "failed"
+    assert not any(line.startswith(("e ", "e/b")) for line in lines)  # not asked for with this model
     assert "it broke" in outcome.text
     assert not outcome.complete
