@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ class Job:
     """What to measure."""
 
     stages: int
+    cores: tuple[int, ...] = ()
+    """CPU cores to stay on; empty: wherever the operating system likes."""
     warmup: int = 100
     steps: int = 500
     slept_steps: int = 150
@@ -165,6 +168,8 @@ def hand_over(job: Job, slept: bool) -> dict[str, float]:
 def main(job: Job) -> None:
     """Does the job in one torch thread, and announces it."""
     torch.set_num_threads(1)
+    if job.cores:
+        os.sched_setaffinity(0, job.cores)
     bare_wall, bare_cpu = microseconds(job, bare(job))
     wall, cpu = microseconds(job, piped(job, job.warmup + job.steps))
     announce(

@@ -62,7 +62,7 @@ def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str,
             digits=0,
             headline=True,
         ),
-        Figure("the same, CPU time", milliseconds("package_cpu_s"), unit="ms", digits=0),
+        Figure("import lightning_hetpipe, CPU time", milliseconds("package_cpu_s"), unit="ms", digits=0),
         Figure("import lightning", milliseconds("lightning_s"), unit="ms", digits=0),
     ]
     imported = found[-1].notes["modules"] if found else "?"

@@ -155,7 +155,8 @@ def _rows(rounds: Sequence[Mapping[str, Carried]]) -> list[tuple[str, ...]]:
 def _figures(rounds: Sequence[Mapping[str, Carried]]) -> list[Figure]:
     return [
         Figure(
-            f"{TITLES[over][0]}/{TITLES[under][0]}  {_short(over)} over {_short(under)}, {clients} at once",
+            f"{TITLES[over][0]}/{TITLES[under][0]}  push and pull, {_short(over)} over {_short(under)},"
+            f" {clients} at once",
             ratio(rounds, f"{over} {clients}", f"{under} {clients}"),
             target=target,
             headline=target is not None,

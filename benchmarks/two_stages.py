@@ -58,6 +58,8 @@ TASKS: Mapping[str, Task] = {
 }
 """By the benchmark's name, what a plain Trainer is asked to do. A minibatch takes 30 to 150 ms of one core."""
 
+NAMES: Mapping[ModelName, str] = {"mlp": "MLP", "resnet": "ResNet", "gpt": "GPT", "bert": "BERT"}
+
 TITLES: Mapping[ModelName, str] = {
     "mlp": "{layers} x Linear({width}, {width}), SGD with momentum",
     "resnet": "the demo's ResNet, {layers} residual blocks of width {width} and twice that, SGD with momentum",
@@ -200,7 +202,7 @@ def report(
     ratios = [ratio for ratio in RATIOS if name == NAME or {ratio.over, ratio.under} <= known]
     figures = [
         Figure(
-            f"{ratio.label}, {task.model}",
+            f"{ratio.label}, {NAMES[task.model]}",
             compare(rounds, ratio),
             target=ratio.target,
             headline=ratio.target is not None or ratio.under == DDP,

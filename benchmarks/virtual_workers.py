@@ -80,11 +80,11 @@ EMULATED_VARIANTS: Mapping[str, Task] = {
     EQUAL_2: replace(EMULATED, workers=2),
 }
 EMULATED_RATIOS = (
-    Ratio("b/4a  four VWs over four times one", EQUAL_4, EQUAL_1, 4, 0.97),
-    Ratio("d/4c  four VWs over four times one, unequal stages", UNEQUAL_4, UNEQUAL_1, 4),
-    Ratio("e/4a  four VWs over four times one, D = 1", AHEAD_4, EQUAL_1, 4),
-    Ratio("g/4f  four VWs over four times one, stages of 60 ms", SLOW_4, SLOW_1, 4),
-    Ratio("h/2a  two VWs over two times one", EQUAL_2, EQUAL_1, 2),
+    Ratio("b/4a  four virtual workers over four times one", EQUAL_4, EQUAL_1, 4, 0.97),
+    Ratio("d/4c  four virtual workers over four times one, unequal stages", UNEQUAL_4, UNEQUAL_1, 4),
+    Ratio("e/4a  four virtual workers over four times one, D = 1", AHEAD_4, EQUAL_1, 4),
+    Ratio("g/4f  four virtual workers over four times one, stages of 60 ms", SLOW_4, SLOW_1, 4),
+    Ratio("h/2a  two virtual workers over two times one", EQUAL_2, EQUAL_1, 2),
 )
 
 REAL = Task("strategy", batch=128, warmup=12, steps=32, tail=8, workers=2, stages=1)
@@ -100,12 +100,12 @@ REAL_VARIANTS: Mapping[str, Task] = {
     REAL_LATE: replace(REAL, in_flight=4, clock_distance=1),
 }
 REAL_RATIOS = (
-    Ratio("p/q  two VWs over DDP", REAL_VWS, REAL_DDP),
-    Ratio("s/q  two VWs that look ahead over DDP", REAL_AHEAD, REAL_DDP),
-    Ratio("t/q  two VWs that look ahead over DDP, D = 1", REAL_LATE, REAL_DDP),
-    Ratio("p/r  two VWs over one process", REAL_VWS, REAL_PLAIN),
+    Ratio("p/q  two virtual workers over DDP", REAL_VWS, REAL_DDP),
+    Ratio("s/q  two virtual workers that look ahead over DDP", REAL_AHEAD, REAL_DDP),
+    Ratio("t/q  two virtual workers that look ahead over DDP, D = 1", REAL_LATE, REAL_DDP),
+    Ratio("p/r  two virtual workers over one process", REAL_VWS, REAL_PLAIN),
     Ratio("q/r  DDP over one process", REAL_DDP, REAL_PLAIN),
-    Ratio("s/r  two VWs that look ahead over one process", REAL_AHEAD, REAL_PLAIN),
+    Ratio("s/r  two virtual workers that look ahead over one process", REAL_AHEAD, REAL_PLAIN),
 )
 HEADLINES = (EMULATED_RATIOS[0], *REAL_RATIOS[:2])
 QUICK = (EQUAL_1, EQUAL_4, REAL_VWS, REAL_DDP, REAL_PLAIN)

@@ -83,7 +83,7 @@ def test_the_report_subtracts_what_the_modules_cost() -> None:
     assert figures["engine per minibatch and stage, k = 2, Nm = 4"] == ("160", "140 .. 180", "150", "missed")
     assert figures["hand-over between last stage and user code, both ways, k = 2, Nm = 4"][0] == "70"
     assert figures["engine per minibatch and stage, k = 8, Nm = 10"] == ("?", "", "150", "")
-    assert figures["the same in CPU time, k = 2, Nm = 4"][0] == "160"
+    assert figures["engine's CPU time, k = 2, Nm = 4"][0] == "160"
     assert "come with each minibatch" not in outcome.text  # as k = 1 and k = 8 are missing
     assert "it broke" in outcome.text
     assert not outcome.complete
