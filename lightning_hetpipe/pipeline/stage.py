@@ -15,17 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.pipeline.buffers import Buffers, places
-from lightning_hetpipe.pipeline.chance import Chance, attach
-from lightning_hetpipe.pipeline.computed import Computed, computed_places
-from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.part import Part
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, memory, move, tensors_of
-from lightning_hetpipe.private import version_counter
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, move
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
 
 
@@ -46,16 +43,6 @@ class Layer:
     mutates_input: bool = False
     aliases_input: bool = False
     kind: str = ""
-
-
-def mutates_input(layers: Sequence[Layer]) -> bool:
-    """Whether ``layers``, run in order, change the first one's input in place, maybe through a view of it."""
-    for layer in layers:
-        if layer.mutates_input:
-            return True
-        if not layer.aliases_input:
-            return False
-    return False
 
 
 class Task(NamedTuple):
@@ -185,11 +172,11 @@ class Stage:
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
         self.ring = Ring(nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device)
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, Part] = {}
         start = 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
-            self._parts[segment.index] = _Part(own, segment.piece, start, self.ring, self._settings, self.device)
+            self._parts[segment.index] = Part(own, segment.piece, start, self.ring, self._settings, self.device)
             start += len(own)
 
     def start(self) -> None:
@@ -318,76 +305,3 @@ class Stage:
 
 class _TurnDropped(Exception):
     """The runner has failed, and so has ended the minibatch already."""
-
-
-class _Part:
-    """The layers of one segment: in every slot, and with their own buffers."""
-
-    def __init__(
-        self, layers: Sequence[Layer], piece: int, start: int, ring: Ring, settings: StageSettings, device: torch.device
-    ) -> None:
-        self.layers = list(layers)
-        self._piece = piece
-        live = [layer.module for layer in layers]
-        copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
-        self.buffers = Buffers(live, settings.in_flight, device)
-        self.computed = Computed(live, settings.in_flight)
-        self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
-        uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
-        self.live_parameters = [nn.ModuleList(live).get_parameter(use) for use in uses]
-        self._ring = ring
-        self._settings = settings
-        self._calls = [
-            [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
-        ]
-        self._places = [places(modules) for modules in copies]
-        self._computed_places = [computed_places(modules) for modules in copies]
-        self._mutates_input = mutates_input(layers)
-
-    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, list[Tensor]]:
-        index = self._ring.place(minibatch.version)
-        self.buffers.before_forward(minibatch.number, self._places[index])
-        # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
-        if self._mutates_input and len(memory(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
-            raise SettingError(
-                f"a layer of {self.describe()} changes its input in place, and is given several tensors in the same"
-                " memory, which part where a stage begins; make it work out of place (inplace=False)"
-            )
-        own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
-        before = [version_counter(tensor) for tensor in inputs]
-        current = value.tree(own)
-        if not torch.is_grad_enabled():  # a layer has left it so
-            torch.set_grad_enabled(True)
-        with (
-            self._settings.chance.minibatch(minibatch.number),
-            minibatch.autocast(self._piece).opened(alone=self._settings.in_flight == 1),
-            creating(self._settings.default_dtype),
-        ):
-            for call in self._calls[index]:
-                current = call(current)
-        if before != [version_counter(tensor) for tensor in inputs]:
-            raise SettingError(
-                f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
-                " let it do so always, or never"
-            )
-        self.buffers.after_forward(minibatch.number, self._places[index])
-        self.computed.after_forward(minibatch.number, self._computed_places[index])
-        return Value.of(current), tensors_of(current)
-
-    def bind_left(self, minibatch: Minibatch) -> list[int]:
-        """Before a backward: the layers hold the buffers that their forward left; gives how often they were changed."""
-        self.buffers.bind(minibatch.number, self._places[self._ring.place(minibatch.version)])
-        return self.buffers.changes(minibatch.number)
-
-    def check_left(self, minibatch: Minibatch, before: list[int]) -> None:
-        """After a backward: it must have left the buffers alone."""
-        if before != self.buffers.changes(minibatch.number):
-            raise SettingError(
-                f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
-                " does), which the next minibatches' forwards have read already; leave such layers out of the"
-                " checkpoint"
-            )
-
-    def describe(self) -> str:
-        first, last = self.layers[0].name, self.layers[-1].name
-        return f"layer {first}" if first == last else f"layers {first} to {last}"
