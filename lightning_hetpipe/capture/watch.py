@@ -28,7 +28,7 @@ from lightning_hetpipe.capture.trial import Call, capture
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, equal, memory, tensors_of
+from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
 from lightning_hetpipe.pipeline.view import changes_parameter
 from lightning_hetpipe.private import behind_compile, has_global_hooks, pytree, version_counter
 
@@ -242,7 +242,7 @@ def _run_observed(
             refuse_changes(name, part, earlier)
     _refuse_strangers(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
-    return output, Layer(name, module, mutates, not memory(given).isdisjoint(memory(tensors_of(output))))
+    return output, Layer(name, module, mutates, not blocks(given).keys().isdisjoint(blocks(tensors_of(output))))
 
 
 def _changes_input(layer: str, piece: str) -> SettingError:

@@ -53,7 +53,7 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("bytes") and isinstance(value, int):
-        return _bytes(value)
+        return in_bytes(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{_words(str(name))} {_shown(str(name), each)}" for name, each in value.items()) or "none"
     if isinstance(value, list):
@@ -61,7 +61,8 @@ def _shown(key: str, value: Any) -> str:
     return _printable(f"{value:.3g}" if isinstance(value, float) else str(value))
 
 
-def _bytes(count: int) -> str:
+def in_bytes(count: int) -> str:
+    """A number of bytes, for people."""
     size, unit = float(count), 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1

@@ -11,8 +11,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
+from lightning_hetpipe.cli.status import in_bytes
+
 _NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
 _MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
+_COUNTED = (
+    "memory: the most at once of weight versions, activations and waiting gradients; live weights and the optimizer's"
+    " state come on top"
+)
 
 
 class StageResult(Protocol):
@@ -30,6 +36,8 @@ class StageResult(Protocol):
     def time_s(self) -> float: ...
     @property
     def busy(self) -> float: ...
+    @property
+    def memory_bytes(self) -> int | None: ...
 
 
 class RunResult(Protocol):
@@ -66,7 +74,7 @@ def summary(
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
-        lines += [_headline(run), "", *_stage_table(run), "", _MEASURED, ""]
+        lines += [_headline(run), "", *_stage_table(run), "", _MEASURED, _COUNTED, ""]
         rows.append(("samples per second", f"{run.samples_per_second:,.0f}" if run.minibatches else _NONE))
     rows += _results(metrics)
     if torch_threads is not None:
@@ -86,7 +94,7 @@ def _headline(run: RunResult) -> str:
 
 
 def _stage_table(run: RunResult) -> list[str]:
-    header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy"]
+    header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy", "memory"]
     rows = [
         [
             str(index),
@@ -96,6 +104,7 @@ def _stage_table(run: RunResult) -> list[str]:
             f"{stage.parameters:,}",
             f"{stage.time_s * 1000:,.1f}" if stage.time_s else _NONE,
             f"{stage.busy:.0%}" if run.minibatches else _NONE,
+            _NONE if stage.memory_bytes is None else in_bytes(stage.memory_bytes),
         ]
         for index, stage in enumerate(run.stages)
     ]

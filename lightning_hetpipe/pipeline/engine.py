@@ -114,6 +114,12 @@ class Engine(Crew[Minibatch]):
         view = View(self._weights, version, ahead=self.in_flight > 1)
         self.launch(Minibatch(self, number, version, step, view))
 
+    def finish(self, number: int) -> Minibatch:
+        minibatch = super().finish(number)
+        for stage in self.stages:
+            stage.memory.take(number)
+        return minibatch
+
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
         with self.computing():  # copying is no user code, and losses must not wait for it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,29 @@ from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.chance import attach
 from lightning_hetpipe.pipeline.computed import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.pipeline.values import Value, memory, tensors_of
+from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
 from lightning_hetpipe.private import version_counter
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+
+
+@dataclass
+class Left:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        inputs: Leaves of its graph.
+        outputs: Its ends.
+        kept: The bytes of all that, and of what the graph has saved.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    kept: Kept
 
 
 class Part:
@@ -45,12 +62,24 @@ class Part:
         self._places = [places(modules) for modules in copies]
         self._computed_places = [computed_places(modules) for modules in copies]
         self._mutates_input = mutates_input(layers)
+        self.counter = Counter()
 
-    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, list[Tensor]]:
+    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, Left]:
+        """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
+        with self.counter.counting(inputs) as counting:
+            result = self._compute(minibatch, index, value, inputs)
+        self.buffers.after_forward(minibatch.number, self._places[index])
+        self.computed.after_forward(minibatch.number, self._computed_places[index])
+        outputs = tensors_of(result)
+        kept = counting.kept(inputs, outputs, lambda: self._parameters_and_buffers(index))
+        return Value.of(result), Left(inputs, outputs, kept)
+
+    def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor]) -> Any:
+        """What the layers in slot ``index`` make of ``inputs``, with the structure of ``value``."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
-        if self._mutates_input and len(memory(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
+        if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
             raise SettingError(
                 f"a layer of {self.describe()} changes its input in place, and is given several tensors in the same"
                 " memory, which part where a stage begins; make it work out of place (inplace=False)"
@@ -72,9 +101,11 @@ class Part:
                 f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
                 " let it do so always, or never"
             )
-        self.buffers.after_forward(minibatch.number, self._places[index])
-        self.computed.after_forward(minibatch.number, self._computed_places[index])
-        return Value.of(current), tensors_of(current)
+        return current
+
+    def _parameters_and_buffers(self, index: int) -> list[Tensor]:
+        """What the layers in slot ``index`` hold anyway."""
+        return [*self.parameters[index], *(getattr(*place) for place in self._places[index])]
 
     def bind_left(self, minibatch: Minibatch) -> list[int]:
         """Before a backward: the layers hold the buffers that their forward left; gives how often they were changed."""

@@ -74,9 +74,15 @@ class Ring:
     def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
         self.parameters: list[nn.Parameter] = list(live.parameters())
         self.slots = [Slot(live, device) for _ in range(slots)]
+        self._slot_bytes = sum(parameter.nbytes for parameter in self.parameters)
         self._modules = list(live.modules())
         self._place: dict[int, int] = {}
         self._counters: list[int] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the slots that hold a version."""
+        return self._slot_bytes * len(set(self._place.values()))
 
     def begin(self, version: int) -> None:
         """Forgets every version and publishes ``version``: the pipeline starts empty."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.minibatch import Minibatch
-from lightning_hetpipe.pipeline.part import Part
+from lightning_hetpipe.pipeline.part import Left, Part
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
@@ -160,12 +161,13 @@ class Stage:
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.busy_seconds = 0.0
+        self.memory = Memory()
         self._settings = settings
         self._patience = patience
         self._quiet = quiet
         self._done = done
         self._doing: tuple[Task, float] | None = None
-        self._saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._left: dict[tuple[int, int], Left] = {}
         self._worker: Worker[Task] | None = None
         self.copy_layers()
 
@@ -195,13 +197,17 @@ class Stage:
 
     def begin(self, version: int, forwards: int) -> None:
         """Publishes ``version``, with the live buffers as forward ``forwards`` left them, into an empty pipeline."""
-        self._saved.clear()
+        self._left.clear()
+        self.memory.clear()
         self.ring.begin(version)
+        self.memory.publish(self.ring.held_bytes)
         for part in self._parts.values():
             part.buffers.begin(forwards)
+            part.counter.clear()
 
     def publish(self, version: int) -> None:
         self.ring.publish(version)
+        self.memory.publish(self.ring.held_bytes)
         for part in self._parts.values():
             part.buffers.publish(version)
 
@@ -273,23 +279,30 @@ class Stage:
         with self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
             part = self._parts[segment.index]
-            output, outputs = part.forward(minibatch, value, inputs)
-            self._saved[minibatch.number, segment.index] = (inputs, outputs)
+            output, left = part.forward(minibatch, value, inputs)
+            self._left[minibatch.number, segment.index] = left
+            self.memory.hold(minibatch.number, segment.index, left.kept.all)
         return output
 
     def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
         with self._computing(Work.BACKWARD, minibatch):
-            inputs, outputs = self._saved.pop((minibatch.number, segment.index))
+            left = self._left.pop((minibatch.number, segment.index))
             given = [None if g is None else move(g, self.device) for g in given]
             part = self._parts[segment.index]
             own = part.parameters[self.ring.place(minibatch.version)]
             before = part.bind_left(minibatch)
-            found = gradients(outputs, given, [*inputs, *own])
+            found = gradients(left.outputs, given, [*left.inputs, *own])
+            below, found = found[: len(left.inputs)], found[len(left.inputs) :]
+            del left
             part.check_left(minibatch, before)
-            for live, gradient in reversed(list(zip(part.live_parameters, found[len(inputs) :], strict=True))):
+            self.memory.release(minibatch.number, segment.index)
+            waiting = 0
+            for live, gradient in reversed(list(zip(part.live_parameters, found, strict=True))):
                 if gradient is not None:
+                    waiting += live.nbytes if live not in minibatch.gradients else 0  # tied ones are summed
                     minibatch.add_gradient(live, gradient)
-        return found[: len(inputs)]
+            self.memory.give(minibatch.number, waiting)
+        return below
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""
@@ -300,7 +313,8 @@ class Stage:
 
     def _forget(self, minibatch: Minibatch) -> None:
         for segment in self.segments:
-            self._saved.pop((minibatch.number, segment.index), None)
+            self._left.pop((minibatch.number, segment.index), None)
+            self.memory.release(minibatch.number, segment.index)
 
 
 class _TurnDropped(Exception):

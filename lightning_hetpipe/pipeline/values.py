@@ -6,7 +6,7 @@ a fresh leaf. Gradients cross back as one optional tensor for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +81,11 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def memory(tensors: Sequence[Tensor]) -> set[tuple[torch.device, int]]:
-    """The blocks of memory that ``tensors`` lie in."""
+def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
+    """The blocks of memory that ``tensors`` lie in, with the bytes of each; sparse ones are left out."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    return {(tensor.device, tensor.untyped_storage().data_ptr()) for tensor in strided}
+    storages = [(tensor.device, tensor.untyped_storage()) for tensor in strided]
+    return {(device, storage.data_ptr()): storage.nbytes() for device, storage in storages}
 
 
 def gradients(

@@ -16,6 +16,12 @@ class StageReport:
         time_s: Measured seconds of its layers per minibatch, forward and backward, before training.
         busy: Fraction of the training time in which it computed, 0 to 1.
         parameters: Number of parameters.
+        versions_bytes: The most bytes of weight versions at once; see :mod:`lightning_hetpipe.pipeline.memory`.
+        activations_bytes: The most bytes kept from forwards for backwards at once; None where it was not counted.
+        gradients_bytes: The most bytes of gradients that waited for Lightning's step at once; None as above.
+        memory_bytes: The most bytes of these three together at once; None as above.
+        held: The most minibatches whose activations it held at once.
+        device_bytes: The most bytes that torch had allocated at once on its device, for whomever; None on CPU.
     """
 
     device: str
@@ -24,6 +30,12 @@ class StageReport:
     time_s: float
     busy: float
     parameters: int
+    versions_bytes: int
+    activations_bytes: int | None
+    gradients_bytes: int | None
+    memory_bytes: int | None
+    held: int
+    device_bytes: int | None
 
 
 @dataclass(frozen=True)

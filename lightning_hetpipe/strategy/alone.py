@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.pipeline.chance import Chance, may_draw
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
-from lightning_hetpipe.strategy.layout import device_name
+from lightning_hetpipe.strategy.layout import device_bytes, device_name
 from lightning_hetpipe.strategy.private import begun_minibatches
 from lightning_hetpipe.strategy.settings import FitSettings, returned_none
 
@@ -106,6 +106,12 @@ class Alone:
                     time_s=self._busy / max(1, self._meter.minibatches),
                     busy=min(1.0, self._busy / seconds),
                     parameters=sum(parameter.numel() for parameter in parameters),
+                    versions_bytes=0,
+                    activations_bytes=None,
+                    gradients_bytes=None,
+                    memory_bytes=None,
+                    held=1,
+                    device_bytes=device_bytes(self._settings.devices[0]),
                 )
             ],
         )

@@ -51,6 +51,7 @@ class Layout:
 
     def report(self, engine: Engine, meter: Meter) -> RunReport:
         seconds = max(meter.seconds, 1e-9)
+        memories = [stage.memory for stage in engine.stages]
         return RunReport(
             in_flight=engine.in_flight,
             minibatches=meter.minibatches,
@@ -63,6 +64,12 @@ class Layout:
                     time_s=self.times[index],
                     busy=min(1.0, engine.stages[index].busy_seconds / seconds),
                     parameters=sum(p.numel() for p in engine.stages[index].ring.parameters),
+                    versions_bytes=memories[index].versions.most,
+                    activations_bytes=memories[index].activations.most,
+                    gradients_bytes=memories[index].gradients.most,
+                    memory_bytes=memories[index].total.most,
+                    held=memories[index].minibatches.most,
+                    device_bytes=device_bytes(device),
                 )
                 for index, device in enumerate(self.devices)
             ],
@@ -117,6 +124,11 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None) -> 
                 layer.module.device = device
     if moved and optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The most that torch has allocated on ``device`` at once; None for a CPU, where it does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def device_name(device: torch.device) -> str:

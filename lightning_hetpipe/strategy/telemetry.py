@@ -41,6 +41,8 @@ class Telemetry:
             return
         self._logged = number
         metrics = self._meter.interval([stage.busy_seconds for stage in self._engine.stages])
+        for index, stage in enumerate(self._engine.stages):
+            metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
         if self._synchroniser is not None:
             metrics.update(self._synchroniser.metrics())

@@ -15,6 +15,7 @@ class Stage:
     parameters: int = 1234
     time_s: float = 0.0031
     busy: float = 0.914
+    memory_bytes: int | None = 3 << 19
 
 
 @dataclass
@@ -30,22 +31,25 @@ def test_the_table_shows_each_stage_aligned() -> None:
     lines = summary(run, {}).splitlines()
     assert "Trained as a pipeline of 2 stages, 1 minibatch in flight" in lines
     header, first, second = lines[3:6]
-    assert header.split() == ["stage", "device", "layers", "parameters", "ms", "per", "minibatch", "busy"]
+    assert header.split() == ["stage", "device", "layers", "parameters", "ms", "per", "minibatch", "busy", "memory"]
     assert "net.0 – net.2  Conv2d, Block ×2" in first
-    assert first.split()[-3:] == ["1,234", "3.1", "91%"]
+    assert first.split()[-5:] == ["1,234", "3.1", "91%", "1.5", "MiB"]
     assert len(header) == len(first) == len(second)
     assert second.index("net.3") == first.index("net.0") == header.index("layers")
     assert "samples per second   3,120" in lines
 
 
 def test_the_table_says_what_its_times_are() -> None:
-    assert "ms per minibatch: forward and backward" in summary(Run([Stage(["net.0"], ["Linear"])]), {})
+    text = summary(Run([Stage(["net.0"], ["Linear"])]), {})
+    assert "ms per minibatch: forward and backward" in text
+    assert "memory: the most at once of weight versions" in text
 
 
 def test_a_dash_stands_where_nothing_was_measured() -> None:
-    run = Run([Stage(["net.0"], ["Linear"], time_s=0.0, busy=0.0)], minibatches=0, samples_per_second=0.0)
+    stage = Stage(["net.0"], ["Linear"], time_s=0.0, busy=0.0, memory_bytes=None)
+    run = Run([stage], minibatches=0, samples_per_second=0.0)
     lines = summary(run, {}).splitlines()
-    assert lines[4].split()[-3:] == ["1,234", "–", "–"]
+    assert lines[4].split()[-4:] == ["1,234", "–", "–", "–"]
     assert "samples per second   –" in lines
 
 

@@ -17,7 +17,8 @@ from tests.strategy.ahead import Memory
 from tests.strategy.refusing import Learner, batches, quiet_trainer
 
 LENGTH = 8  # batches of an epoch, of four samples each
-NAMES = ["hetpipe/samples_per_second", "hetpipe/stage_0/busy", "hetpipe/stage_1/busy", "hetpipe/staleness"]
+OF_STAGES = [f"hetpipe/stage_{stage}/{what}" for stage in (0, 1) for what in ("busy", "memory_bytes")]
+NAMES = ["hetpipe/samples_per_second", *OF_STAGES, "hetpipe/staleness"]
 
 
 def run(in_flight: int, logger: Any, epochs: int = 2, stages: int = 2, every: int = 1, **settings: Any) -> L.Trainer:
@@ -41,7 +42,7 @@ def staleness(minibatch: int, in_flight: int) -> int:
 def test_names(stages: int) -> None:
     memory = Memory()
     run(2, memory, stages=stages)
-    expected = {f"hetpipe/stage_{stage}/busy" for stage in range(stages)}
+    expected = {f"hetpipe/stage_{stage}/{what}" for stage in range(stages) for what in ("busy", "memory_bytes")}
     expected |= {"hetpipe/samples_per_second", "hetpipe/staleness"}
     assert ours(memory)
     assert all(set(row) == expected for row in ours(memory))
@@ -81,6 +82,7 @@ def test_values_are_plausible() -> None:
     for row in ours(memory):
         assert row["hetpipe/samples_per_second"] > 0
         assert all(0 < row[f"hetpipe/stage_{stage}/busy"] <= 1 for stage in (0, 1))
+        assert all(row[f"hetpipe/stage_{stage}/memory_bytes"] > 0 for stage in (0, 1))
 
 
 def test_several_loggers_get_the_same() -> None:
@@ -154,6 +156,11 @@ class TestLastRun:
             assert stage.time_s > 0
             named = [module.get_submodule(name) for name in stage.layers]
             assert stage.parameters == sum(p.numel() for p in nn.ModuleList(named).parameters())
+            assert stage.versions_bytes == 4 * 4 * stage.parameters
+            assert stage.held in range(1, 5)
+            counted = [stage.versions_bytes, stage.activations_bytes, stage.gradients_bytes, stage.memory_bytes]
+            assert all(counted)
+            assert stage.device_bytes is None
 
     @pytest.mark.parametrize(("stages", "in_flight"), [("auto", 1), (1, 1), (2, 3), (4, 5)])
     def test_in_flight_by_default(self, stages: Any, in_flight: int) -> None:

@@ -1,0 +1,206 @@
+"""What a stage holds, in bytes, counted by the engine: now, and at the most.
+
+Weight versions
+    The ring's slots that hold a version; a slot that several versions share counts once. (The ring's room, Nm slots, is
+    taken when the pipeline is built.) Parameters only: buffers are small, and are not versions.
+Activations
+    What a stage keeps from a minibatch's forward until its backward is done: the inputs and outputs of its layers, and
+    what autograd has saved between them. A block of memory counts once, the version's weights and the buffers do not.
+    Stages on one device that hand a tensor on without a copy count it both, as each keeps it.
+Gradients
+    What a stage's backward has found, until Lightning's step takes it; a sparse one as if it were dense.
+
+The bound: a stage holds the activations of at most Nm minibatches, and Nm versions, as minibatch p enters the pipeline
+when version p - Nm is published (law L1; HetPipe, section 4), and leaves every stage before version p is. The last
+stage holds one minibatch, where all of the model is one piece: forward, loss and backward are one task there. How many
+it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.simulate.simulate` says it.
+
+To ask autograd what it saves costs about as much as a small layer. So a segment's activations are counted with the
+first minibatch of its inputs' sizes since the pipeline started empty, and remembered; all else is always on. What a
+user's ``torch.autograd.Function`` keeps without ``save_for_backward`` is not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_hetpipe.pipeline.values import blocks
+
+REMEMBERED = 256
+"""How many combinations of input sizes a segment remembers."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one minibatch at one segment: all that its forward leaves for its backward, and its inputs alone."""
+
+    all: int
+    inputs: int
+
+
+class Level:
+    """A quantity, now and at the most."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+
+    def add(self, amount: int) -> None:
+        self.now += amount
+        self.most = max(self.most, self.now)
+
+
+class Memory:
+    """What one stage holds. Its own thread and Lightning's count.
+
+    Attributes:
+        versions, activations, gradients: Bytes.
+        total: Bytes of the three together, at any one time.
+        minibatches: How many minibatches' activations there are.
+    """
+
+    def __init__(self) -> None:
+        self.versions = Level()
+        self.activations = Level()
+        self.gradients = Level()
+        self.total = Level()
+        self.minibatches = Level()
+        self._lock = threading.Lock()
+        self._since = 0  # the most in total since `most_lately` was asked
+        self._held: dict[int, dict[int, int]] = {}
+        self._waiting: dict[int, int] = {}
+
+    def publish(self, versions: int) -> None:
+        """The versions are now so many bytes."""
+        with self._lock:
+            self._add(self.versions, versions - self.versions.now)
+
+    def hold(self, minibatch: int, segment: int, activations: int) -> None:
+        """Of ``minibatch``, so many bytes are now kept at ``segment``."""
+        with self._lock:
+            held = self._held.get(minibatch)
+            if held is None:
+                held = self._held[minibatch] = {}
+                self.minibatches.add(1)
+            before = held.get(segment, 0)
+            held[segment] = activations
+            self._add(self.activations, activations - before)
+
+    def release(self, minibatch: int, segment: int) -> None:
+        """Nothing of ``minibatch`` is kept at ``segment`` any more."""
+        with self._lock:
+            held = self._held.get(minibatch, {})
+            self._add(self.activations, -held.pop(segment, 0))
+            if not held and self._held.pop(minibatch, None) is not None:
+                self.minibatches.add(-1)
+
+    def give(self, minibatch: int, gradients: int) -> None:
+        """A backward of ``minibatch`` has found so many bytes of gradients, which wait for Lightning's step."""
+        with self._lock:
+            self._waiting[minibatch] = self._waiting.get(minibatch, 0) + gradients
+            self._add(self.gradients, gradients)
+
+    def take(self, minibatch: int) -> None:
+        """Lightning's step has those of ``minibatch``."""
+        with self._lock:
+            self._add(self.gradients, -self._waiting.pop(minibatch, 0))
+
+    def clear(self) -> None:
+        """Nothing is in flight."""
+        with self._lock:
+            self._add(self.activations, -self.activations.now)
+            self._add(self.gradients, -self.gradients.now)
+            self.minibatches.add(-self.minibatches.now)
+            self._held.clear()
+            self._waiting.clear()
+
+    def most_lately(self) -> int:
+        """The most in total since this was last asked."""
+        with self._lock:
+            most, self._since = self._since, self.total.now
+        return most
+
+    def _add(self, level: Level, amount: int) -> None:
+        level.add(amount)
+        self.total.add(amount)
+        self._since = max(self._since, self.total.now)
+
+
+class Counter:
+    """Counts what the forwards of one segment leave behind, by the sizes of their inputs."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Kept] = {}
+
+    def clear(self) -> None:
+        """Counts anew from now on: layers may have been frozen, say."""
+        self._known.clear()
+
+    def counting(self, inputs: Sequence[Tensor]) -> Counting:
+        """Around a forward on ``inputs``."""
+        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in inputs])
+        return Counting(self._known, sizes)
+
+
+class Counting:
+    """One forward, which is watched unless its like is known."""
+
+    def __init__(self, known: dict[Any, Kept], sizes: Any) -> None:
+        self._known = known
+        self._sizes = sizes
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def __enter__(self) -> Self:
+        if self._sizes not in self._known:
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*exception)
+
+    def kept(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], besides: Callable[[], Iterable[Tensor]]
+    ) -> Kept:
+        """What the forward has left, as its graph is still there: its bytes without those of ``besides``."""
+        known = self._known.get(self._sizes)
+        if known is not None:
+            return known
+        if len(self._known) == REMEMBERED:
+            self._known.clear()
+        saved = [saved.tensor for saved in self._saved]
+        left_out = blocks(besides())
+        found = Kept(_bytes([*inputs, *outputs, *saved], left_out), _bytes(inputs, left_out))
+        self._known[self._sizes] = found
+        return found
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # An output that was saved as it is would keep its own graph alive, which keeps it: nobody would collect them.
+        saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
+        self._saved.add(saved)
+        return saved
+
+
+class _Saved:
+    """A tensor that autograd has saved, for as long as its graph needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.tensor
+
+
+def _bytes(tensors: Iterable[Tensor], left_out: dict[tuple[torch.device, int], int]) -> int:
+    return sum(size for block, size in blocks(tensors).items() if block not in left_out)

@@ -1,0 +1,222 @@
+"""What stages hold is what the schedule's simulation says, and never more than the stated bound."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline.memory import REMEMBERED, Counter, Kept, Memory
+from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from tests.exact.pipelines import Delays
+from tests.pipeline.driving import Line, X, mlp
+from tests.pipeline.timetable import Timetable
+
+ROWS = X.numel() * 4
+"""Bytes of a tensor like X, and of what each layer of `mlp` makes of it."""
+WEIGHTS = (4 * 4 + 4) * 4
+"""Bytes of the weights of a Linear(4, 4)."""
+
+
+def driven(times: Sequence[tuple[float, float]], in_flight: int, minibatches: int) -> tuple[Line, tuple[int, ...]]:
+    """A run of Linear and Tanh on each stage, which takes exactly ``times``, and what the simulation says it holds."""
+    simulation = simulate([StageTimes(*each) for each in times], in_flight, minibatches)
+    timetable = Timetable(simulation, len(times))
+    cuts = range(0, 2 * len(times), 2)
+    line = Line(mlp(2 * len(times)), cuts=cuts, in_flight=in_flight, before_pass=timetable)
+    timetable.run(line, in_flight, minibatches)
+    return line, simulation.held
+
+
+def held(line: Line) -> tuple[int, ...]:
+    return tuple(stage.memory.minibatches.most for stage in line.engine.stages)
+
+
+def nearly_equal(stages: int) -> list[tuple[float, float]]:
+    """Backward takes twice as long as forward; no two times are the same."""
+    return [(1.0 + 0.0001 * stage**1.5, 2.0 + 0.0001 * (stage + 0.3) ** 1.7) for stage in range(stages)]
+
+
+def test_equal_stages_hold_what_first_in_first_out_does() -> None:
+    """1F1B would hold 4, 3, 2 and 1."""
+    line, expected = driven(nearly_equal(4), in_flight=6, minibatches=24)
+    assert held(line) == expected == (6, 6, 5, 1)
+    for stage, minibatches in zip(line.engine.stages, expected, strict=True):
+        # The input, what the Linear gives (the Tanh's input is not saved, but its output), and the Tanh's output.
+        assert stage.memory.activations.most == minibatches * 2 * ROWS
+        assert stage.memory.versions.most == 1 * WEIGHTS  # weights do not change here
+        assert stage.memory.activations.now == stage.memory.minibatches.now == stage.memory.gradients.now == 0
+
+
+@pytest.mark.parametrize("bottleneck", range(4))
+def test_unequal_stages_hold_what_the_simulation_says(bottleneck: int) -> None:
+    times = [
+        (f * (2.1 if i == bottleneck else 1), b * (2.1 if i == bottleneck else 1))
+        for i, (f, b) in enumerate(nearly_equal(4))
+    ]
+    line, expected = driven(times, in_flight=6, minibatches=20)
+    assert held(line) == expected
+    assert [stage.memory.activations.most for stage in line.engine.stages] == [n * 2 * ROWS for n in expected]
+
+
+def odd(random: tuple[int, int]) -> tuple[float, float]:
+    """Times of which no sums are the same."""
+    return random[0] / 997, random[1] / 991
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    times=st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)).map(odd), min_size=1, max_size=4),
+    in_flight=st.integers(1, 6),
+    minibatches=st.integers(1, 12),
+)
+def test_random_pipelines_hold_what_the_simulation_says(
+    times: list[tuple[float, float]], in_flight: int, minibatches: int
+) -> None:
+    simulation = simulate([StageTimes(*each) for each in times], in_flight, minibatches)
+    ends = [span.end for span in simulation.spans]
+    if len(set(ends)) < len(ends):
+        return
+    line, expected = driven(times, in_flight, minibatches)
+    assert held(line) == expected
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 99), in_flight=st.integers(1, 5), pieces=st.integers(1, 2))
+def test_whatever_the_timing_nobody_holds_more_than_the_bound(seed: int, in_flight: int, pieces: int) -> None:
+    line = Line(*(mlp(4) for _ in range(pieces)), cuts=(0, 2), in_flight=in_flight, before_pass=Delays(seed))
+    with line.running() as engine:
+        for p in range(1, in_flight + 1):
+            engine.submit(p, line.plain())
+        for p in range(1, 13):
+            line.update(engine.finish(p).gradients)
+            engine.publish(p)
+            engine.submit(p + in_flight, line.plain())
+        engine.drain()
+    assert max(held(line)) <= in_flight
+    assert pieces > 1 or held(line)[-1] == 1
+    for stage in line.engine.stages:
+        memory = stage.memory
+        weights = sum(parameter.nbytes for parameter in stage.ring.parameters)
+        layers = len(stage.layers)
+        assert memory.versions.most == in_flight * weights
+        assert memory.activations.most <= memory.minibatches.most * layers * ROWS
+        assert memory.gradients.most <= in_flight * weights
+        assert memory.total.most <= memory.versions.most + memory.activations.most + memory.gradients.most
+
+
+def test_gradients_wait_until_lightnings_step() -> None:
+    line = Line(mlp(), cuts=(0, 2), in_flight=3)
+    with line.running() as engine:
+        for p in (1, 2, 3):
+            engine.submit(p, line.plain())
+        engine.drain()
+        waiting = [stage.memory.gradients for stage in engine.stages]
+        assert [level.now for level in waiting] == [3 * WEIGHTS] * 2
+        engine.finish(1)
+        assert [level.now for level in waiting] == [2 * WEIGHTS] * 2
+        engine.begin(1)
+        assert [level.now for level in waiting] == [0, 0]
+        assert [level.most for level in waiting] == [3 * WEIGHTS] * 2
+
+
+def test_a_tied_weights_gradient_counts_once() -> None:
+    shared = nn.Linear(4, 4)
+    line = Line(nn.Sequential(shared, nn.Tanh(), shared), cuts=(0, 2))
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        engine.drain()
+        assert [stage.memory.gradients.now for stage in engine.stages] == [0, WEIGHTS]
+
+
+@pytest.mark.parametrize("work", ["forward", "backward"])
+def test_what_fails_is_held_no_longer(work: str) -> None:
+    def fail(stage: int, what: str, minibatch: int) -> None:
+        if (stage, what) == (0, work):
+            raise ArithmeticError("at its address")
+
+    line = Line(mlp(), cuts=(0, 2), before_pass=fail)
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        with pytest.raises(ArithmeticError, match="at its address"):
+            engine.finish(1)
+        assert engine.stages[0].memory.activations.now == engine.stages[0].memory.minibatches.now == 0
+
+
+def test_the_most_lately_starts_anew() -> None:
+    memory = Memory()
+    memory.publish(100)
+    memory.hold(1, 0, 30)
+    memory.hold(1, 1, 5)
+    memory.hold(1, 0, 10)
+    memory.release(1, 0)
+    memory.release(1, 0)  # twice is once
+    assert (memory.total.now, memory.total.most) == (105, 135)
+    assert [memory.most_lately(), memory.most_lately()] == [135, 105]
+    assert memory.minibatches.now == 1
+    memory.release(1, 1)
+    assert (memory.minibatches.now, memory.activations.now) == (0, 0)
+
+
+class TestCounter:
+    def count(self, counter: Counter, layers: nn.Module, x: Tensor) -> tuple[Kept, Tensor]:
+        with counter.counting([x]) as counting:
+            output = layers(x)
+        return counting.kept([x], [output], layers.parameters), output
+
+    def test_a_block_counts_once(self) -> None:
+        """A view is the same block; Tanh saves its output, which is the segment's."""
+        x = torch.zeros(3, 4, requires_grad=True)
+        kept, _ = self.count(Counter(), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Flatten()), x)
+        assert kept == Kept(all=2 * 48, inputs=48)
+
+    def test_what_the_graph_does_not_keep_does_not_count(self) -> None:
+        class Peeks(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * (x.exp().tanh().sum().item() > 0)
+
+        x = torch.zeros(3, 4, requires_grad=True)
+        assert self.count(Counter(), Peeks(), x)[0] == Kept(all=2 * 48, inputs=48)
+
+    def test_it_looks_once_for_each_size(self) -> None:
+        counter, layer = Counter(), nn.Linear(4, 4)
+        small, large = torch.zeros(3, 4), torch.zeros(6, 4)
+        sizes = [self.count(counter, layer, x)[0].all for x in (small, large, small)]
+        assert sizes == [96, 192, 96]
+        assert self.count(counter, nn.Sequential(layer, nn.Tanh(), layer), small)[0].all == 96  # the one it knows
+        counter.clear()
+        assert self.count(counter, nn.Sequential(layer, nn.Tanh(), layer), small)[0].all == 3 * 48
+
+    def test_it_forgets_rather_than_grow(self) -> None:
+        counter = Counter()
+        for size in range(REMEMBERED + 2):
+            self.count(counter, nn.Tanh(), torch.zeros(size + 1))
+        assert len(counter._known) == 2
+
+    def test_a_graph_that_is_dropped_goes(self) -> None:
+        """An output that is saved as it is would keep its own graph, and be kept by it, for ever."""
+        x = torch.zeros(3, 4, requires_grad=True)
+        gc.disable()
+        try:
+            kept, output = self.count(Counter(), nn.Tanh(), x)
+            gone = weakref.ref(x)
+            del x, output
+            assert gone() is None
+        finally:
+            gc.enable()
+        assert kept.all == 96
+
+    def test_gradients_are_the_same(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4), nn.Tanh())
+        x = torch.randn(3, 4, requires_grad=True)
+        _, output = self.count(Counter(), layers, x)
+        wanted = [x, *layers.parameters()]
+        found = torch.autograd.grad(output.square().sum(), wanted)
+        assert all(map(torch.equal, found, torch.autograd.grad(layers(x).square().sum(), wanted)))
