@@ -26,13 +26,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
-from lightning_hetpipe.pipeline.values import blocks
+from lightning_hetpipe.pipeline.values import blocks, tensors_of
+
+T = TypeVar("T")
 
 REMEMBERED = 256
 """How many combinations of input sizes a segment remembers."""
@@ -55,7 +56,8 @@ class Level:
 
     def add(self, amount: int) -> None:
         self.now += amount
-        self.most = max(self.most, self.now)
+        if self.now > self.most:
+            self.most = self.now
 
 
 class Memory:
@@ -80,8 +82,9 @@ class Memory:
 
     def publish(self, versions: int) -> None:
         """The versions are now so many bytes."""
-        with self._lock:
-            self._add(self.versions, versions - self.versions.now)
+        if versions != self.versions.now:
+            with self._lock:
+                self._add(self.versions, versions - self.versions.now)
 
     def hold(self, minibatch: int, segment: int, activations: int) -> None:
         """Of ``minibatch``, so many bytes are now kept at ``segment``."""
@@ -90,23 +93,21 @@ class Memory:
             if held is None:
                 held = self._held[minibatch] = {}
                 self.minibatches.add(1)
-            before = held.get(segment, 0)
+            self._add(self.activations, activations - held.get(segment, 0))
             held[segment] = activations
-            self._add(self.activations, activations - before)
 
-    def release(self, minibatch: int, segment: int) -> None:
-        """Nothing of ``minibatch`` is kept at ``segment`` any more."""
+    def release(self, minibatch: int, segment: int, gradients: int = 0) -> None:
+        """Nothing of ``minibatch`` is kept at ``segment`` any more, but ``gradients`` wait for Lightning's step."""
         with self._lock:
-            held = self._held.get(minibatch, {})
-            self._add(self.activations, -held.pop(segment, 0))
-            if not held and self._held.pop(minibatch, None) is not None:
-                self.minibatches.add(-1)
-
-    def give(self, minibatch: int, gradients: int) -> None:
-        """A backward of ``minibatch`` has found so many bytes of gradients, which wait for Lightning's step."""
-        with self._lock:
-            self._waiting[minibatch] = self._waiting.get(minibatch, 0) + gradients
-            self._add(self.gradients, gradients)
+            held = self._held.get(minibatch)
+            if held is not None:
+                self._add(self.activations, -held.pop(segment, 0))
+                if not held:
+                    del self._held[minibatch]
+                    self.minibatches.add(-1)
+            if gradients:
+                self._waiting[minibatch] = self._waiting.get(minibatch, 0) + gradients
+                self._add(self.gradients, gradients)
 
     def take(self, minibatch: int) -> None:
         """Lightning's step has those of ``minibatch``."""
@@ -131,7 +132,8 @@ class Memory:
     def _add(self, level: Level, amount: int) -> None:
         level.add(amount)
         self.total.add(amount)
-        self._since = max(self._since, self.total.now)
+        if self.total.now > self._since:
+            self._since = self.total.now
 
 
 class Counter:
@@ -144,47 +146,36 @@ class Counter:
         """Counts anew from now on: layers may have been frozen, say."""
         self._known.clear()
 
-    def counting(self, inputs: Sequence[Tensor]) -> Counting:
-        """Around a forward on ``inputs``."""
-        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in inputs])
-        return Counting(self._known, sizes)
-
-
-class Counting:
-    """One forward, which is watched unless its like is known."""
-
-    def __init__(self, known: dict[Any, Kept], sizes: Any) -> None:
-        self._known = known
-        self._sizes = sizes
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def __enter__(self) -> Self:
-        if self._sizes not in self._known:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(*exception)
-
     def kept(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], besides: Callable[[], Iterable[Tensor]]
-    ) -> Kept:
-        """What the forward has left, as its graph is still there: its bytes without those of ``besides``."""
-        known = self._known.get(self._sizes)
-        if known is not None:
-            return known
+        self, inputs: Sequence[Tensor], forward: Callable[[], T], besides: Callable[[], Iterable[Tensor]]
+    ) -> tuple[T, Kept]:
+        """What ``forward`` makes of ``inputs``, and the bytes that it leaves, without those of ``besides``."""
+        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in inputs])
+        kept = self._known.get(sizes)
+        if kept is not None:
+            return forward(), kept
         if len(self._known) == REMEMBERED:
             self._known.clear()
-        saved = [saved.tensor for saved in self._saved]
+        watched = _Watched()
+        with torch.autograd.graph.saved_tensors_hooks(watched.pack, _unpack):
+            output = forward()
         left_out = blocks(besides())
-        found = Kept(_bytes([*inputs, *outputs, *saved], left_out), _bytes(inputs, left_out))
-        self._known[self._sizes] = found
-        return found
+        kept = Kept(_bytes([*inputs, *tensors_of(output), *watched.saved()], left_out), _bytes(inputs, left_out))
+        self._known[sizes] = kept
+        return output, kept
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+
+class _Watched:
+    """What autograd saves in one forward."""
+
+    def __init__(self) -> None:
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def saved(self) -> list[Tensor]:
+        """What the graph still needs."""
+        return [saved.tensor for saved in self._saved]
+
+    def pack(self, tensor: Tensor) -> _Saved:
         # An output that was saved as it is would keep its own graph alive, which keeps it: nobody would collect them.
         saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
         self._saved.add(saved)

@@ -68,13 +68,14 @@ class Part:
         """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
-        with self.counter.counting(inputs) as counting:
-            result = self._compute(minibatch, index, value, inputs)
+        result, kept = self.counter.kept(
+            inputs,
+            lambda: self._compute(minibatch, index, value, inputs),
+            lambda: [*self.parameters[index], *(getattr(*place) for place in self._places[index])],
+        )
         self.buffers.after_forward(minibatch.number, self._places[index])
         self.computed.after_forward(minibatch.number, self._computed_places[index])
-        outputs = tensors_of(result)
-        kept = counting.kept(inputs, outputs, lambda: self._parameters_and_buffers(index))
-        return Value.of(result), Left(inputs, outputs, kept)
+        return Value.of(result), Left(inputs, tensors_of(result), kept)
 
     def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor]) -> Any:
         """What the layers in slot ``index`` make of ``inputs``, with the structure of ``value``."""
@@ -102,10 +103,6 @@ class Part:
                 " let it do so always, or never"
             )
         return current
-
-    def _parameters_and_buffers(self, index: int) -> list[Tensor]:
-        """What the layers in slot ``index`` hold anyway."""
-        return [*self.parameters[index], *(getattr(*place) for place in self._places[index])]
 
     def bind_left(self, minibatch: Minibatch) -> list[int]:
         """Before a backward: the layers hold the buffers that their forward left; gives how often they were changed."""

@@ -295,13 +295,12 @@ class Stage:
             below, found = found[: len(left.inputs)], found[len(left.inputs) :]
             del left
             part.check_left(minibatch, before)
-            self.memory.release(minibatch.number, segment.index)
             waiting = 0
             for live, gradient in reversed(list(zip(part.live_parameters, found, strict=True))):
                 if gradient is not None:
                     waiting += live.nbytes if live not in minibatch.gradients else 0  # tied ones are summed
                     minibatch.add_gradient(live, gradient)
-            self.memory.give(minibatch.number, waiting)
+            self.memory.release(minibatch.number, segment.index, waiting)
         return below
 
     def loss(self, minibatch: int) -> Loss:

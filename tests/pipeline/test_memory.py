@@ -166,9 +166,8 @@ def test_the_most_lately_starts_anew() -> None:
 
 class TestCounter:
     def count(self, counter: Counter, layers: nn.Module, x: Tensor) -> tuple[Kept, Tensor]:
-        with counter.counting([x]) as counting:
-            output = layers(x)
-        return counting.kept([x], [output], layers.parameters), output
+        output, kept = counter.kept([x], lambda: layers(x), layers.parameters)
+        return kept, output
 
     def test_a_block_counts_once(self) -> None:
         """A view is the same block; Tanh saves its output, which is the segment's."""
