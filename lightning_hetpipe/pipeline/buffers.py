@@ -2,7 +2,8 @@
 
 Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p - 1
 left. Each of the last Nm forwards keeps its own, so that version p can show outsiders what forward p left while later
-forwards have run already, and so that a backward finds the buffers that its forward used.
+forwards have run already, and so that a backward finds the buffers that its forward used. To compute a forward again
+takes what the one before it left, for as long: one more place.
 """
 
 from __future__ import annotations
@@ -37,10 +38,21 @@ def may_change(module: nn.Module, name: str) -> bool:
 
 
 class Buffers:
-    """The buffers of one segment: the ``live`` ones, and those of the last ``kept`` forwards on ``device``."""
+    """The buffers of one segment: the ``live`` ones, and those of the last Nm forwards on ``device``.
 
-    def __init__(self, live: Sequence[nn.Module], kept: int, device: torch.device) -> None:
+    Args:
+        live: The live layers.
+        in_flight: Nm.
+        device: Where forwards run.
+        recompute: Whether forwards are computed again, until their backward.
+    """
+
+    def __init__(
+        self, live: Sequence[nn.Module], in_flight: int, device: torch.device, *, recompute: bool = False
+    ) -> None:
         self._live = places(live)
+        self._ahead = in_flight > 1
+        kept = in_flight + recompute
         self._left = [[_tensor(place).to(device, copy=True) for place in self._live] for _ in range(kept)]
 
     def begin(self, minibatch: int) -> None:
@@ -61,6 +73,11 @@ class Buffers:
             with torch.no_grad():
                 foreach_copy_(own, previous)
         self.bind(minibatch, layers)
+
+    def before_again(self, minibatch: int, layers: list[Place]) -> None:
+        """Hands to ``layers`` what forward ``minibatch`` started from, to be changed again where nobody sees it."""
+        for (module, name), tensor in zip(layers, self._of(minibatch - 1), strict=True):
+            setattr(module, name, tensor.clone())
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of forward ``minibatch``."""
@@ -100,7 +117,7 @@ class Buffers:
             live = _tensor(place)
             if equal(live.to(left.device), left):
                 continue
-            if len(self._left) > 1:
+            if self._ahead:
                 raise SettingError(
                     f"the buffer {place[1]!r} of a pipelined {type(place[0]).__name__} was changed by hand after"
                     f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"

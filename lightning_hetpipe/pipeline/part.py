@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +30,21 @@ class Left:
 
     Attributes:
         inputs: Leaves of its graph.
-        outputs: Its ends.
+        outputs: Its ends; None if they are to be computed again.
+        value: The structure of the inputs.
+        changes: How often each input was changed in place before.
         kept: The bytes of all that, and of what the graph has saved.
     """
 
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[Tensor] | None
+    value: Value
+    changes: list[int]
     kept: Kept
+
+    def inputs_alone(self) -> Left:
+        """Without its graph."""
+        return replace(self, outputs=None)
 
 
 class Part:
@@ -49,7 +57,7 @@ class Part:
         self._piece = piece
         live = [layer.module for layer in layers]
         copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
-        self.buffers = Buffers(live, settings.in_flight, device)
+        self.buffers = Buffers(live, settings.in_flight, device, recompute=settings.recompute)
         self.computed = Computed(live, settings.in_flight)
         self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
         uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
@@ -75,7 +83,21 @@ class Part:
         )
         self.buffers.after_forward(minibatch.number, self._places[index])
         self.computed.after_forward(minibatch.number, self._computed_places[index])
-        return Value.of(result), Left(inputs, tensors_of(result), kept)
+        changes = [version_counter(tensor) for tensor in inputs]
+        return Value.of(result), Left(inputs, tensors_of(result), replace(value, tensors=()), changes, kept)
+
+    def again(self, minibatch: Minibatch, left: Left) -> list[Tensor]:
+        """The outputs of the forward that has left ``left``, computed once more: on the same weights, buffers, random
+        numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
+        """
+        if left.changes != [version_counter(tensor) for tensor in left.inputs]:
+            raise SettingError(
+                f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
+                " again from it (recompute=True); change a copy of it, or leave recompute out"
+            )
+        index = self._ring.place(minibatch.version)
+        self.buffers.before_again(minibatch.number, self._places[index])
+        return tensors_of(self._compute(minibatch, index, left.value, left.inputs))
 
     def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor]) -> Any:
         """What the layers in slot ``index`` make of ``inputs``, with the structure of ``value``."""

@@ -70,6 +70,7 @@ class StageSettings:
         torch_threads: Threads of each torch operation.
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
         before_pass: For emulated devices, and for tests.
+        recompute: Keep only the inputs of forwards, and compute these again for the backward.
     """
 
     chance: Chance
@@ -77,6 +78,7 @@ class StageSettings:
     torch_threads: int
     default_dtype: torch.dtype | None
     before_pass: BeforePass | None = None
+    recompute: bool = False
 
 
 class Computes(Protocol):
@@ -251,7 +253,9 @@ class Stage:
         work, segment = task.instruction.work, task.instruction.segment
         if work is Work.BACKWARD:
             return self._backward(task.minibatch, segment, task.payload)
-        output = self._forward(task.minibatch, segment, task.payload)
+        # At the turn the backward follows at once, so that there is nothing to be gained by computing again.
+        again = self._settings.recompute and work is Work.FORWARD
+        output = self._forward(task.minibatch, segment, task.payload, again)
         if work is Work.FORWARD:
             return output
         task.minibatch.deliver(output)
@@ -275,13 +279,16 @@ class Stage:
             raise _TurnDropped
         return given[0]
 
-    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value) -> Value:
+    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, again: bool) -> Value:
         with self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
             part = self._parts[segment.index]
             output, left = part.forward(minibatch, value, inputs)
-            self._left[minibatch.number, segment.index] = left
             self.memory.hold(minibatch.number, segment.index, left.kept.all)
+            if again:
+                left = left.inputs_alone()
+                self.memory.hold(minibatch.number, segment.index, left.kept.inputs)
+            self._left[minibatch.number, segment.index] = left
         return output
 
     def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
@@ -290,10 +297,13 @@ class Stage:
             given = [None if g is None else move(g, self.device) for g in given]
             part = self._parts[segment.index]
             own = part.parameters[self.ring.place(minibatch.version)]
+            if (outputs := left.outputs) is None:
+                outputs = part.again(minibatch, left)
+                self.memory.hold(minibatch.number, segment.index, left.kept.all)
             before = part.bind_left(minibatch)
-            found = gradients(left.outputs, given, [*left.inputs, *own])
+            found = gradients(outputs, given, [*left.inputs, *own])
             below, found = found[: len(left.inputs)], found[len(left.inputs) :]
-            del left
+            del left, outputs
             part.check_left(minibatch, before)
             waiting = 0
             for live, gradient in reversed(list(zip(part.live_parameters, found, strict=True))):

@@ -27,7 +27,7 @@ from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.strategy.layout import device_bytes, device_name
 from lightning_hetpipe.strategy.private import begun_minibatches
-from lightning_hetpipe.strategy.settings import FitSettings, returned_none
+from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 
 
 def is_alone(settings: FitSettings) -> bool:
@@ -128,6 +128,8 @@ class Alone:
                 " set stages, as several may share a device"
             )
             warnings.warn(one if len(list(self._layers())) == 1 else several, stacklevel=2)
+        if self._settings.recompute:
+            nothing_to_recompute()
         self._busy = 0.0
         self._meter.start()
 

@@ -55,7 +55,7 @@ from lightning_hetpipe.strategy.private import (
     with_workers,
 )
 from lightning_hetpipe.strategy.release import released_step
-from lightning_hetpipe.strategy.settings import FitSettings, returned_none
+from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.telemetry import Telemetry
 
@@ -231,6 +231,8 @@ class Fit:
             in_flight = self._synchroniser.agree(in_flight)
         if self._asked is not None and in_flight > 1:
             raise ahead(self._asked)
+        if self._settings.recompute and stages == len(pieces) == 1:
+            nothing_to_recompute()
         times = [0.0] * len(layers)
         if stages > 1 or self._trainer.loggers:
             times = measure(pieces, self._chance, self._default_dtype(), devices[-1])
@@ -242,7 +244,12 @@ class Fit:
             cuts,
             self._layout.devices,
             StageSettings(
-                self._chance, in_flight, self._settings.torch_threads, self._default_dtype(), self._settings.before_pass
+                self._chance,
+                in_flight,
+                self._settings.torch_threads,
+                self._default_dtype(),
+                self._settings.before_pass,
+                self._settings.recompute,
             ),
             self._settings.timeout,
             self._module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,7 @@ class FitSettings:
     choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
     before_pass: BeforePass | None
     virtual_worker: int = 0
+    recompute: bool = False
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 
@@ -46,7 +48,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "cluster": (None, "the devices that it finds"),
     "allocation": ("auto", "the devices in their order"),
     "compile": (False, "layers as they are"),
-    "recompute": (False, "stored activations"),
     "timeline": (False, "metrics and the summary"),
     "lr_correction": (None, "the optimizer's own learning rate"),
     "start_method": ("popen", "one process"),
@@ -72,6 +73,12 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
         raise SettingError(f"{name}={value!r} must be a whole number of at least 1, or 'auto'")
     if value > MOST:
         raise SettingError(f"{name}={value!r} is more than {MOST}, each of which would take a thread; set fewer")
+    return value
+
+
+def switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SettingError(f"{name}={value!r} must be True or False")
     return value
 
 
@@ -221,6 +228,15 @@ def returned_none() -> SettingError:
     return SettingError(
         "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
         " step, does not do; return a loss, such as one multiplied by zero"
+    )
+
+
+def nothing_to_recompute() -> None:
+    """Warns of a setting without effect."""
+    warnings.warn(
+        "recompute=True changes nothing where one stage holds the whole model: each backward follows its forward at"
+        " once; set stages to more, or leave it out",
+        stacklevel=2,
     )
 
 

@@ -60,7 +60,10 @@ class HetPipeStrategy(VirtualWorkers):
             that user code takes does not count.
         wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
             its defaults.
-        plan, cluster, allocation, compile, recompute, timeline, lr_correction, start_method: of later releases.
+        recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
+            there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
+            forward at once, so that it has nothing to gain and computes once.
+        plan, cluster, allocation, compile, timeline, lr_correction, start_method: of later releases.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
 
     Attributes:
@@ -111,7 +114,6 @@ class HetPipeStrategy(VirtualWorkers):
             "cluster": cluster,
             "allocation": allocation,
             "compile": compile,
-            "recompute": recompute,
             "timeline": timeline,
             "lr_correction": lr_correction,
             "start_method": start_method,
@@ -121,6 +123,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
         self.module = settings.module_names(module)
+        self.recompute = settings.switch("recompute", recompute)
         self.last_run: RunReport | None = None
         self._fit: Fit | Alone | None = None
         self._evaluation: Evaluation | None = None
@@ -294,6 +297,7 @@ class HetPipeStrategy(VirtualWorkers):
             torch_threads=_torch_threads(),
             choose_cuts=self._choose_cuts,
             before_pass=self._before_pass,
+            recompute=self.recompute,
             virtual_worker=self.global_rank,
             asked=self.asked,
         )

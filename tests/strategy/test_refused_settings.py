@@ -43,6 +43,12 @@ def test_a_timeout_of_another_type(value: Any) -> None:
         HetPipeStrategy(timeout=value)
 
 
+@pytest.mark.parametrize("value", [0, 1, "yes", None])
+def test_a_switch_of_another_type(value: Any) -> None:
+    with refused(f"recompute={value!r}", "must be True or False"):
+        HetPipeStrategy(recompute=value)
+
+
 @pytest.mark.parametrize(("value", "seconds"), [(3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0)])
 def test_timeouts(value: Any, seconds: float) -> None:
     assert HetPipeStrategy(timeout=value).timeout == seconds
@@ -62,7 +68,6 @@ LATER_VALUES: list[tuple[str, Any]] = [
     ("allocation", "np"),
     ("compile", True),
     ("compile", 0),
-    ("recompute", True),
     ("timeline", True),
     ("lr_correction", "theorem"),
     ("start_method", "spawn"),
