@@ -21,7 +21,6 @@ from tests.exact.test_layers import LAYERS
 from tests.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 from tests.oracle import Batch, Outputs
 
-
 FURTHER = [(1, 1), (1, 3), (2, 1), (3, 2), (4, 6)]
 IN_FLIGHT = [pytest.param(1, marks=pytest.mark.slow), 4]
 
