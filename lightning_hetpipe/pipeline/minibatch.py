@@ -96,6 +96,8 @@ class Minibatch(Flight):
             self._loss.end()
 
     def _landed(self, failure: BaseException | None) -> None:
+        for call in self._calls:
+            call.close()
         if failure is not None:
             self.turn.put(Discarded())
             self.end(failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ class PieceCall:
         joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
         self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
         return outputs.tree(joined)
+
+    def close(self) -> None:
+        """Lets go of tensors and graph, as nothing is differentiated any more.
+
+        The call and its node hold each other, so that they would stay until Python collects garbage.
+        """
+        self.inputs = replace(self.inputs, tensors=())
+        self.output_gradients = self.input_gradients = self._node = None
+        self._given = []
 
     def collect(
         self,

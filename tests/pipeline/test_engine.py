@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -213,3 +214,22 @@ def test_unlocking_twice_releases_once() -> None:
             assert engine.lock.held
         assert engine.lock.held, "the other one's"
         engine.lock.release()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_finished_minibatch_leaves_no_tensors_to_the_garbage_collector(pieces: int) -> None:
+    """A piece's call and its place in autograd's graph held each other, and with them the batch and its gradients."""
+    line = Line(*(mlp() for _ in range(pieces)), cuts=(0, 3), in_flight=2)
+    left: list[int] = []
+    with line.running() as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            for p in range(1, 41):
+                engine.submit(p, line.plain(torch.randn(3, 4)))
+                line.update(engine.finish(p).gradients)
+                engine.publish(p)
+                left.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+        finally:
+            gc.enable()
+    assert left[-1] < left[4] + 30, left  # three or more of each minibatch would stay; a thread may be letting go
