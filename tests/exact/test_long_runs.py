@@ -93,8 +93,14 @@ MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int], DataLoader[Any]]]
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of a process is read from Linux's /proc")
 @pytest.mark.parametrize(
     ("model", "epochs", "recompute"),
-    [("normed", 1, False), ("normed", 20, True), ("pieces", 1, True), ("pieces", 20, False), ("captured", 1, False)]
-    + [("captured", 20, True)],
+    [
+        ("normed", 1, False),
+        ("normed", 20, True),
+        ("pieces", 1, True),
+        ("pieces", 20, False),
+        ("captured", 1, False),
+        ("captured", 20, True),
+    ],
 )
 def test_nothing_grows(model: str, epochs: int, recompute: bool) -> None:
     make, load = MODELS[model]
