@@ -173,7 +173,11 @@ def train_with_strategy(task: Task) -> None:
     # The mean, as DDP's: with the sum, the learning rate of this variant would be another one.
     wsp = WSPCallback(clock_distance=task.clock_distance, wave=task.wave or "auto", aggregate="mean")
     strategy = HetPipeStrategy(
-        stages=task.stages, in_flight=task.in_flight or "auto", virtual_workers=task.workers, wsp=wsp
+        stages=task.stages,
+        in_flight=task.in_flight or "auto",
+        virtual_workers=task.workers,
+        wsp=wsp,
+        recompute=task.recompute,
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
@@ -184,6 +188,7 @@ def train_with_strategy(task: Task) -> None:
         notes["in_flight"] = report.in_flight
         notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
         notes["times"] = [stage.time_s for stage in report.stages]
+        notes["activations_bytes"] = [stage.activations_bytes for stage in report.stages]
         notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
     if emulation is not None:
         notes["overruns"] = sum(stage.overruns for stage in emulation.stages)

@@ -1,0 +1,86 @@
+"""What `recompute=True` saves and costs: bytes of activations that stages hold, and minibatches per second."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
+from benchmarks.machine import describe_machine, two_cores
+from benchmarks.training_task import WORKER, Task
+
+NAME = "recompute"
+TIMEOUT = 600.0
+
+KEPT = "a activations kept"
+AGAIN = "b forwards computed again"
+
+Round = Mapping[str, Measurement]
+
+
+def measure(task: Task) -> Measurement:
+    """Measures one process."""
+    ((announced,),) = run_together([Process(WORKER, (task.to_json(),))], TIMEOUT)
+    return announced
+
+
+def run(options: Options) -> Outcome:
+    """Measures both in `options.rounds` interleaved rounds."""
+    cores = two_cores()
+    machine = describe_machine(cores)
+    task = Task("strategy", cores=cores, layers=16, width=512, batch=512, stages=4, in_flight=6)
+    if options.quick:
+        task = replace(task, warmup=8, steps=8, tail=6)
+    jobs = {KEPT: partial(measure, task), AGAIN: partial(measure, replace(task, recompute=True))}
+    rounds, failures = in_rounds(jobs, options.rounds)
+    return report(machine, task, rounds, failures)
+
+
+def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], failures: Mapping[str, str]) -> Outcome:
+    """Turns the measurements into a text to read and data to keep."""
+    rows: list[tuple[str, ...]] = [("variant", "minibatches/s", "range", "activations of each stage, MiB", "in all")]
+    for variant in (KEPT, AGAIN):
+        found = [measured[variant] for measured in rounds if variant in measured]
+        if not found:
+            rows.append((variant, "failed", "", "", ""))
+            continue
+        rate = Spread.of(each.rate for each in found)
+        held = activations(found[-1])
+        mebibytes = " ".join(f"{each / 2**20:.1f}" for each in held)
+        spread = f"{rate.low:.2f} .. {rate.high:.2f}"
+        rows.append((variant, f"{rate.median:.2f}", spread, mebibytes, f"{sum(held) / 2**20:.1f}"))
+    both = [measured for measured in rounds if len(measured) == 2]
+    ratios: dict[str, Spread] = {}
+    if both:
+        ratios["b/a  minibatches per second"] = Spread.of(one[AGAIN].rate / one[KEPT].rate for one in both)
+        ratios["b/a  bytes of activations"] = Spread.of(
+            sum(activations(one[AGAIN])) / sum(activations(one[KEPT])) for one in both
+        )
+    lines = [("ratio", "median", "range")]
+    lines += [(name, f"{each.median:.2f}", f"{each.low:.2f} .. {each.high:.2f}") for name, each in ratios.items()]
+    text = [
+        f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, {task.stages} stages,"
+        f" {task.in_flight} in flight",
+        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
+        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s), in each"
+        f" {task.steps} minibatches after {task.warmup}; bytes counted by the engine",
+        "",
+        table(rows),
+        "",
+        table(lines),
+        *(f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()),
+    ]
+    data = {
+        "machine": dict(machine),
+        "task": asdict(task),
+        "rounds": [{variant: asdict(value) for variant, value in measured.items()} for measured in rounds],
+        "ratios": {name: asdict(each) for name, each in ratios.items()},
+        "failures": dict(failures),
+    }
+    return Outcome("\n".join(text), data, complete=not failures)
+
+
+def activations(measurement: Measurement) -> list[int]:
+    """The most bytes that each stage held at once."""
+    found: Any = measurement.notes["activations_bytes"]
+    return list(found)
