@@ -5,7 +5,18 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
+from benchmarks.harness import (
+    Figure,
+    Measurement,
+    Options,
+    Outcome,
+    Process,
+    Spread,
+    figures_table,
+    in_rounds,
+    run_together,
+    table,
+)
 from benchmarks.machine import describe_machine, two_cores
 from benchmarks.training_task import WORKER, Task
 
@@ -50,14 +61,12 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
         spread = f"{rate.low:.2f} .. {rate.high:.2f}"
         rows.append((variant, f"{rate.median:.2f}", spread, mebibytes, f"{sum(held) / 2**20:.1f}"))
     both = [measured for measured in rounds if len(measured) == 2]
-    ratios: dict[str, Spread] = {}
-    if both:
-        ratios["b/a  minibatches per second"] = Spread.of(one[AGAIN].rate / one[KEPT].rate for one in both)
-        ratios["b/a  bytes of activations"] = Spread.of(
-            sum(activations(one[AGAIN])) / sum(activations(one[KEPT])) for one in both
-        )
-    lines = [("ratio", "median", "range")]
-    lines += [(name, f"{each.median:.2f}", f"{each.low:.2f} .. {each.high:.2f}") for name, each in ratios.items()]
+    rates = [one[AGAIN].rate / one[KEPT].rate for one in both]
+    sizes = [sum(activations(one[AGAIN])) / sum(activations(one[KEPT])) for one in both]
+    figures = [
+        Figure("recompute: minibatches/s, over those with activations kept", Spread.of(rates) if both else None),
+        Figure("recompute: bytes of activations, over those kept without it", Spread.of(sizes) if both else None),
+    ]
     text = [
         f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, {task.stages} stages,"
         f" {task.in_flight} in flight",
@@ -67,17 +76,17 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
         "",
         table(rows),
         "",
-        table(lines),
+        figures_table(figures),
         *(f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()),
     ]
     data = {
         "machine": dict(machine),
         "task": asdict(task),
         "rounds": [{variant: asdict(value) for variant, value in measured.items()} for measured in rounds],
-        "ratios": {name: asdict(each) for name, each in ratios.items()},
+        "ratios": {each.name: None if each.spread is None else asdict(each.spread) for each in figures},
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
 def activations(measurement: Measurement) -> list[int]:
