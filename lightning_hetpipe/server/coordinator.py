@@ -284,6 +284,8 @@ class Coordinator:
         found = decide(self._joins, self._leases.seen, self.gone, self.order, era, waited)
         if isinstance(found, list):
             return found
+        if all(join.report.collected is None for join in self._joins.values()):
+            self._gathers = Gathers(self._gathers.limit)  # what is left there is another launch's, or given anew
         self._formation = found
         self._attempts = {vw: self._joins[vw].attempt for vw in found.members}
         for vw in [vw for vw in self._joins if vw not in found.members]:

@@ -85,6 +85,30 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     assert Mark(1, 1, -1) in world.server[0].coordinator.order.members
 
 
+def test_a_launch_that_takes_another_ones_place_gathers_for_itself() -> None:
+    """Its gathers are numbered as the killed one's were: it was given what those had said, or told that it is late."""
+    world = started(2)
+    for ordinal, said in enumerate((b"old", b"late")):
+        gathered(world, ordinal, said)
+    world.vws.clear()
+    for vw in (0, 1):
+        begin_anew(world, vw)
+        until(world, vw, State.JOIN)
+        world.step(vw)
+    all_idle(world)
+    for ordinal, said in enumerate((b"new", b"next")):
+        gathered(world, ordinal, said)
+
+
+def gathered(world: World, ordinal: int, said: bytes) -> None:
+    """Both VWs say that, and nothing else is heard."""
+    for vw in (0, 1):
+        world.gather(vw, ordinal, said)
+        world.step(vw)
+    all_idle(world)
+    assert world.vws[0].kept == world.vws[1].kept == 2 * said
+
+
 def test_who_was_left_out_fails_alone() -> None:
     """A VW that had been stopped for longer than its lease ended with an error, and that ended all who had gone on."""
     world = started(2)
