@@ -1,0 +1,163 @@
+"""Records what takes place when, for pictures and traces, in bounded memory.
+
+Threads of stages, of minibatches and Lightning's own append to lists of their step, which is atomic in Python: nobody
+waits for anybody. All times are of one clock, ``time.perf_counter``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.rules.spans import EVALUATE, LIGHTNING, USER_CODE, Row, Span
+
+KEPT = 100
+"""Minibatches of which everything is kept, where no window was asked for: the last so many.
+
+A pipeline's pattern repeats every Nm minibatches, so that these hold several of them, its start or its end. With eight
+stages that is a fifth of a megabyte per hundred, and a trace of a megabyte, which opens at once.
+"""
+EVALUATED = 5_000
+"""Spans of evaluations that are kept, the last so many: an evaluation may have any number of batches."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Of which minibatches everything is kept: those from ``first`` to ``last``, and of these the last ``most``."""
+
+    first: int = 1
+    last: int | None = None
+    most: int = KEPT
+
+    def __contains__(self, minibatch: int) -> bool:
+        return self.first <= minibatch and (self.last is None or minibatch <= self.last)
+
+
+class Recorder:
+    """What took place in one run.
+
+    Args:
+        window: What to keep.
+
+    Attributes:
+        zero: When it was made, by ``perf_counter``.
+        zero_date: The same, in seconds since 1970.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.zero = time.perf_counter()
+        self.zero_date = time.time()
+        self.window = window
+        self._steps: dict[int, list[Span]] = {}
+        self._versions: dict[int, int] = {}
+        self._evaluated: deque[Span] = deque(maxlen=EVALUATED)
+        self._latest = 0
+        self._step: tuple[int, float] | None = None  # Lightning's, which goes on until it does something else
+
+    # Lightning's thread.
+
+    def began(self, minibatch: int, version: int) -> None:
+        """``minibatch``, the next one, was put in flight, on the weights of ``version``."""
+        if minibatch <= self._latest:  # Lightning has gone back, as after a search for a learning rate
+            self.forget(after=minibatch - 1)
+        self._latest = minibatch
+        if minibatch in self.window:
+            self._steps.setdefault(minibatch, [])
+            self._versions[minibatch] = version
+            while len(self._versions) > self.window.most:
+                oldest = next(iter(self._versions))
+                del self._versions[oldest]
+                self._steps.pop(oldest, None)
+
+    def forget(self, after: int) -> None:
+        """What came after the minibatch ``after`` was discarded; its numbers will be used again."""
+        for minibatch in [number for number in list(self._steps) if number > after]:
+            self._versions.pop(minibatch, None)
+            del self._steps[minibatch]
+        self._latest = min(self._latest, after)
+
+    def section(self, work: str, minibatch: int, start: float) -> None:
+        """Lightning's thread has done ``work`` from ``start`` until now."""
+        self.add(LIGHTNING, work, minibatch, start)
+
+    def step_begins(self, minibatch: int) -> None:
+        """Lightning's step goes on with its gradients, until :meth:`step_ends`."""
+        self._step = minibatch, time.perf_counter()
+
+    def step_ends(self) -> None:
+        if self._step is not None:
+            self.add(LIGHTNING, "step", *self._step)
+            self._step = None
+
+    # Any thread.
+
+    def add(self, row: Row, work: str, minibatch: int, start: float) -> None:
+        """``work`` in ``row`` took place from ``start`` until now."""
+        span = Span(row, work, minibatch, start, time.perf_counter())
+        if work == EVALUATE:
+            if self._latest in self.window:
+                self._evaluated.append(span)
+            return
+        step = self._steps.get(minibatch)
+        if step is None and minibatch > self._latest and minibatch in self.window:
+            step = self._steps.setdefault(minibatch, [])  # its batch is fetched, or it has begun just now
+        if step is not None:
+            step.append(span)
+
+    def around(self, before: BeforePass | None) -> BeforePass:
+        """What stages call before they compute: records that, with what ``before`` adds to it."""
+        return partial(self._passes, before)
+
+    def _passes(self, before: BeforePass | None, stage: int, work: str, minibatch: int) -> Callable[[], None]:
+        start = time.perf_counter()
+        after = None if before is None else before(stage, work, minibatch)
+        return partial(self._passed, after, stage, work, minibatch, start)
+
+    def _passed(self, after: Callable[[], None] | None, stage: int, work: str, minibatch: int, start: float) -> None:
+        if after is not None:
+            after()
+        self.add(stage, work, minibatch, start)
+
+    def stretch(self, minibatch: int, inner: Stretch | None) -> RecordedStretch:
+        """``inner``, recorded."""
+        return RecordedStretch(self, minibatch, inner)
+
+    # Whoever reads.
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was kept, by its start, in seconds since :attr:`zero`."""
+        found = [span for number in list(self._versions) for span in list(self._steps.get(number, ()))]
+        if found:
+            first = min(span.start for span in found)
+            found += [span for span in list(self._evaluated) if span.start >= first]
+        found.sort(key=lambda span: span.start)
+        return tuple(span._replace(start=span.start - self.zero, end=span.end - self.zero) for span in found)
+
+    def versions(self) -> dict[int, int]:
+        """The version that each minibatch of :meth:`spans` used."""
+        return dict(self._versions)
+
+
+class RecordedStretch(Stretch):
+    """A minibatch's stretches of user code; ``inner`` may swap in state of its own."""
+
+    def __init__(self, recorder: Recorder, minibatch: int, inner: Stretch | None) -> None:
+        self._recorder = recorder
+        self._minibatch = minibatch
+        self._inner = inner
+        self._start = 0.0
+
+    def enter(self) -> None:
+        self._start = time.perf_counter()
+        if self._inner is not None:
+            self._inner.enter()
+
+    def leave(self) -> None:
+        if self._inner is not None:
+            self._inner.leave()
+        self._recorder.add(USER_CODE, "training_step", self._minibatch, self._start)

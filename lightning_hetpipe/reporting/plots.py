@@ -1,0 +1,208 @@
+"""Timelines as pictures. Needs matplotlib, the extra ``plot``; it is imported where a picture is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.reporting.timeline import Timeline
+from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LOSS, TURN, Row, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    FORWARD: "#56B4E9",
+    BACKWARD: "#E69F00",
+    LOSS: "#009E73",
+    EVALUATE: "#CC79A7",
+    "training_step": "#F0E442",
+    "step": "#999999",
+    "wait_for_minibatch": "#FFFFFF",
+    "publish": "#0072B2",
+    "synchronise": "#D55E00",
+    "fetch": "#CC79A7",
+    "look_ahead": "#B3C7D6",
+    "drain": "#FFFFFF",
+    "evaluation": "#CC79A7",
+}
+"""Those of Okabe and Ito (2008), which people with any kind of colour vision tell apart; waits are white."""
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Of the stages' curves, again and again; line styles tell those alike apart."""
+WAITS = {"wait_for_minibatch", "drain"}
+"""Of Lightning's thread, hatched like those of stages."""
+WORDS = {
+    "training_step": "training_step",
+    "step": "Lightning's step",
+    "wait_for_minibatch": "wait for a minibatch",
+    "publish": "publish",
+    "synchronise": "synchronise",
+    "fetch": "fetch a batch",
+    "look_ahead": "look ahead",
+    "drain": "drain",
+    "evaluation": "evaluation",
+    IDLE: "idle: nothing to do",
+}
+"""What a legend calls them, where that is not their own name."""
+POINTS = 200
+"""Of a curve of utilisation."""
+
+
+def draw(timeline: Timeline, first: int | None = None, last: int | None = None) -> Figure:
+    """Draws ``timeline`` from the start of minibatch ``first`` to the end of ``last``, with all that is between.
+
+    Above: stages as rows, then user code and Lightning's thread; minibatches' numbers stand in the boxes where they fit,
+    waits are hatched. Below: how busy each stage is, over as long as Nm minibatches take, and how many minibatches are
+    in flight.
+
+    Args:
+        timeline: Measured or simulated.
+        first, last: By default as many minibatches from its middle as can be read in a picture.
+
+    Returns:
+        A figure of its own, which no window shows; ``figure.savefig("timeline.png")`` writes it.
+
+    Raises:
+        SettingError: without matplotlib, or if nothing of these minibatches is in the timeline.
+    """
+    figure_class = _matplotlib()
+    if first is None and last is None:
+        first, last = _readable(timeline)
+    kept = timeline.minibatches
+    window = timeline.between(kept.start if first is None else first, kept.stop - 1 if last is None else last)
+    start, end = window.extent
+    if end <= start:
+        end = start + 1e-6
+    rows = timeline.rows
+    height = 0.42 * len(rows) + 2.9
+    figure: Figure = figure_class(figsize=(14, height), dpi=110, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.42 * len(rows), 1.8])
+    _draw_rows(above, timeline, rows, start, end)
+    _draw_curves(below, timeline, start, end)
+    numbers = window.minibatches
+    clock = "simulated" if timeline.zero is None else "measured"
+    figure.suptitle(
+        f"virtual worker {timeline.virtual_worker}, minibatches {numbers.start} to {numbers.stop - 1},"
+        f" Nm = {timeline.in_flight} ({clock})",
+        fontsize="medium",
+    )
+    return figure
+
+
+def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """:func:`draw` as pixels: height, width, and red, green and blue from 0 to 255."""
+    figure = draw(timeline)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _matplotlib() -> type[Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SettingError(
+            'drawing a timeline needs matplotlib, which is not installed; pip install "lightning-hetpipe[plot]"'
+        ) from error
+    return Figure
+
+
+def _readable(timeline: Timeline) -> tuple[int, int]:
+    """As many minibatches, from the middle: at an epoch's start and end a pipeline does not look as it does else."""
+    kept = timeline.minibatches
+    if not kept:
+        raise SettingError("this timeline is empty, so that there is nothing to draw; record some minibatches")
+    count = min(len(kept), max(6, 2 * timeline.in_flight))
+    first = kept.start + (len(kept) - count) // 2
+    return first, first + count - 1
+
+
+def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float, end: float) -> None:
+    from matplotlib.patches import Patch
+
+    unit = 1000.0
+    known: dict[str, Any] = {}
+    for place, row in enumerate(rows):
+        spans = [span for span in timeline.row(row) if span.end > start and span.start < end]
+        if isinstance(row, int):
+            spans += _waits(timeline, row, start, end)
+        for span in spans:
+            left, right = max(span.start, start), min(span.end, end)
+            style = _style(span)
+            axes.broken_barh([(unit * (left - start), unit * (right - left))], (place - 0.4, 0.8), **style)
+            known.setdefault(span.work, Patch(**style))
+            if span.work not in WAITS | {IDLE, TURN}:
+                _write(axes, str(span.minibatch), place, left - start, right - start, end - start)
+    axes.set_yticks(range(len(rows)), [f"stage {row}" if isinstance(row, int) else row for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, unit * (end - start))
+    axes.tick_params(axis="x", labelbottom=False)
+    order = [*(work for work in (FORWARD, LOSS, BACKWARD, EVALUATE, TURN, IDLE) if work in known)]
+    order += [work for work in known if work not in order]
+    axes.legend(
+        [known[work] for work in order],
+        [WORDS.get(work, work) for work in order],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=7,
+        fontsize="small",
+        frameon=False,
+    )
+
+
+def _waits(timeline: Timeline, stage: int, start: float, end: float) -> list[Span]:
+    return [span for span in timeline.waits(stage) if span.end > start and span.start < end]
+
+
+def _style(span: Span) -> dict[str, Any]:
+    if span.work in (IDLE, *WAITS):
+        return {"facecolor": "white", "edgecolor": "#C8C8C8", "hatch": "////", "linewidth": 0.0}
+    if span.work == TURN:
+        return {"facecolor": "white", "edgecolor": "#D55E00", "hatch": "xxxx", "linewidth": 0.0}
+    return {"facecolor": COLOURS.get(span.work, "#DDDDDD"), "edgecolor": "white", "linewidth": 0.5}
+
+
+def _write(axes: Axes, text: str, place: int, left: float, right: float, width: float) -> None:
+    """In the box, if it is wide enough for it."""
+    if (right - left) / width > 0.006 * len(text):
+        centre = 500.0 * (left + right)
+        axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
+
+
+def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> None:
+    times = np.linspace(start, end, POINTS)
+    count = max(1, len([span for span in timeline.flights().values() if start < span[1] <= end]))
+    half = min(end - start, timeline.in_flight * (end - start) / count) / 2
+    began, ended = timeline.extent
+    for stage in range(timeline.stages):
+        busy = [100 * timeline.utilisation(stage, max(began, time - half), min(ended, time + half)) for time in times]
+        style = "-" if stage < len(LINES) else "--"
+        axes.plot(
+            1000 * (times - start), busy, color=LINES[stage % len(LINES)], linestyle=style, label=f"stage {stage}"
+        )
+    axes.set_ylim(0, 105)
+    axes.set_ylabel("busy, %")
+    axes.set_xlabel("ms")
+    axes.grid(axis="y", color="#DDDDDD")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.05, 1.0), fontsize="small", frameon=False)
+    other = axes.twinx()
+    curve = timeline.in_flight_over_time()
+    steps = [(when, number) for when, number in curve if start <= when <= end]
+    before = [number for when, number in curve if when <= start]
+    steps = [(start, before[-1] if before else 0), *steps, (end, steps[-1][1] if steps else 0)]
+    other.step(
+        [1000 * (when - start) for when, _ in steps],
+        [number for _, number in steps],
+        where="post",
+        color="#555555",
+        linestyle=":",
+    )
+    other.set_ylim(0, timeline.in_flight + 1)
+    other.yaxis.get_major_locator().set_params(integer=True)
+    other.set_ylabel("in flight (dotted)")

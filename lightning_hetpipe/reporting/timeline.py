@@ -1,0 +1,150 @@
+"""The timeline of one virtual worker: which stage did what when, measured or simulated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from os import PathLike
+from typing import Any
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.simulate import Simulation, StageTimes
+from lightning_hetpipe.reporting.trace import chrome_trace
+from lightning_hetpipe.rules.schedule import Work
+from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LIGHTNING, LOSS, TURN, USER_CODE, Row, Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What took place when.
+
+    Attributes:
+        spans: By their start, in seconds since ``zero``. Those of one row do not overlap. Rows are the stages,
+            "Lightning" (its own thread) and "user code" (the stretches of ``training_step``).
+        stages: k.
+        in_flight: Nm.
+        virtual_worker: i.
+        versions: Of each minibatch, the version of the weights that it used.
+        zero: When the clock was 0, in seconds since 1970; None where no clock ran, as in a simulation.
+    """
+
+    spans: tuple[Span, ...]
+    stages: int
+    in_flight: int
+    virtual_worker: int = 0
+    versions: Mapping[int, int] = field(default_factory=dict)
+    zero: float | None = None
+
+    @classmethod
+    def simulated(cls, simulation: Simulation, stages: Sequence[StageTimes], in_flight: int) -> Timeline:
+        """That of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
+        spans = [part for span in simulation.spans for part in _parts(span, stages[span.stage])]
+        versions = {span.minibatch: max(0, span.minibatch - in_flight) for span in spans}
+        return cls(tuple(sorted(spans, key=_start)), len(stages), in_flight, versions=versions)
+
+    @property
+    def minibatches(self) -> range:
+        """The first to the last that were kept."""
+        numbers = [span.minibatch for span in self.spans if span.work != EVALUATE]
+        return range(min(numbers), max(numbers) + 1) if numbers else range(0)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The stages, and those other rows in which something took place."""
+        used = {span.row for span in self.spans}
+        return [*range(self.stages), *(row for row in (USER_CODE, LIGHTNING) if row in used)]
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """From the first start to the last end, in seconds."""
+        return _extent(self.spans)
+
+    def between(self, first: int, last: int) -> Timeline:
+        """The part of it that belongs to the minibatches ``first`` to ``last``, both inclusive.
+
+        Evaluations are in it where they lie between these. At its edges, where other minibatches were in flight as
+        well, stages look idler than they were; ``reporting.plots.draw(timeline, first, last)`` shows those, too.
+
+        Raises:
+            SettingError: if nothing of these minibatches was kept.
+        """
+        own = [span for span in self.spans if span.work != EVALUATE and first <= span.minibatch <= last]
+        if not own:
+            kept = self.minibatches
+            there = f"it has minibatches {kept.start} to {kept.stop - 1}" if kept else "it is empty"
+            raise SettingError(f"between({first}, {last}) asks for minibatches that this timeline lacks: {there}")
+        start, end = _extent(own)
+        own += [span for span in self.spans if span.work == EVALUATE and start <= span.start and span.end <= end]
+        versions = {number: version for number, version in self.versions.items() if first <= number <= last}
+        return replace(self, spans=tuple(sorted(own, key=_start)), versions=versions)
+
+    def row(self, row: Row) -> list[Span]:
+        """What took place in ``row``, by its start."""
+        return [span for span in self.spans if span.row == row]
+
+    def waits(self, stage: int) -> Iterator[Span]:
+        """The time between what ``stage`` computed, as spans whose work is IDLE or TURN, before the minibatch named."""
+        for before, after in pairwise(self.row(stage)):
+            if before.end < after.start:
+                turn = before.work in (FORWARD, LOSS) and after.work in (LOSS, BACKWARD)
+                turn = turn and stage == self.stages - 1 and before.minibatch == after.minibatch
+                yield Span(stage, TURN if turn else IDLE, after.minibatch, before.end, after.start)
+
+    def utilisation(self, stage: int, start: float, end: float) -> float:
+        """The fraction of the time from ``start`` to ``end`` in which ``stage`` computed, 0 to 1."""
+        computed = sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in self.row(stage))
+        return computed / (end - start) if end > start else 0.0
+
+    def flights(self) -> dict[int, tuple[float, float]]:
+        """Of each minibatch, from when to when it was in flight: from its first stretch of user code, or forward, to
+        its last backward."""
+        found: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            if span.row != LIGHTNING and span.work != EVALUATE:
+                start, end = found.get(span.minibatch, (span.start, span.end))
+                found[span.minibatch] = min(start, span.start), max(end, span.end)
+        return found
+
+    def in_flight_over_time(self) -> list[tuple[float, int]]:
+        """How many minibatches are in flight from each of these times on, in seconds; it begins with the first."""
+        changes = [change for start, end in self.flights().values() for change in ((start, 1), (end, -1))]
+        curve: list[tuple[float, int]] = []
+        count = 0
+        for when, change in sorted(changes):
+            count += change
+            if curve and curve[-1][0] == when:
+                curve.pop()
+            curve.append((when, count))
+        return curve
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """As the JSON object that https://ui.perfetto.dev and chrome://tracing open."""
+        return chrome_trace([self])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes :meth:`to_chrome_trace` to the file ``path``."""
+        with open(path, "w") as file:
+            json.dump(self.to_chrome_trace(), file)
+
+
+def _start(span: Span) -> float:
+    return span.start
+
+
+def _extent(spans: Iterable[Span]) -> tuple[float, float]:
+    spans = list(spans)
+    return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+
+
+def _parts(span: Any, times: StageTimes) -> Iterator[Span]:
+    """A simulated task: a turn is one there, and three things to see."""
+    if span.work is not Work.TURN:
+        yield Span(span.stage, span.work.value, span.minibatch, span.start, span.end)
+        return
+    loss, backward = span.start + times.forward, span.start + times.forward + times.loss
+    yield Span(span.stage, FORWARD, span.minibatch, span.start, loss)
+    if times.loss:
+        yield Span(span.stage, LOSS, span.minibatch, loss, backward)
+    yield Span(span.stage, BACKWARD, span.minibatch, backward, span.end)

@@ -1,0 +1,121 @@
+"""Timelines in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+Source: "Trace Event Format" (Chromium's documentation of chrome://tracing). A virtual worker is a process there, and a
+row is a thread. Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetpipe.rules.spans import EVALUATE, IDLE, TURN, Row, Span
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.reporting.timeline import Timeline
+
+Event = dict[str, Any]
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """One trace of several virtual workers' timelines, or of one, by the clock of the first that began."""
+    zero = min((each.zero for each in timelines if each.zero is not None), default=None)
+    events: list[Event] = []
+    for timeline in timelines:
+        late = 0.0 if zero is None or timeline.zero is None else timeline.zero - zero
+        events += _names(timeline)
+        events += sorted([*_spans(timeline, late), *_arrows(timeline, late), *_counters(timeline, late)], key=_when)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"zero, in seconds since 1970": zero, "in flight": [each.in_flight for each in timelines]},
+    }
+
+
+def _when(event: Event) -> tuple[float, int]:
+    return event["ts"], "XstfC".index(event["ph"])  # an arrow binds to the span that it begins in
+
+
+def _threads(timeline: Timeline) -> dict[Row, int]:
+    return {row: thread for thread, row in enumerate(timeline.rows)}
+
+
+def _names(timeline: Timeline) -> Iterator[Event]:
+    process = timeline.virtual_worker
+
+    def about(what: str, thread: int, **arguments: Any) -> Event:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
+
+    yield about("process_name", 0, name=f"virtual worker {process}")
+    yield about("process_sort_index", 0, sort_index=process)
+    for row, thread in _threads(timeline).items():
+        yield about("thread_name", thread, name=f"stage {row}" if isinstance(row, int) else f"{row}")
+        yield about("thread_sort_index", thread, sort_index=thread)
+
+
+def _spans(timeline: Timeline, late: float) -> Iterator[Event]:
+    threads = _threads(timeline)
+    # Where a stage is idle its row is empty, as viewers show all others.
+    waits = [wait for stage in range(timeline.stages) for wait in timeline.waits(stage) if wait.work != IDLE]
+    for span in [*timeline.spans, *waits]:
+        start, end = _microseconds(span.start + late), _microseconds(span.end + late)
+        number = "batch" if span.work == EVALUATE else "minibatch"
+        arguments = {number: span.minibatch}
+        if span.work != EVALUATE and span.minibatch in timeline.versions:
+            arguments["version"] = timeline.versions[span.minibatch]
+        yield {
+            "ph": "X",
+            "name": f"{span.work} {span.minibatch}",  # Perfetto colours by the name without its number
+            "cat": _category(span),
+            "pid": timeline.virtual_worker,
+            "tid": threads[span.row],
+            "ts": start,
+            "dur": round(end - start, 3),
+            "args": arguments,
+        }
+
+
+def _category(span: Span) -> str:
+    if isinstance(span.row, str):
+        return span.row
+    return "wait" if span.work == TURN else "stage"
+
+
+def _arrows(timeline: Timeline, late: float) -> Iterator[Event]:
+    """From stage to stage, along each minibatch's way."""
+    threads = _threads(timeline)
+    ways: dict[int, list[Span]] = {}
+    for span in timeline.spans:
+        if isinstance(span.row, int) and span.work != EVALUATE:
+            ways.setdefault(span.minibatch, []).append(span)
+    for minibatch, way in ways.items():
+        if len(way) == 1:
+            continue
+        for index, span in enumerate(way):
+            last = index + 1 == len(way)
+            event: Event = {
+                "ph": "s" if index == 0 else "f" if last else "t",
+                "name": "minibatch",
+                "cat": "minibatch",
+                "id": f"{timeline.virtual_worker}.{minibatch}",
+                "pid": timeline.virtual_worker,
+                "tid": threads[span.row],
+                "ts": _microseconds(span.start + late),
+            }
+            yield event | {"bp": "e"} if last else event
+
+
+def _counters(timeline: Timeline, late: float) -> Iterator[Event]:
+    for when, count in timeline.in_flight_over_time():
+        yield {
+            "ph": "C",
+            "name": "in flight",
+            "pid": timeline.virtual_worker,
+            "tid": 0,
+            "ts": _microseconds(when + late),
+            "args": {"minibatches": count},
+        }
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
