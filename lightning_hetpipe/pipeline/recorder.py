@@ -14,7 +14,7 @@ from functools import partial
 
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.stretch import Stretch
-from lightning_hetpipe.rules.spans import EVALUATE, LIGHTNING, USER_CODE, Row, Span
+from lightning_hetpipe.rules.spans import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
 """Minibatches of which everything is kept, where no window was asked for: the last so many.
@@ -57,7 +57,8 @@ class Recorder:
         self._versions: dict[int, int] = {}
         self._evaluated: deque[Span] = deque(maxlen=EVALUATED)
         self._latest = 0
-        self._step: tuple[int, float] | None = None  # Lightning's, which goes on until it does something else
+        self._doing: list[tuple[str, int]] = []  # by Lightning's thread, the innermost last
+        self._since = 0.0
 
     # Lightning's thread.
 
@@ -81,18 +82,24 @@ class Recorder:
             del self._steps[minibatch]
         self._latest = min(self._latest, after)
 
-    def section(self, work: str, minibatch: int, start: float) -> None:
-        """Lightning's thread has done ``work`` from ``start`` until now."""
-        self.add(LIGHTNING, work, minibatch, start)
+    def enter(self, work: str, minibatch: int) -> None:
+        """Lightning's thread begins with ``work``; what it did until now is interrupted."""
+        self._end_part()
+        if self._doing and self._doing[-1][0] == STEP:
+            self._doing.pop()
+        self._doing.append((work, minibatch))
 
-    def step_begins(self, minibatch: int) -> None:
-        """Lightning's step goes on with its gradients, until :meth:`step_ends`."""
-        self._step = minibatch, time.perf_counter()
+    def leave(self, then_step: bool = False) -> None:
+        """It has ended, and what was interrupted goes on; or Lightning's own step, until the next :meth:`enter`."""
+        self._end_part()
+        _, minibatch = self._doing.pop()
+        if then_step and not self._doing:
+            self._doing.append((STEP, minibatch))
 
-    def step_ends(self) -> None:
-        if self._step is not None:
-            self.add(LIGHTNING, "step", *self._step)
-            self._step = None
+    def _end_part(self) -> None:
+        if self._doing:
+            self.add(LIGHTNING, *self._doing[-1], self._since)
+        self._since = time.perf_counter()
 
     # Any thread.
 

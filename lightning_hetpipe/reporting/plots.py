@@ -25,7 +25,7 @@ COLOURS = {
     "wait_for_minibatch": "#FFFFFF",
     "publish": "#0072B2",
     "synchronise": "#D55E00",
-    "fetch": "#CC79A7",
+    "fetch": "#000000",
     "look_ahead": "#B3C7D6",
     "drain": "#FFFFFF",
     "evaluation": "#CC79A7",
@@ -36,18 +36,19 @@ LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000
 WAITS = {"wait_for_minibatch", "drain"}
 """Of Lightning's thread, hatched like those of stages."""
 WORDS = {
-    "training_step": "training_step",
     "step": "Lightning's step",
-    "wait_for_minibatch": "wait for a minibatch",
-    "publish": "publish",
-    "synchronise": "synchronise",
+    "wait_for_minibatch": "nothing to do yet",
     "fetch": "fetch a batch",
     "look_ahead": "look ahead",
-    "drain": "drain",
-    "evaluation": "evaluation",
-    IDLE: "idle: nothing to do",
+    "drain": "nothing to do yet",
+    "evaluation": "evaluate",
+    IDLE: "nothing to do yet",
 }
 """What a legend calls them, where that is not their own name."""
+ORDER = (FORWARD, LOSS, BACKWARD, EVALUATE, TURN, IDLE)
+"""Of a legend's first words."""
+THIN = 0.004
+"""Boxes with a smaller share of the width have no edges, which would cover them."""
 POINTS = 200
 """Of a curve of utilisation."""
 
@@ -55,9 +56,9 @@ POINTS = 200
 def draw(timeline: Timeline, first: int | None = None, last: int | None = None) -> Figure:
     """Draws ``timeline`` from the start of minibatch ``first`` to the end of ``last``, with all that is between.
 
-    Above: stages as rows, then user code and Lightning's thread; minibatches' numbers stand in the boxes where they fit,
-    waits are hatched. Below: how busy each stage is, over as long as Nm minibatches take, and how many minibatches are
-    in flight.
+    Above: stages as rows, then user code and Lightning's thread; numbers of minibatches stand in boxes that are wide
+    enough, and waits are hatched. Below: how busy each stage is, over as long as Nm minibatches take, and how many
+    minibatches are in flight.
 
     Args:
         timeline: Measured or simulated.
@@ -98,7 +99,7 @@ def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
     figure = draw(timeline)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)  # it has no types
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
@@ -135,19 +136,21 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float
         for span in spans:
             left, right = max(span.start, start), min(span.end, end)
             style = _style(span)
+            if right - left < THIN * (end - start):
+                style["linewidth"] = 0.0
             axes.broken_barh([(unit * (left - start), unit * (right - left))], (place - 0.4, 0.8), **style)
-            known.setdefault(span.work, Patch(**style))
+            known.setdefault(span.work, Patch(**_style(span)))
             if span.work not in WAITS | {IDLE, TURN}:
                 _write(axes, str(span.minibatch), place, left - start, right - start, end - start)
     axes.set_yticks(range(len(rows)), [f"stage {row}" if isinstance(row, int) else row for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, unit * (end - start))
     axes.tick_params(axis="x", labelbottom=False)
-    order = [*(work for work in (FORWARD, LOSS, BACKWARD, EVALUATE, TURN, IDLE) if work in known)]
-    order += [work for work in known if work not in order]
+    order = sorted(known, key=lambda work: ORDER.index(work) if work in ORDER else len(ORDER))
+    words = {WORDS.get(work, work): known[work] for work in reversed(order)}  # some are called alike
     axes.legend(
-        [known[work] for work in order],
-        [WORDS.get(work, work) for work in order],
+        list(words.values())[::-1],
+        list(words)[::-1],
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
         ncols=7,
@@ -170,18 +173,28 @@ def _style(span: Span) -> dict[str, Any]:
 
 def _write(axes: Axes, text: str, place: int, left: float, right: float, width: float) -> None:
     """In the box, if it is wide enough for it."""
-    if (right - left) / width > 0.006 * len(text):
+    if (right - left) / width > 0.005 * len(text):
         centre = 500.0 * (left + right)
         axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
 
 
+def _utilisation(row: Sequence[Span], starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Any:
+    """``Timeline.utilisation`` of many intervals at once, from how much was computed until any time."""
+    when = np.array([time for span in row for time in (span.start, span.end)] or [0.0])
+    computed = np.cumsum([part for span in row for part in (0.0, span.end - span.start)] or [0.0])
+    return (np.interp(ends, when, computed) - np.interp(starts, when, computed)) / np.maximum(ends - starts, 1e-12)
+
+
 def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     times = np.linspace(start, end, POINTS)
     count = max(1, len([span for span in timeline.flights().values() if start < span[1] <= end]))
     half = min(end - start, timeline.in_flight * (end - start) / count) / 2
     began, ended = timeline.extent
+    edges = np.maximum(began, times - half), np.minimum(ended, times + half)
     for stage in range(timeline.stages):
-        busy = [100 * timeline.utilisation(stage, max(began, time - half), min(ended, time + half)) for time in times]
+        busy = 100 * _utilisation(timeline.row(stage), *edges)
         style = "-" if stage < len(LINES) else "--"
         axes.plot(
             1000 * (times - start), busy, color=LINES[stage % len(LINES)], linestyle=style, label=f"stage {stage}"
@@ -204,5 +217,5 @@ def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> No
         linestyle=":",
     )
     other.set_ylim(0, timeline.in_flight + 1)
-    other.yaxis.get_major_locator().set_params(integer=True)
+    other.yaxis.set_major_locator(MaxNLocator(integer=True))
     other.set_ylabel("in flight (dotted)")

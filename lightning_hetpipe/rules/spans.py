@@ -19,6 +19,9 @@ IDLE, TURN = "idle", "wait for user code"
 """Why a stage does not compute: nothing was ready for it; or it has handed the outputs to the user's code, and waits
 for the gradients that the loss gives to them (the turn)."""
 
+STEP = "step"
+"""What Lightning's thread does with a minibatch's gradients: hooks, the optimizer's step, callbacks."""
+
 
 class Span(NamedTuple):
     """Something that took place in ``row``, from ``start`` to ``end``, in seconds.
