@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -49,6 +50,8 @@ class Flight:
         self.start = Ticket(Rank.START, number)
         self.context = contextvars.copy_context()
         """What the thread that submits it has set for the code that it calls."""
+        self._began_at = time.perf_counter()
+        self._ended_at = self._began_at
         self._pipeline = pipeline
         self._stretch = stretch
         self._entered = entered
@@ -64,6 +67,11 @@ class Flight:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def seconds(self) -> float:
+        """For how long it was in flight, once it has ended."""
+        return self._ended_at - self._began_at
+
     def when_ended(self, call: Callable[[], None]) -> None:
         """Calls ``call`` once it has ended; at once where it has."""
         with self._mutex:
@@ -78,6 +86,7 @@ class Flight:
             if self._ended:
                 return
             self._ended = True
+            self._ended_at = time.perf_counter()
             self.failure = self.failure or failure
             call = self._when_ended
         self._pipeline.patience.moved()

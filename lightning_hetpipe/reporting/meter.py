@@ -21,6 +21,7 @@ class Meter:
         self._until = 0.0  # seconds, samples and busy times at the last interval's end
         self._samples_until = 0
         self._busy_until = [0.0] * stages
+        self._flown = 0.0  # seconds that the minibatches of this interval were in flight
 
     @property
     def seconds(self) -> float:
@@ -33,12 +34,16 @@ class Meter:
     def stop(self) -> None:
         self._before, self._started = self.seconds, None
 
-    def count(self, batch: object) -> None:
+    def count(self, batch: object, seconds: float = 0.0) -> None:
+        """A minibatch is done, which computed ``batch`` and was in flight for ``seconds``."""
         self.samples += batch_size(batch)
         self.minibatches += 1
+        self._flown += seconds
 
     def interval(self, busy_seconds: Sequence[float]) -> dict[str, float]:
         """The metrics over the time since the last call, by their names on a logger.
+
+        A minibatch counts where it ends, so that few of them make "in_flight", their mean number, a rough figure.
 
         Args:
             busy_seconds: For each stage, the seconds in which it has computed so far.
@@ -47,7 +52,10 @@ class Meter:
         metrics = {"hetpipe/samples_per_second": (self.samples - self._samples_until) / seconds}
         for stage, (busy, before) in enumerate(zip(busy_seconds, self._busy_until, strict=True)):
             metrics[f"hetpipe/stage_{stage}/busy"] = min(1.0, (busy - before) / seconds)
+        # Little's law: what arrives per second, times how long each stays, is how many are there.
+        metrics["hetpipe/in_flight"] = self._flown / seconds
         self._until += seconds
+        self._flown = 0.0
         self._samples_until, self._busy_until = self.samples, list(busy_seconds)
         return metrics
 

@@ -31,7 +31,7 @@ class Telemetry:
 
     def count(self, minibatch: Minibatch, batch: object) -> None:
         """``minibatch``, which computed ``batch``, has reached Lightning's step."""
-        self._meter.count(batch)
+        self._meter.count(batch, minibatch.seconds)
         self._staleness = minibatch.number - 1 - minibatch.version
 
     def log(self, number: int) -> None:

@@ -19,12 +19,13 @@ def test_samples_per_second_and_busy(clock: Clock) -> None:
     meter = Meter(stages=2)
     meter.start()
     for samples in (4, 4, 2):
-        meter.count(batch(samples))
+        meter.count(batch(samples), seconds=2.5)
     clock.now += 5.0
     assert meter.interval([1.0, 4.0]) == {
         "hetpipe/samples_per_second": 2.0,
         "hetpipe/stage_0/busy": 0.2,
         "hetpipe/stage_1/busy": 0.8,
+        "hetpipe/in_flight": 1.5,
     }
     assert (meter.samples, meter.minibatches) == (10, 3)
 
@@ -35,9 +36,15 @@ def test_an_interval_begins_where_the_last_one_ended(clock: Clock) -> None:
     meter.count(batch(10))
     clock.now += 2.0
     meter.interval([2.0])
-    meter.count(batch(30))
+    meter.count(batch(30), seconds=20.0)
     clock.now += 10.0
-    assert meter.interval([7.0]) == {"hetpipe/samples_per_second": 3.0, "hetpipe/stage_0/busy": 0.5}
+    assert meter.interval([7.0]) == {
+        "hetpipe/samples_per_second": 3.0,
+        "hetpipe/stage_0/busy": 0.5,
+        "hetpipe/in_flight": 2.0,
+    }
+    clock.now += 1.0
+    assert meter.interval([7.0])["hetpipe/in_flight"] == 0.0
 
 
 def test_time_between_stop_and_start_does_not_count(clock: Clock) -> None:
@@ -51,7 +58,11 @@ def test_time_between_stop_and_start_does_not_count(clock: Clock) -> None:
     meter.start()
     clock.now += 3.0
     meter.count(batch(8))
-    assert meter.interval([1.0]) == {"hetpipe/samples_per_second": 2.0, "hetpipe/stage_0/busy": 0.25}
+    assert meter.interval([1.0]) == {
+        "hetpipe/samples_per_second": 2.0,
+        "hetpipe/stage_0/busy": 0.25,
+        "hetpipe/in_flight": 0.0,
+    }
 
 
 def test_nothing_is_more_than_busy_all_the_time(clock: Clock) -> None:

@@ -18,7 +18,7 @@ from tests.strategy.refusing import Learner, batches, quiet_trainer
 
 LENGTH = 8  # batches of an epoch, of four samples each
 OF_STAGES = [f"hetpipe/stage_{stage}/{what}" for stage in (0, 1) for what in ("busy", "memory_bytes")]
-NAMES = ["hetpipe/samples_per_second", *OF_STAGES, "hetpipe/staleness"]
+NAMES = ["hetpipe/in_flight", "hetpipe/samples_per_second", *OF_STAGES, "hetpipe/staleness"]
 
 
 def run(in_flight: int, logger: Any, epochs: int = 2, stages: int = 2, every: int = 1, **settings: Any) -> L.Trainer:
@@ -43,7 +43,7 @@ def test_names(stages: int) -> None:
     memory = Memory()
     run(2, memory, stages=stages)
     expected = {f"hetpipe/stage_{stage}/{what}" for stage in range(stages) for what in ("busy", "memory_bytes")}
-    expected |= {"hetpipe/samples_per_second", "hetpipe/staleness"}
+    expected |= {"hetpipe/samples_per_second", "hetpipe/staleness", "hetpipe/in_flight"}
     assert ours(memory)
     assert all(set(row) == expected for row in ours(memory))
 
@@ -81,6 +81,7 @@ def test_values_are_plausible() -> None:
     assert ours(memory)
     for row in ours(memory):
         assert row["hetpipe/samples_per_second"] > 0
+        assert row["hetpipe/in_flight"] > 0
         assert all(0 < row[f"hetpipe/stage_{stage}/busy"] <= 1 for stage in (0, 1))
         assert all(row[f"hetpipe/stage_{stage}/memory_bytes"] > 0 for stage in (0, 1))
 
