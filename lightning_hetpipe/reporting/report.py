@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_hetpipe.reporting.timeline import Timeline
+
 
 @dataclass(frozen=True)
 class StageReport:
@@ -47,9 +49,11 @@ class RunReport:
         minibatches: Minibatches trained through the pipeline: all but the first, which is watched.
         samples_per_second: Over the time of those minibatches, without validation.
         stages: In order.
+        timeline: What took place when, if it was asked for.
     """
 
     in_flight: int
     minibatches: int
     samples_per_second: float
     stages: list[StageReport]
+    timeline: Timeline | None = None

@@ -25,8 +25,10 @@ from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.pipeline.chance import Chance, may_draw
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
+from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
 from lightning_hetpipe.strategy.layout import device_bytes, device_name
 from lightning_hetpipe.strategy.private import begun_minibatches
+from lightning_hetpipe.strategy.recording import Recording
 from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 
 
@@ -43,6 +45,7 @@ class Alone:
 
     def __init__(self, trainer: L.Trainer, settings: FitSettings, run_seed: int) -> None:
         self.report: RunReport | None = None
+        self._recording = Recording(trainer, settings.timeline, settings.virtual_worker)
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._settings = settings
@@ -68,7 +71,7 @@ class Alone:
         torch.set_num_threads(self._threads_before)
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
-        with self._busily(), self._drawing(begun_minibatches(self._trainer)[0]):
+        with self._busily(FORWARD), self._drawing(begun_minibatches(self._trainer)[0]):
             output = native(*args)
         if output is None:
             raise returned_none()
@@ -79,7 +82,7 @@ class Alone:
         return output
 
     def backward(self, native: Callable[[], None]) -> None:
-        with self._busily():
+        with self._busily(BACKWARD):
             native()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -92,6 +95,7 @@ class Alone:
         if self._first or self.report is not None:
             return
         self._meter.stop()
+        timeline = self._recording.timeline(stages=1, in_flight=1)
         seconds, parameters = max(self._meter.seconds, 1e-9), self._module.parameters()
         layers = dict(self._layers())
         self.report = RunReport(
@@ -114,7 +118,9 @@ class Alone:
                     device_bytes=device_bytes(self._settings.devices[0]),
                 )
             ],
+            timeline=timeline,
         )
+        self._recording.show(timeline)
 
     def _begin(self) -> None:
         """The first step is over, which has shown what there is."""
@@ -141,10 +147,13 @@ class Alone:
                 yield name, module
 
     @contextmanager
-    def _busily(self) -> Iterator[None]:
+    def _busily(self, work: str) -> Iterator[None]:
+        """The loss is counted with the forward, as nothing parts them here."""
         started = time.perf_counter()
         yield
         self._busy += time.perf_counter() - started
+        if not self._first:
+            self._recording.computed(work, begun_minibatches(self._trainer)[0], started)
 
     @contextmanager
     def _drawing(self, minibatch: int) -> Iterator[None]:

@@ -112,6 +112,9 @@ class EvaluationRun:
     def ahead_limit(self) -> int:
         return 1 if self._ahead_of_loop is None else self._evaluation.in_flight
 
+    def fetching(self, ahead: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         evaluation = self._evaluation
         with nullcontext() if (pipeline := self._ahead_of_loop) is None else pipeline.transfer(self._steps + 1 + ahead):

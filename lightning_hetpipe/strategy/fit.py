@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ from lightning_hetpipe.strategy.private import (
     step_arguments,
     with_workers,
 )
+from lightning_hetpipe.strategy.recording import Recording
 from lightning_hetpipe.strategy.release import released_step
 from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
@@ -73,6 +75,9 @@ class Fit:
     ) -> None:
         self.engine: Engine | None = None
         self.report: RunReport | None = None
+        self._recording = Recording(trainer, settings.timeline, settings.virtual_worker)
+        self._sections = self._recording.sections
+        settings = replace(settings, before_pass=self._recording.observed(settings.before_pass))
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
@@ -110,7 +115,7 @@ class Fit:
             *look_through(self._module),
         ]
         if self._synchroniser is not None:
-            self._cuts = Cuts(self._trainer, self._synchroniser, self._unlocked, self._computing)
+            self._cuts = Cuts(self._trainer, self._synchroniser, self._synchronising, self._computing)
             self._synchroniser.group.waiting = self._waiting
 
     def close(self) -> None:
@@ -136,7 +141,11 @@ class Fit:
     def finish_report(self) -> None:
         """Takes the numbers of the run so far."""
         if self._telemetry is not None:
-            self.report = self._telemetry.report()
+            assert self._layout is not None
+            assert self.engine is not None
+            timeline = self._recording.timeline(len(self._layout.devices), self.engine.in_flight)
+            self.report = replace(self._telemetry.report(), timeline=timeline)
+            self._recording.show(timeline)
 
     # Lightning's step.
 
@@ -155,7 +164,8 @@ class Fit:
             self._publish(number - 1)
             self._submit(number, args)
         try:
-            self._finished = minibatch = self.engine.finish(number)
+            with self._sections.wait_for_minibatch(number):
+                self._finished = minibatch = self.engine.finish(number)
         finally:  # what it has set before it failed is there, as in a plain run
             if self._outsiders is not None:
                 self._outsiders.assign(number)
@@ -296,6 +306,7 @@ class Fit:
             self._telemetry.stop()
             self._telemetry.log(begun_minibatches(self._trainer)[0])
             self.engine.discard()
+            self._recording.discard()
             self._loss_scale.discard()
         if self._outsiders is not None:
             self._outsiders.discard()
@@ -303,7 +314,9 @@ class Fit:
     def _run_validation(self, redirect: Redirect) -> Any:
         if self.engine is None or self._telemetry is None or self._calls is None:
             return redirect.original()
-        self.engine.drain()
+        number = begun_minibatches(self._trainer)[0]
+        with self._sections.drain(number):
+            self.engine.drain()
         self._telemetry.stop()
         try:
             with ExitStack() as stack:
@@ -311,6 +324,7 @@ class Fit:
                     stack.callback(self._cuts.validation())
                 if self.evaluation.is_worth_it():
                     stack.enter_context(self._calls.aside())
+                stack.enter_context(self._sections.evaluation(number))
                 return self.evaluation.run(redirect.original)
         finally:
             self._telemetry.start()
@@ -332,9 +346,15 @@ class Fit:
             limit = min(limit, (max_steps - self._trainer.global_step) * accumulate - begun)
         return max(1, limit)
 
+    def fetching(self, ahead: int) -> AbstractContextManager[None]:
+        return self._sections.fetch(begun_minibatches(self._trainer)[0] + 1 + ahead)
+
     def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         number = begun_minibatches(self._trainer)[0] + 1 + ahead
-        with nullcontext() if self._outsiders is None else self._outsiders.transfer(number):
+        with (
+            self._sections.look_ahead(number),
+            nullcontext() if self._outsiders is None else self._outsiders.transfer(number),
+        ):
             batch = self._precision.convert_input(batch)
             batch = move_before_transfer(self._module, batch)
             return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -358,6 +378,11 @@ class Fit:
     def _unlocked(self) -> AbstractContextManager[None]:
         return nullcontext() if self.engine is None else self.engine.unlocked()
 
+    @contextmanager
+    def _synchronising(self) -> Iterator[None]:
+        with self._sections.synchronise(begun_minibatches(self._trainer)[0]), self._unlocked():
+            yield
+
     def _waiting(self) -> AbstractContextManager[None]:
         """Around a wait for other virtual workers. In a minibatch's thread nobody else may run user code meanwhile."""
         return nullcontext() if current() is not None else self._unlocked()
@@ -380,13 +405,15 @@ class Fit:
             self._adopt(changed, version)
         if self._epoch_begins:
             self._epoch_begins = False
-            self.engine.begin(version)
+            with self._sections.publish(version):
+                self.engine.begin(version)
             if self._outsiders is not None:
                 self._outsiders.begin(version, self.engine.versioned())
             return
-        if self._outsiders is not None:
-            self._outsiders.publish(version)
-        self.engine.publish(version)
+        with self._sections.publish(version):
+            if self._outsiders is not None:
+                self._outsiders.publish(version)
+            self.engine.publish(version)
         self._telemetry.log(version)
 
     def _adopt(self, changed: str, version: int) -> None:
@@ -412,10 +439,13 @@ class Fit:
             run=partial(self._user_step, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
-            stretch=None if self._outsiders is None else self._outsiders.stretch(number),
+            stretch=self._recording.stretch(
+                number, None if self._outsiders is None else self._outsiders.stretch(number)
+            ),
             entered=self._calls.take_modes,
         )
         self.engine.submit(number, step)
+        self._recording.began(number, self.engine.minibatches[number].version)
 
     def _user_step(self, number: int, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
         with self._precision.train_step_context():

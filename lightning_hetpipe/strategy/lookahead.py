@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -46,6 +47,9 @@ class Ahead(Protocol):
 
     def ahead_limit(self) -> int:
         """How many batches, from the one that Lightning asks for, may be in flight now."""
+
+    def fetching(self, ahead: int) -> AbstractContextManager[None]:
+        """Opened around the fetch of the batch that is ``ahead`` batches after the one that Lightning asks for."""
 
     def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
         """Runs the transfer hooks of the batch that is ``ahead`` batches after the one that Lightning asks for."""
@@ -125,7 +129,8 @@ class LookAhead(DataFetcher):
             Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
 
     def _fetch(self) -> _Fetched:
-        batch, batch_idx, dataloader_idx = next(self._inner)
+        with self._strategy.fetching(len(self._waiting)):
+            batch, batch_idx, dataloader_idx = next(self._inner)
         return _Fetched(
             ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting), dataloader_idx)),
             batch_idx=batch_idx,

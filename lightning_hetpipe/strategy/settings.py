@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.ranks import Rank
@@ -22,6 +23,9 @@ from lightning_hetpipe.strategy.wsp import WSPCallback
 
 MOST = 1000
 """The largest number of stages, and of minibatches in flight: each is a thread."""
+
+LONGEST = 2000
+"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class FitSettings:
     before_pass: BeforePass | None
     virtual_worker: int = 0
     recompute: bool = False
+    timeline: Window | None = None
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 
@@ -48,7 +53,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "cluster": (None, "the devices that it finds"),
     "allocation": ("auto", "the devices in their order"),
     "compile": (False, "layers as they are"),
-    "timeline": (False, "metrics and the summary"),
     "lr_correction": (None, "the optimizer's own learning rate"),
     "start_method": ("popen", "one process"),
 }
@@ -80,6 +84,27 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SettingError(f"{name}={value!r} must be True or False")
     return value
+
+
+def timeline(value: Any) -> Window | None:
+    """Of which minibatches a timeline is to be kept; None for no timeline."""
+    if value is False:
+        return None
+    if value is True:
+        return Window()
+    pair = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
+        raise SettingError(
+            f"timeline={value!r} must be True, for the last {KEPT} minibatches, False, or the first and the last"
+            " minibatch to keep, such as (100, 120); they are counted from 1"
+        )
+    first, last = pair
+    if last - first >= LONGEST:
+        raise SettingError(
+            f"timeline={value!r} is {last - first + 1} minibatches, of which at most {LONGEST} are kept in memory;"
+            " ask for fewer"
+        )
+    return Window(first, last, LONGEST)
 
 
 def virtual_workers(value: Any) -> int:

@@ -63,7 +63,10 @@ class HetPipeStrategy(VirtualWorkers):
         recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
             there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
             forward at once, so that it has nothing to gain and computes once.
-        plan, cluster, allocation, compile, timeline, lr_correction, start_method: of later releases.
+        timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
+            the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
+            ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
+        plan, cluster, allocation, compile, lr_correction, start_method: of later releases.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
 
     Attributes:
@@ -87,7 +90,7 @@ class HetPipeStrategy(VirtualWorkers):
         allocation: str = "auto",
         compile: bool = False,
         recompute: bool = False,
-        timeline: bool = False,
+        timeline: bool | Sequence[int] = False,
         lr_correction: Any = None,
         wsp: Any = None,
         start_method: str = "popen",
@@ -114,7 +117,6 @@ class HetPipeStrategy(VirtualWorkers):
             "cluster": cluster,
             "allocation": allocation,
             "compile": compile,
-            "timeline": timeline,
             "lr_correction": lr_correction,
             "start_method": start_method,
         }
@@ -124,6 +126,7 @@ class HetPipeStrategy(VirtualWorkers):
         self.in_flight = settings.count("in_flight", in_flight)
         self.module = settings.module_names(module)
         self.recompute = settings.switch("recompute", recompute)
+        self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None
         self._fit: Fit | Alone | None = None
         self._evaluation: Evaluation | None = None
@@ -213,6 +216,14 @@ class HetPipeStrategy(VirtualWorkers):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._report()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._report()
+
+    def _report(self) -> None:
+        """While loggers are open."""
         if self._fit is not None:
             self._fit.finish_report()
             self.last_run = self._fit.report
@@ -299,6 +310,7 @@ class HetPipeStrategy(VirtualWorkers):
             before_pass=self._before_pass,
             recompute=self.recompute,
             virtual_worker=self.global_rank,
+            timeline=self._timeline,
             asked=self.asked,
         )
 

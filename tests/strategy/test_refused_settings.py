@@ -68,7 +68,6 @@ LATER_VALUES: list[tuple[str, Any]] = [
     ("allocation", "np"),
     ("compile", True),
     ("compile", 0),
-    ("timeline", True),
     ("lr_correction", "theorem"),
     ("start_method", "spawn"),
 ]
