@@ -97,5 +97,5 @@ def test_a_run_has_the_simulations_order(stages: int, in_flight: int) -> None:
                 engine.submit(minibatch + in_flight, line.plain())
 
     measured = recorder.spans()
-    for stage in range(stages):
-        assert order(measured, stage) == order(expected.spans, stage)
+    for row in range(stages):
+        assert order(measured, row) == order(expected.spans, row)
