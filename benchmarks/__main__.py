@@ -16,6 +16,7 @@ from benchmarks import (
     results,
     schedule,
     several_nodes,
+    timeline_costs,
     transport,
     two_stages,
     virtual_workers,
@@ -32,6 +33,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,
     several_nodes.NAME: several_nodes.run,
+    timeline_costs.NAME: timeline_costs.run,
 }
 
 

@@ -46,6 +46,8 @@ class Task:
     """For "strategy": seconds that the forward and the backward of each stage take; empty for as long as they do."""
     recompute: bool = False
     """For "strategy": whether forwards are computed again for their backwards."""
+    timeline: bool = False
+    """For "strategy": whether it records one."""
     wave: int | None = None
     """For "strategy": W; None for its default."""
     clock_distance: int = 0

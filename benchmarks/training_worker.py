@@ -5,6 +5,7 @@ Where a variant has several workers, this process starts the others, each of whi
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -104,6 +105,14 @@ class Window:
 
 def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger | None" = None) -> Window:
     """Runs one Trainer with one LightningModule, whatever the strategy; returns the window."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_in(folder, task, strategy, window, logger)
+
+
+def run_in(
+    folder: str, task: Task, strategy: "str | Strategy", window: Window, logger: "Logger | None" = None
+) -> Window:
+    """The same, with what it writes in ``folder``."""
     import lightning as L
 
     model = MODELS[task.model]
@@ -147,6 +156,7 @@ def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger 
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        default_root_dir=folder,
     )
     if task.loop == "fit":
         trainer.fit(Learner())
@@ -178,6 +188,7 @@ def train_with_strategy(task: Task) -> None:
         virtual_workers=task.workers,
         wsp=wsp,
         recompute=task.recompute,
+        timeline=task.timeline,
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
@@ -185,6 +196,8 @@ def train_with_strategy(task: Task) -> None:
     report = strategy.last_run
     notes: dict[str, object] = {}
     if report is not None:
+        if report.timeline is not None:
+            notes["spans"] = len(report.timeline.spans)
         notes["in_flight"] = report.in_flight
         notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
         notes["times"] = [stage.time_s for stage in report.stages]
