@@ -121,7 +121,7 @@ class Timeline:
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """As the JSON object that https://ui.perfetto.dev and chrome://tracing open."""
-        return chrome_trace([self])
+        return chrome_trace(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes :meth:`to_chrome_trace` to the file ``path``."""

@@ -6,7 +6,7 @@ row is a thread. Times are in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.rules.spans import EVALUATE, IDLE, TURN, Row, Span
@@ -17,18 +17,31 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 
 
-def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """One trace of several virtual workers' timelines, or of one, by the clock of the first that began."""
-    zero = min((each.zero for each in timelines if each.zero is not None), default=None)
-    events: list[Event] = []
-    for timeline in timelines:
-        late = 0.0 if zero is None or timeline.zero is None else timeline.zero - zero
-        events += _names(timeline)
-        events += sorted([*_spans(timeline, late), *_arrows(timeline, late), *_counters(timeline, late)], key=_when)
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """``timeline`` as the JSON object of a trace. Its ``otherData`` says when time 0 was, in seconds since 1970."""
+    events = sorted([*_spans(timeline), *_arrows(timeline), *_counters(timeline)], key=_when)
     return {
-        "traceEvents": events,
+        "traceEvents": [*_names(timeline), *events],
         "displayTimeUnit": "ms",
-        "otherData": {"zero, in seconds since 1970": zero, "in flight": [each.in_flight for each in timelines]},
+        "otherData": {"zero": timeline.zero, "in_flight": timeline.in_flight},
+    }
+
+
+def together(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One trace of those of several virtual workers, as :func:`chrome_trace` made them, by one clock.
+
+    It is as exact as the machines' clocks agree.
+    """
+    zeros: list[float] = [trace["otherData"]["zero"] or 0.0 for trace in traces]
+    zero = min(zeros, default=0.0)
+    return {
+        "traceEvents": [
+            event if event["ph"] == "M" else {**event, "ts": round(event["ts"] + 1e6 * (own - zero), 3)}
+            for trace, own in zip(traces, zeros, strict=True)
+            for event in trace["traceEvents"]
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {"zero": zero},
     }
 
 
@@ -53,12 +66,12 @@ def _names(timeline: Timeline) -> Iterator[Event]:
         yield about("thread_sort_index", thread, sort_index=thread)
 
 
-def _spans(timeline: Timeline, late: float) -> Iterator[Event]:
+def _spans(timeline: Timeline) -> Iterator[Event]:
     threads = _threads(timeline)
     # Where a stage is idle its row is empty, as viewers show all others.
     waits = [wait for stage in range(timeline.stages) for wait in timeline.waits(stage) if wait.work != IDLE]
     for span in [*timeline.spans, *waits]:
-        start, end = _microseconds(span.start + late), _microseconds(span.end + late)
+        start, end = _microseconds(span.start), _microseconds(span.end)
         number = "batch" if span.work == EVALUATE else "minibatch"
         arguments = {number: span.minibatch}
         if span.work != EVALUATE and span.minibatch in timeline.versions:
@@ -81,7 +94,7 @@ def _category(span: Span) -> str:
     return "wait" if span.work == TURN else "stage"
 
 
-def _arrows(timeline: Timeline, late: float) -> Iterator[Event]:
+def _arrows(timeline: Timeline) -> Iterator[Event]:
     """From stage to stage, along each minibatch's way."""
     threads = _threads(timeline)
     ways: dict[int, list[Span]] = {}
@@ -100,19 +113,19 @@ def _arrows(timeline: Timeline, late: float) -> Iterator[Event]:
                 "id": f"{timeline.virtual_worker}.{minibatch}",
                 "pid": timeline.virtual_worker,
                 "tid": threads[span.row],
-                "ts": _microseconds(span.start + late),
+                "ts": _microseconds(span.start),
             }
             yield event | {"bp": "e"} if last else event
 
 
-def _counters(timeline: Timeline, late: float) -> Iterator[Event]:
+def _counters(timeline: Timeline) -> Iterator[Event]:
     for when, count in timeline.in_flight_over_time():
         yield {
             "ph": "C",
             "name": "in flight",
             "pid": timeline.virtual_worker,
             "tid": 0,
-            "ts": _microseconds(when + late),
+            "ts": _microseconds(when),
             "args": {"minibatches": count},
         }
 
