@@ -164,7 +164,7 @@ class RecordedStretch(Stretch):
         if self._inner is not None:
             self._inner.enter()
 
-    def leave(self) -> None:
+    def leave(self, for_good: bool = False) -> None:
         if self._inner is not None:
-            self._inner.leave()
+            self._inner.leave(for_good)
         self._recorder.add(USER_CODE, "training_step", self._minibatch, self._start)
