@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.harness import Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
+from benchmarks.harness import Figure, Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
 from benchmarks.machine import describe_machine, two_cores
 from benchmarks.training_task import WORKER, Task
 from benchmarks.virtual_workers import T_MAX, pads
@@ -138,4 +138,9 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
         "ratios": {label: None if spread is None else asdict(spread) for label, spread in spreads.items()},
         "failures": dict(failures),
     }
-    return Outcome("\n".join(text), data, complete=not failures)
+    figures = [
+        Figure(f"{pair.label[2:]}: speed with the timeline over without", spread, target=TARGET, digits=3)
+        for pair in PAIRS
+        for spread in [compare(rounds, pair)]
+    ]
+    return Outcome("\n".join(text), data, complete=not failures, figures=figures)
