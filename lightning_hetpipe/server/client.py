@@ -126,6 +126,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the threads, without a word to the servers: they miss the VW when its lease runs out."""
+        self._left = True
         self._stopped.set()
         if self._heart.is_alive():
             self._heart.join(timeout=self._lease)

@@ -9,13 +9,13 @@ from lightning_hetpipe.server.messages import Parameter, Signature
 
 def difference(first: Signature, other: Signature) -> str | None:
     """Names the first thing in which ``other`` differs from what the VW that came first has; ``None`` if nothing."""
+    for mine, theirs in zip(first.settings, other.settings, strict=False):
+        if mine != theirs:
+            return f"'{theirs}' instead of '{mine}'"
     for field in fields(Signature):
         a, b = getattr(first, field.name), getattr(other, field.name)
         if field.name not in ("settings", "parameters") and a != b:
             return f"{field.name.replace('_', ' ')}: {b!r} instead of {a!r}"
-    for mine, theirs in zip(first.settings, other.settings, strict=False):
-        if mine != theirs:
-            return f"'{theirs}' instead of '{mine}'"
     if len(first.settings) != len(other.settings):
         return f"settings: {', '.join(other.settings)} instead of {', '.join(first.settings)}"
     names = [parameter.name for parameter in first.parameters]

@@ -53,8 +53,18 @@ def _next_room(kind: str) -> str:
     return f"{kind}-{_entered[kind]}"
 
 
+LEASES_TO_END = 2.0
+"""Leases after which a launch that was killed is forgotten, and its servers serve the next one."""
+
+_AGAIN = 0.5  # seconds between attempts to have a server that another launch has
+_LAUNCH = "launch"
+
 UNTIL_SAID = 15.0
 """Seconds of a wait for other processes after which a person is told of it."""
+
+
+class _Occupied(Exception):
+    """Another launch has the servers."""
 
 
 class Group:
@@ -111,10 +121,11 @@ class Group:
         atexit.register(self.part)
         coordinator, room = self._connect(self._found.coordinator), _next_room("talk")
         self._exits.callback(self._wait_until_all_have_left, coordinator, room)
-        self._talk = self._exits.enter_context(self._client(room, (), ()))
+        until = time.monotonic() + LEASES_TO_END * self.settings.lease
         try:
             with self._told_what_it_waits_for():
-                self._join(self._talk, [])
+                while not self._has_entered(room, until):
+                    time.sleep(_AGAIN)
         except ServersSilent as silent:
             raise ServersSilent(
                 f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
@@ -123,6 +134,26 @@ class Group:
         known = [address for each in self.gather(list(self._found.known), "the list of servers") for address in each]
         for address in known[1:]:
             self._connect(address)
+
+    def _has_entered(self, room: str, until: float) -> bool:
+        """False: not yet, as another launch has the servers, perhaps one that was killed.
+
+        Raises:
+            SettingError: if it still has them at ``until``.
+        """
+        self._talk = self._exits.enter_context(self._client(room, (), [f"{_LAUNCH}={self._found.launch}"]))
+        try:
+            self._join(self._talk, [])
+        except _Occupied:
+            self._talk.close()  # without a word: the other launch would take it for its own virtual worker's
+            self._talk = None
+            if time.monotonic() > until:
+                raise SettingError(
+                    f"the server at {self._found.coordinator} serves another launch; wait until that has ended, or"
+                    " start servers for this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
+                ) from None
+            return False
+        return True
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Enters the room of a fit with its weights; returns w_0, which are those of VW 0.
@@ -319,6 +350,8 @@ def _join(client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
     try:
         return client.join(weights)
     except RemoteFault as error:
+        if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
+            raise _Occupied from None
         way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
         raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
 

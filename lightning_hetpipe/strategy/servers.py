@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from lightning_hetpipe.strategy.wsp import WSPSettings
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
 """Environment variables that tell our launcher's children where the coordinator is, and what it wants to see."""
+LAUNCH = "HETPIPE_LAUNCH"
+"""Environment variable that tells our launcher's children which launch they are of, where servers are not its own."""
 PORT = "HETPIPE_PORT"
 """The port on which each node's server listens, where there are several nodes."""
 
@@ -47,17 +50,21 @@ class Found:
         known: The servers that this process tells all others of.
         security: What servers want to see.
         hosts: Whether servers end with this process though VWs that it did not start may still need them.
+        launch: What tells this launch from others that may use the same servers; empty where nothing does.
     """
 
     coordinator: str
     known: tuple[str, ...]
     security: Security
     hosts: bool = False
+    launch: str = ""
 
 
 _server: Supervisor | None = None
 _lost: ServerLost | None = None
 _teller: neighbours.Teller | None = None
+_launch = ""
+"""Of our own launcher's processes."""
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict[str, str]:
@@ -67,7 +74,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict
         SettingError: if the server cannot listen where it should, or it would be open to strangers.
     """
     if wsp.servers is not None:
-        return {}
+        return {} if rank.size > rank.per_node else {LAUNCH: _launch_here()}
     if rank.size > rank.per_node:
         coordinator, security = _over_nodes(rank, environment, wsp.security.from_environment())
         host = _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
@@ -91,7 +98,8 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     """
     given = wsp.security.from_environment()
     if wsp.servers is not None:
-        return Found(wsp.servers[0], wsp.servers if rank.index == 0 else (), given)
+        known = wsp.servers if rank.index == 0 else ()
+        return Found(wsp.servers[0], known, given, launch=_launch_at_servers(rank, environment))
     over_nodes = rank.size > rank.per_node
     told: Mapping[str, str]
     if rank.local == 0:
@@ -159,6 +167,21 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
             f"{'' if known else f', with a {TOKEN} that was set before the start'})"
         )
     return _server.server
+
+
+def _launch_here() -> str:
+    global _launch
+    _launch = _launch or secrets.token_hex(8)
+    return _launch
+
+
+def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
+    """The same in all processes of a launch, whoever started them."""
+    if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
+        return os.environ.get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
+    if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return ""  # where all servers are named nobody needs these
+    return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def _tell(environment: ClusterEnvironment, told: Mapping[str, str]) -> None:

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.client import ServersSilent
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.rooms import Rooms
@@ -96,6 +98,34 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
     with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
         pair.groups[1].gather(1, "a test")
     pair.groups[1].close("PeerFailed")
+
+
+def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one fenced the first one's virtual workers, which ended, or was refused and ended them."""
+    pair = Pair(exits, monkeypatch)
+    monkeypatch.setattr(module, "LEASES_TO_END", 0.5)
+    other = Group(0, 3, Found(pair.groups[0].coordinator, (), Security(), launch="other"), pair.groups[0].settings, 9)
+    with pytest.raises(SettingError, match="serves another launch; wait until that has ended, or start servers for"):
+        other.open()
+    other.part("SettingError")
+    both = [pair.threads.submit(group.gather, group.index, "a test") for group in pair.groups]
+    assert [each.result(SECONDS) for each in both] == [[0, 1], [0, 1]]
+    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
+        closed.result(SECONDS)
+
+
+def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(exits, monkeypatch)
+    for group in pair.groups:
+        assert group._talk is not None
+        group._talk.close()
+        group._exits.pop_all()
+    found = replace(pair.groups[0]._found, launch="the next", hosts=False)
+    nexts = [Group(index, 2, found, pair.groups[0].settings, SECONDS) for index in (0, 1)]
+    for opened in [pair.threads.submit(group.open) for group in nexts]:
+        opened.result(SECONDS)
+    for closed in [pair.threads.submit(group.close) for group in nexts]:
+        closed.result(SECONDS)
 
 
 def test_nobody_at_the_coordinators_address(

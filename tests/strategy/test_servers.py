@@ -19,7 +19,15 @@ from lightning_hetpipe.strategy import neighbours, servers
 from lightning_hetpipe.strategy.ranks import Rank, Role
 
 INSECURE = {"insecure": True}
-VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "HETPIPE_PORT", "HETPIPE_TOKEN", "HETPIPE_COORDINATOR", "HETPIPE_CA")
+VARIABLES = (
+    "HETPIPE_LAUNCH",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "HETPIPE_PORT",
+    "HETPIPE_TOKEN",
+    "HETPIPE_COORDINATOR",
+    "HETPIPE_CA",
+)
 
 
 class Started:
@@ -81,6 +89,18 @@ def test_the_servers_that_a_user_names_are_all(monkeypatch: pytest.MonkeyPatch) 
     assert found(rank(0), servers=named) == servers.Found("one:1", ("one:1", "two:2"), Security(token="open-sesame"))
     assert found(rank(1), servers=named) == servers.Found("one:1", (), Security(token="open-sesame"))
     assert servers.start(rank(0), LightningEnvironment(), WSPCallback(servers=named).settings) == {}
+
+
+def test_all_processes_of_a_launch_know_it_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that a user started may serve another launch."""
+    told = servers.start(rank(0, 1, 2), LightningEnvironment(), WSPCallback(servers=["one:1"]).settings)
+    here = found(rank(0, 1, 2), servers=["one:1"]).launch
+    assert len(here) == 16
+    put(monkeypatch, **told)
+    assert found(rank(1, 1, 2, Role.CHILD), servers=["one:1"]).launch == here
+    assert found(rank(2, 2, 2), servers=["one:1"]).launch == ""
+    put(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="5000")
+    assert {found(rank(index, 2, 2), servers=["one:1"]).launch for index in (0, 2)} == {"node0:5000/"}
 
 
 def test_each_node_has_one_and_all_look_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
