@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from lightning_hetpipe.server.buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
-from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, MANY, ONE, SERVICE, TOKEN
+from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.security import Security, is_loopback, split
 from lightning_hetpipe.server.shared_memory import NoBlock, Place, Views, place_of
 from lightning_hetpipe.server.transport import TIMEOUT, Refused, Unreachable
@@ -84,6 +84,7 @@ class GrpcChannel:
         timeout: float = TIMEOUT,
     ) -> bytes:
         """As `Channel.call` says."""
+        timeout = min(timeout, LONGEST / 2)  # servers hear nobody who may stay for longer than they let anybody
         deadline = time.monotonic() + timeout
         opening = Opening(method, header, total(body), total(into))
         try:

@@ -177,6 +177,12 @@ def test_a_call_needs_a_deadline(server: GrpcServer, desk: Desk) -> None:
     assert desk.calls == []
 
 
+def test_who_would_wait_for_days_is_heard(server: GrpcServer) -> None:
+    """HetPipeStrategy(timeout=timedelta(days=2)) was answered that a call needs a deadline."""
+    with closing(GrpcChannel(server.address)) as channel:
+        channel.call("echo", b"", timeout=2.0 * 24 * 3600)
+
+
 def test_a_deadline_ends_a_body_that_does_not_come(server: GrpcServer, desk: Desk) -> None:
     def nothing_more() -> Iterator[bytes]:
         yield ECHO.pack()
