@@ -135,7 +135,7 @@ class Synchroniser:
         for number in (first, first + 1):  # what is added and rounded once is off by a rounding; not the second time
             if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
                 return
-            update = self._update(computing) if self.group.index == 0 else self._nothing()
+            update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
             if self.group.settings.aggregate == "mean":
                 update = [each * self.group.size for each in update]
             self._pass_cut(number, update, computing, everything=True)
@@ -191,18 +191,31 @@ class Synchroniser:
             self._open += version - self._counted
             self._counted = version
 
-    def _update(self, computing: Computing) -> list[Tensor]:
-        """w_local - w at the last synchronisation, in the dtype in which it travels."""
+    def _update(self, computing: Computing, everything: bool = False) -> list[Tensor]:
+        """w_local - w at the last synchronisation, in the dtype in which it travels.
+
+        Frozen parameters are not learnt: what callbacks make of them is shared when an epoch begins (``everything``),
+        and an infinity in one, as masks have, is no difference.
+        """
         with computing():
+            same = [
+                not p.requires_grad and (not everything or torch.equal(p, last))
+                for (_, p), last in zip(self._named, self._last, strict=True)
+            ]
             if self._dtype is None:
                 room = self.group.weights.room()
-                for (_, parameter), last, place in zip(self._named, self._last, room, strict=True):
-                    if last.device == place.device:
+                for (_, parameter), last, place, zero in zip(self._named, self._last, room, same, strict=True):
+                    if zero:
+                        place.zero_()
+                    elif last.device == place.device:
                         torch.sub(parameter.detach(), last, out=place)
                     else:
                         place.copy_(parameter.detach() - last)
                 return room
-            updates = [p.detach() - last for (_, p), last in zip(self._named, self._last, strict=True)]
+            updates = [
+                torch.zeros_like(last) if zero else p.detach() - last
+                for (_, p), last, zero in zip(self._named, self._last, same, strict=True)
+            ]
             wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
             sent = [update.to(self._dtype) for update in wanted]
             self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
@@ -216,7 +229,10 @@ class Synchroniser:
         self._open = 0
         with computing(), torch.no_grad():
             self._take(weights, everything)
-            foreach_copy_(self._last, [parameter.detach() for _, parameter in self._named])
+            taken = [
+                (last, p) for (_, p), last in zip(self._named, self._last, strict=True) if everything or p.requires_grad
+            ]
+            foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])
 
     def _take(self, weights: list[Tensor], everything: bool) -> None:
         """The live weights become ``weights``; frozen ones are the same everywhere, from the start."""

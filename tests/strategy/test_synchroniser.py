@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.pipeline.lock import Rank, Ticket
@@ -92,3 +93,31 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
     # Three minibatches, three, and one at the end of the epoch.
     assert group.met == [*["update", "wave"] * 2, "update", "cut", "the exchange of buffers", "the end of an epoch"]
     assert group.waiting is nullcontext
+
+
+@pytest.mark.parametrize("update_dtype", [None, "float32"])
+def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: str | None) -> None:
+    """An infinity, as masks have, was refused as a change that is no number; of a teacher's moves the servers kept the
+    sum of all virtual workers', which all took when a callback changed a weight between epochs."""
+    module = L.LightningModule()
+    module.weight = nn.Parameter(torch.ones(2))
+    module.mask = nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False)
+    module.teacher = nn.Parameter(torch.ones(2), requires_grad=False)
+    group: Any = OnlyOne(SimpleNamespace(_engine=None))
+    group._meet = lambda where: None
+    group.settings = WSPCallback(update_dtype=update_dtype).settings
+    synchroniser = Synchroniser(group, module)
+    synchroniser.enter([])
+
+    def change() -> None:
+        with torch.no_grad():
+            for name in ("weight", "teacher"):
+                module.get_parameter(name).add_(1.0)
+
+    change()
+    synchroniser.synchronise(nullcontext)
+    assert [held.tolist() for held in group.held] == [[2.0, 2.0], [0.0, float("-inf")], [1.0, 1.0]]
+    change()
+    synchroniser.begin(1, 2, nullcontext)
+    assert [held.tolist() for held in group.held] == [[3.0, 3.0], [0.0, float("-inf")], [3.0, 3.0]]
+    assert all(torch.equal(p, held) for p, held in zip(module.parameters(), group.held, strict=True))
