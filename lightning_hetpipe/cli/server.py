@@ -20,7 +20,7 @@ from lightning_hetpipe.cli.errors import FAILED, INTERRUPTED, TERMINATED, WRONG_
 from lightning_hetpipe.cli.settings import unknown
 from lightning_hetpipe.cli.status import laid_out
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.security import Security, is_loopback, split
 from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
 
 _COMMANDS = ("serve", STATUS)
@@ -75,6 +75,11 @@ def run(config: DictConfig) -> None:
     _check(config)
     security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
     security.check(config.address)
+    if config.command != STATUS and security.token is None and not is_loopback(split(config.address)[0]):
+        raise SettingError(
+            f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
+            " could call; set it to a long random value, the same for all servers and virtual workers."
+        )
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))
     else:

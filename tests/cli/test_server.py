@@ -94,6 +94,10 @@ def test_an_answer_that_is_no_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     ("arguments", "says"),
     [
         (["address=0.0.0.0:7070"], "address=0.0.0.0:7070 is open to other machines and security has no certificates"),
+        (
+            ["address=0.0.0.0:0", "security.insecure=true"],
+            "address=0.0.0.0:0 is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there could",
+        ),
         (["address=7070"], "address=7070 must be host:port"),
         (["adress=1"], "adress is not a setting; did you mean address?"),
         (["+security.tokn=1"], "security.tokn is not a setting; did you mean security.token?"),
@@ -109,6 +113,7 @@ def test_an_answer_that_is_no_status(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_wrong_setting_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
+    monkeypatch.delenv("HETPIPE_TOKEN", raising=False)
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *arguments)
     said, hint = capsys.readouterr().err.splitlines()
