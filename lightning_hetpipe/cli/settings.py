@@ -131,9 +131,9 @@ def _check_least(config: DictConfig) -> None:
 def _check_secret(config: DictConfig) -> None:
     """Hydra saves configurations, and command lines can be read."""
     security = OmegaConf.select(config, "strategy.wsp.security")
-    if not isinstance(security, DictConfig) or OmegaConf.is_interpolation(security, "token"):
+    if not isinstance(security, DictConfig) or "token" not in security:
         return
-    if security.get("token") is not None:
+    if not OmegaConf.is_interpolation(security, "token") and security.token is not None:
         raise SettingError(
             "strategy.wsp.security.token stands in the configuration, where others can read it; set HETPIPE_TOKEN"
             " instead."

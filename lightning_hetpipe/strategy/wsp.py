@@ -10,10 +10,12 @@ from typing import Any, Literal
 import lightning as L
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.security import Security, split
 
 AGGREGATES = ("sum", "mean")
 PLACEMENTS = ("size", "round_robin", "local")
+LONGEST_LEASE = 365 * 24 * 3600.0
+"""Seconds; clocks and timers count on."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,12 @@ class WSPCallback(L.Callback):
             _one_of("update_dtype", update_dtype, ("bfloat16", "float16", "float32"))
         if isinstance(servers, str) or (servers is not None and not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
+        _check_addresses(servers or ())
         seconds = lease.total_seconds() if isinstance(lease, timedelta) else lease
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LEASE:
             raise SettingError(
-                f"lease={lease!r} must be a datetime.timedelta or a number of seconds, longer than nothing"
+                f"lease={lease!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most"
+                " a year"
             )
         self.settings = WSPSettings(
             clock_distance,
@@ -94,9 +98,30 @@ def _security(given: Security | Mapping[str, Any] | None) -> Security:
         return given or Security()
     known = [each.name for each in fields(Security)]
     if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
-        what = f"security[{unknown[0]!r}] is not known" if isinstance(given, Mapping) else f"security={given!r} is none"
+        what = (
+            f"security[{unknown[0]!r}] is not known"
+            if isinstance(given, Mapping)
+            else f"security={given!r} is no mapping"
+        )
         raise SettingError(f"{what}; give a mapping of {', '.join(known)}")
-    return Security(**given)
+    made = Security(**given)
+    _ = made.from_environment().encrypted  # raises where files are missing
+    return made
+
+
+def _check_addresses(servers: Sequence[str]) -> None:
+    for number, address in enumerate(servers):
+        try:
+            port = split(address if isinstance(address, str) else "")[1]
+        except SettingError:
+            port = 0
+        if not port:
+            raise SettingError(
+                f"servers={list(servers)!r} holds {address!r}, which is not host:port with a port from 1 to 65535, such"
+                " as '10.0.0.1:5000'"
+            )
+        if address in servers[:number]:
+            raise SettingError(f"servers={list(servers)!r} holds {address!r} twice; name each server once")
 
 
 def _one_of(name: str, value: object, known: Sequence[str]) -> None:

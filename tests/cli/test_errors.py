@@ -53,6 +53,11 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["strategy.wsp.aggregate=avg"], "strategy.wsp.aggregate=avg is not known; use 'sum' or 'mean'"),
         (["strategy.wsp.lease=abc"], "strategy.wsp.lease=abc must be a timedelta or a number."),
         (["strategy.wsp.security={token: abc}"], "strategy.wsp.security.token stands in the configuration, where"),
+        (["strategy.virtual_workers=2", "+strategy.wsp.security.ca=ca.pem"], "security.ca=ca.pem needs"),
+        (
+            ["strategy.wsp.servers=[nowhere]"],
+            "strategy.wsp.servers=['nowhere'] holds 'nowhere', which is not host:port",
+        ),
         (["strategy.virtual_workers=two"], "strategy.virtual_workers=two must be a whole number."),
         (["strategy.compile=true"], "strategy.compile=true is not available yet: this release has layers as they are;"),
         (["trainer.max_epochs=abc"], "trainer.max_epochs=abc must be a whole number or null."),

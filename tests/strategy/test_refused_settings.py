@@ -192,8 +192,14 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
         ({"servers": []}, ["servers=[]"]),
         ({"placement": "near"}, ["placement='near'"]),
         ({"security": {"secure": True}}, ["security['secure'] is not known", "give a mapping of ca, certificate"]),
-        ({"security": "high"}, ["security='high' is none", "insecure"]),
+        ({"security": "high"}, ["security='high' is no mapping", "insecure"]),
         ({"lease": 0}, ["lease=0"]),
+        ({"lease": float("inf")}, ["lease=inf", "at most a year"]),
+        ({"servers": ["here:7000", "nowhere"]}, ["servers=['here:7000', 'nowhere'] holds 'nowhere'", "host:port"]),
+        ({"servers": ["here:99999"]}, ["servers=['here:99999']", "from 1 to 65535"]),
+        ({"servers": ["here:0"]}, ["servers=['here:0']", "from 1 to 65535"]),
+        ({"servers": [7000]}, ["servers=[7000] holds 7000", "host:port"]),
+        ({"servers": ["here:1", "here:1"]}, ["holds 'here:1' twice", "name each server once"]),
     ],
 )
 def test_settings_of_the_synchronisation(arguments: dict[str, Any], fragments: list[str]) -> None:
