@@ -118,14 +118,16 @@ class Flight:
             self._pipeline.lock.abandon(self.start)
             self.end(error)
             return
-        self._enter()
         try:
+            self._enter()
             self._check_cancelled()
             self._fly()
         except BaseException as error:
             failure = error
-        finally:
+        try:
             self._leave(for_good=True)
+        except BaseException as error:
+            failure = failure or error
         self._landed(failure)
 
     def _fly(self) -> None:
@@ -140,7 +142,11 @@ class Flight:
         """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""
         ticket = self._resume = Ticket(Rank.RESUME, self.number)
         start()
-        self._leave()
+        failure: BaseException | None = None
+        try:
+            self._leave()
+        except BaseException as error:  # raised below: what was started comes back first
+            failure = error
         try:
             self._pipeline.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
         except BaseException:
@@ -152,7 +158,7 @@ class Flight:
                 self._pipeline.lock.abandon(ticket)
             raise
         self._enter()
-        arrived, self._arrived = self._arrived, None
+        arrived, self._arrived = failure or self._arrived, None
         if isinstance(arrived, BaseException):
             self.failure = arrived
             raise arrived
@@ -176,10 +182,12 @@ class Flight:
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
-        if self._stretch is not None:
-            self._stretch.leave(for_good)
-        self.in_user_code = False
-        self._pipeline.lock.release()
+        try:
+            if self._stretch is not None:
+                self._stretch.leave(for_good)
+        finally:
+            self.in_user_code = False
+            self._pipeline.lock.release()
 
 
 class _Current(threading.local):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.pipeline import crew as crew_module
+from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.pipeline.threads import Patience
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
@@ -45,6 +46,50 @@ def failing_layer(where: str) -> nn.Module:
 
 def frames(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class Torn(Stretch):
+    """State that cannot be swapped, the ``last`` time that ``what`` is asked of it."""
+
+    def __init__(self, what: str, last: int) -> None:
+        super().__init__(ProcessState.current())
+        self.what, self.left = what, last
+
+    def enter(self) -> None:
+        self.count("enter")
+        super().enter()
+
+    def leave(self, for_good: bool = False) -> None:
+        super().leave(for_good)
+        self.count("leave")
+
+    def count(self, what: str) -> None:
+        self.left -= what == self.what
+        if what == self.what and not self.left:
+            raise ArithmeticError(f"cannot {what}")
+
+
+@pytest.mark.parametrize(("what", "last"), [("enter", 1), ("enter", 2), ("leave", 1)])
+def test_what_fails_around_user_code_fails_the_minibatch(what: str, last: int) -> None:
+    """It was a hang: the minibatch never ended, and held the lock over user code."""
+    line = Line(mlp(), cuts=(0, 2))
+    with line.running() as engine:
+        engine.submit(1, line.step(lambda: line.call(X).sum(), stretch=Torn(what, last)))
+        engine.submit(2, line.plain())
+        with pytest.raises(ArithmeticError, match=f"cannot {what}"):
+            engine.finish(1)
+        assert engine.finish(2).gradients
+
+
+def test_what_fails_after_user_code_holds_nobody_up() -> None:
+    """The gradients may be there before."""
+    line = Line(mlp(), cuts=(0, 2))
+    with line.running() as engine:
+        engine.submit(1, line.step(lambda: line.call(X).sum(), stretch=Torn("leave", 2)))
+        engine.submit(2, line.plain())
+        with suppress(ArithmeticError):
+            assert engine.finish(1).gradients
+        assert engine.finish(2).gradients
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 1, 2)])
