@@ -57,6 +57,7 @@ def summary(
     run: RunResult | None,
     metrics: Mapping[str, SupportsFloat],
     *,
+    virtual_workers: int = 1,
     torch_threads: int | None = None,
     checkpoint: str = "",
     log_dir: str | None = None,
@@ -66,6 +67,7 @@ def summary(
     Args:
         run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
         metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
+        virtual_workers: that trained together; the report is of one of them.
         torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
             it out.
         checkpoint: path of the best checkpoint; empty if there is none.
@@ -74,8 +76,9 @@ def summary(
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
-        lines += [_headline(run), "", *_stage_table(run), "", _MEASURED, _COUNTED, ""]
-        rows.append(("samples per second", f"{run.samples_per_second:,.0f}" if run.minibatches else _NONE))
+        lines += [_headline(run, virtual_workers), "", *_stage_table(run), "", _MEASURED, _COUNTED, ""]
+        each = "" if virtual_workers == 1 else "   of this virtual worker; each trains on a share of the data"
+        rows.append(("samples per second", f"{run.samples_per_second:,.0f}{each}" if run.minibatches else _NONE))
     rows += _results(metrics)
     if torch_threads is not None:
         rows.append(("torch threads", f"{torch_threads}; stages of a pipeline use OMP_NUM_THREADS each, by default 1"))
@@ -87,10 +90,11 @@ def summary(
     return "\n".join(lines + [f"{label:<{width}}   {value}" for label, value in rows])
 
 
-def _headline(run: RunResult) -> str:
+def _headline(run: RunResult, virtual_workers: int) -> str:
     stages = f"{len(run.stages)} stage{'' if len(run.stages) == 1 else 's'}"
     minibatches = f"{run.in_flight} minibatch{'' if run.in_flight == 1 else 'es'}"
-    return f"Trained as a pipeline of {stages}, {minibatches} in flight"
+    which = "" if virtual_workers == 1 else f", as the first of {virtual_workers} virtual workers"
+    return f"Trained as a pipeline of {stages}, {minibatches} in flight{which}"
 
 
 def _stage_table(run: RunResult) -> list[str]:

@@ -37,6 +37,9 @@ def test_the_table_shows_each_stage_aligned() -> None:
     assert len(header) == len(first) == len(second)
     assert second.index("net.3") == first.index("net.0") == header.index("layers")
     assert "samples per second   3,120" in lines
+    lines = summary(run, {}, virtual_workers=2).splitlines()
+    assert "Trained as a pipeline of 2 stages, 1 minibatch in flight, as the first of 2 virtual workers" in lines
+    assert "samples per second   3,120   of this virtual worker; each trains on a share of the data" in lines
 
 
 def test_the_table_says_what_its_times_are() -> None:
