@@ -87,7 +87,7 @@ class Rooms:
                 os.close(log)
 
     def status(self) -> dict[str, Any]:
-        """Clocks, members, lag and bytes of every room that somebody is in, as JSON can say them."""
+        """The lease; clocks, members, lag and bytes of every room that somebody is in, as JSON can say them."""
         self._clear_all()
         found: dict[str, Any] = {}
         for name, room in self._known().items():
@@ -95,7 +95,7 @@ class Rooms:
                 told = decode(room.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b"")).header)
                 assert isinstance(told, Status)
                 found[name] = {**_shown(told), "held_bytes": room.bytes_held}
-        return {"rooms": len(found), **found}
+        return {"rooms": len(found), "lease": self._lease, **found}
 
     def _known(self) -> dict[str, Service]:
         with self._lock:

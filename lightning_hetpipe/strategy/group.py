@@ -131,9 +131,22 @@ class Group:
                 f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
                 " machine reach it?"
             ) from None
+        self._check_lease()
         known = [address for each in self.gather(list(self._found.known), "the list of servers") for address in each]
         for address in known[1:]:
             self._connect(address)
+
+    def _check_lease(self) -> None:
+        """Heartbeats go out by our lease, and the server misses them by its own."""
+        try:
+            told = json.loads(self._channels[COORDINATOR].call(STATUS, b"", timeout=self.settings.lease))["lease"]
+        except Unreachable:
+            return  # for a moment, perhaps; whoever calls next sees to it
+        if told != self.settings.lease:
+            raise SettingError(
+                f"lease={self.settings.lease:g}, but the server at {self.coordinator} has lease={told:g}; give both the"
+                " same, and a program's later Trainers that of its first"
+            )
 
     def _has_entered(self, room: str, until: float) -> bool:
         """False: not yet, as another launch has the servers, perhaps one that was killed.
@@ -167,6 +180,7 @@ class Group:
             Parameter(name, tuple(tensor.shape), _name(tensor.dtype), update_dtype or _name(tensor.dtype))
             for name, tensor in named
         )
+        self._check_lease()
         self._fit = self._client(_next_room("fit"), parameters, settings).__enter__()
         self._fit_ordinal = itertools.count(1)
         return self._join(self._fit, [tensor.detach() for _, tensor in named])

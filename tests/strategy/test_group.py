@@ -61,8 +61,20 @@ def test_all_servers_share_the_weights(
     entered = [pair.threads.submit(group.enter_fit, named, ()) for group in pair.groups]
     for each in entered:
         assert [tensor.tolist() for tensor in each.result(SECONDS)] == [[1.0] * 3, [2.0] * 3]
-    assert pair.rooms[0].status().keys() == {"rooms", "talk-1", "fit-1"}
-    assert pair.rooms[1].status().keys() == {"rooms", *beside}
+    assert pair.rooms[0].status().keys() == {"rooms", "lease", "talk-1", "fit-1"}
+    assert pair.rooms[1].status().keys() == {"rooms", "lease", *beside}
+    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
+        closed.result(SECONDS)
+
+
+def test_a_lease_that_is_not_the_servers_is_refused(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats would come too late, and a virtual worker be left out while it computes."""
+    pair = Pair(exits, monkeypatch)
+    first = pair.groups[0]
+    first.settings = WSPCallback(lease=3 * LEASE).settings  # as a program's second Trainer may have it
+    with pytest.raises(SettingError, match=f"lease={3 * LEASE:g}, but the server at .* has lease={LEASE:g}; give both"):
+        first.enter_fit([("a", torch.ones(3))], ())
+    first.settings = pair.groups[1].settings
     for closed in [pair.threads.submit(group.close) for group in pair.groups]:
         closed.result(SECONDS)
 
