@@ -14,10 +14,10 @@ from benchmarks.harness import (
     Process,
     Spread,
     in_rounds,
-    run_together,
+    run_alone,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 
 NAME = "capture_costs"
 WORKER = "benchmarks.capture_costs_worker"
@@ -33,7 +33,7 @@ def measure(what: str, model: str, cores: Sequence[int] = (), seconds: float = 2
     """Measures "times" or "memory" of one model in a fresh process with one torch thread."""
     pinned = ("--cores", *map(str, cores)) if cores else ()
     arguments = (what, model, "--seconds", str(seconds), *pinned)
-    ((measurement,),) = run_together([Process(WORKER, arguments)], TIMEOUT)
+    measurement = run_alone(Process(WORKER, arguments), TIMEOUT)
     return measurement
 
 
@@ -63,8 +63,7 @@ def report(machine: Mapping[str, object], times: Rounds, memory: Rounds, failure
     ]
     text = [
         f"{NAME}: graphs of whole models by torch.export, against the modules themselves; one torch thread",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(times)} round(s)",
+        provenance(machine, len(times)),
         "",
         table(_time_rows(times)),
         "",

@@ -16,7 +16,7 @@ from benchmarks.harness import (
     Spread,
     figures_table,
     in_rounds,
-    run_together,
+    run_alone,
     table,
 )
 from benchmarks.machine import describe_machine, two_cores
@@ -35,7 +35,7 @@ Rounds = Sequence[Mapping[str, Measurement]]
 
 def measure(job: Job) -> Measurement:
     """Measures in a fresh process with one torch thread."""
-    ((found,),) = run_together([Process(WORKER, (job.to_json(),))], TIMEOUT)
+    found = run_alone(Process(WORKER, (job.to_json(),)), TIMEOUT)
     return found
 
 

@@ -156,6 +156,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+def run_alone(process: Process, timeout: float) -> Measurement:
+    """`run_together` for one process that announces one measurement."""
+    ((announced,),) = run_together([process], timeout)
+    return announced
+
+
 def run_together(processes: Sequence[Process], timeout: float) -> list[list[Measurement]]:
     """Runs processes side by side until all have ended and returns what each announced, in their order.
 

@@ -17,7 +17,7 @@ from benchmarks.harness import (
     Spread,
     figures_table,
     in_rounds,
-    run_together,
+    run_alone,
 )
 from benchmarks.machine import describe_machine
 
@@ -33,7 +33,7 @@ Rounds = Sequence[Mapping[str, Sequence[Measurement]]]
 
 def measure(processes: int) -> list[Measurement]:
     """Measures in so many fresh processes, one after the other."""
-    return [run_together([Process(WORKER, ())], TIMEOUT)[0][0] for _ in range(processes)]
+    return [run_alone(Process(WORKER, ()), TIMEOUT) for _ in range(processes)]
 
 
 def run(options: Options) -> Outcome:

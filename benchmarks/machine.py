@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,6 +39,14 @@ def describe_machine(cores: Sequence[int]) -> dict[str, object]:
         "torch": version("torch"),
         "lightning": version("lightning"),
     }
+
+
+def provenance(machine: Mapping[str, object], rounds: int) -> str:
+    """Two lines of a report, from what `describe_machine` gave: on what, and how its figures were formed."""
+    return (
+        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}\n"
+        f"load average at the start {machine['load_average']}; medians and ranges over {rounds} round(s)"
+    )
 
 
 def _cpu_name() -> str:

@@ -14,10 +14,10 @@ from benchmarks.harness import (
     Spread,
     figures_table,
     in_rounds,
-    run_together,
+    run_alone,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, Task
 
 NAME = "recompute"
@@ -31,8 +31,7 @@ Round = Mapping[str, Measurement]
 
 def measure(task: Task) -> Measurement:
     """Measures one process."""
-    ((announced,),) = run_together([Process(WORKER, (task.to_json(),))], TIMEOUT)
-    return announced
+    return run_alone(Process(WORKER, (task.to_json(),)), TIMEOUT)
 
 
 def run(options: Options) -> Outcome:
@@ -70,8 +69,7 @@ def report(machine: Mapping[str, object], task: Task, rounds: Sequence[Round], f
     text = [
         f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), batch {task.batch}, {task.stages} stages,"
         f" {task.in_flight} in flight",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s), in each"
+        f"{provenance(machine, len(rounds))}, in each"
         f" {task.steps} minibatches after {task.warmup}; bytes counted by the engine",
         "",
         table(rows),

@@ -15,10 +15,10 @@ from benchmarks.harness import (
     Spread,
     figures_table,
     in_rounds,
-    run_together,
+    run_alone,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, Task
 from lightning_hetpipe.planning.simulate import StageTimes, simulate
 
@@ -56,8 +56,7 @@ def variant(bottleneck: str, milliseconds: float) -> str:
 
 def measure(task: Task) -> Measurement:
     """Trains in a fresh process with one torch thread."""
-    ((found,),) = run_together([Process(WORKER, (task.to_json(),))], TIMEOUT)
-    return found
+    return run_alone(Process(WORKER, (task.to_json(),)), TIMEOUT)
 
 
 def ideal(task: Task) -> float:
@@ -131,8 +130,7 @@ def report(
     text = [
         f"{NAME}: four emulated stages under a Trainer, Nm = {TASK.in_flight}; {TASK.layers} x"
         f" Linear({TASK.width}, {TASK.width}), batch {TASK.batch}",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s)",
+        provenance(machine, len(rounds)),
         "",
         table(rows),
         "",

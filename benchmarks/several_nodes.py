@@ -16,7 +16,7 @@ from benchmarks.harness import (
     run_together,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.several_nodes_worker import Task
 from tests.namespaces import Unavailable, network
 
@@ -99,8 +99,7 @@ def report(
     text = [
         f"{NAME}: {task.layers} x Linear({task.width}, {task.width}), {size / 1e6:.1f} MB of weights, batch"
         f" {task.batch}, two machines of one core each",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s); MB of"
+        f"{provenance(machine, len(rounds))}; MB of"
         " one machine, sent and received; virtual workers with D = 0 and aggregate='mean'",
         "",
         table(rows),

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.harness import Figure, Measurement, Options, Outcome, Process, Spread, in_rounds, run_together, table
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.harness import Figure, Measurement, Options, Outcome, Process, Spread, in_rounds, run_alone, table
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, Task
 from benchmarks.virtual_workers import T_MAX, pads
 
@@ -62,8 +62,7 @@ def tasks() -> dict[str, Task]:
 
 def measure(task: Task) -> Measurement:
     """Measures one variant in a process of its own."""
-    ((measurement,),) = run_together([Process(WORKER, (task.to_json(),))], TIMEOUT)
-    return measurement
+    return run_alone(Process(WORKER, (task.to_json(),)), TIMEOUT)
 
 
 def shortened(task: Task) -> Task:
@@ -103,10 +102,13 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
     rows: list[tuple[str, ...]] = [
         ("variant", "off /s", "on /s", "on/off", "range", "target", "", "us more", "CPU us more")
     ]
-    for pair in PAIRS:
-        spread = compare(rounds, pair)
-        if spread is None:
-            rows.append((pair.label, "?", "?", "?", "", f"{TARGET:.2f}", "", "", ""))
+    figures = [
+        Figure(f"{p.label[2:]}: speed with the timeline over without", compare(rounds, p), target=TARGET, digits=3)
+        for p in PAIRS
+    ]
+    for pair, figure in zip(PAIRS, figures, strict=True):
+        if figure.spread is None:
+            rows.append((pair.label, "?", "?", *figure.cells(), "", ""))
             continue
         off, on = (Spread.of(each[n].rate for each in rounds if n in each).median for n in (pair.off, pair.on))
         rows.append(
@@ -114,23 +116,19 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
                 pair.label,
                 f"{off:.1f}",
                 f"{on:.1f}",
-                f"{spread.median:.3f}",
-                f"{spread.low:.3f} .. {spread.high:.3f}",
-                f"{TARGET:.2f}",
-                "met" if spread.median >= TARGET else "missed",
-                f"{1e6 * (1 / spread.median - 1) / off:.0f}",
+                *figure.cells(),
+                f"{1e6 * (1 / figure.spread.median - 1) / off:.0f}",
                 f"{1e6 * more_cpu(rounds, pair):.0f}",
             )
         )
     text = [
         f"{NAME}: HetPipeStrategy(timeline=True) against timeline=False, minibatches per second",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s)",
+        provenance(machine, len(rounds)),
         "",
         table(rows),
         *(f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items()),
     ]
-    spreads = {pair.label: compare(rounds, pair) for pair in PAIRS}
+    spreads = {pair.label: figure.spread for pair, figure in zip(PAIRS, figures, strict=True)}
     data = {
         "machine": dict(machine),
         "tasks": {name: asdict(task) for name, task in tasks().items()},
@@ -138,9 +136,4 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
         "ratios": {label: None if spread is None else asdict(spread) for label, spread in spreads.items()},
         "failures": dict(failures),
     }
-    figures = [
-        Figure(f"{pair.label[2:]}: speed with the timeline over without", spread, target=TARGET, digits=3)
-        for pair in PAIRS
-        for spread in [compare(rounds, pair)]
-    ]
     return Outcome("\n".join(text), data, complete=not failures, figures=figures)

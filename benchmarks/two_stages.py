@@ -20,7 +20,7 @@ from benchmarks.harness import (
     run_together,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, ModelName, Task
 
 NAME = "two_stages"
@@ -211,9 +211,7 @@ def report(
     ]
     text = [
         f"{name}: {TITLES[task.model].format(**asdict(task))}, batch {task.batch}",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s), in each"
-        f" {task.steps} minibatches after {task.warmup}",
+        f"{provenance(machine, len(rounds))}, in each {task.steps} minibatches after {task.warmup}",
         "",
         table(_variant_rows(rounds, [variant for variant in VARIANTS if variant in known])),
         *_imbalance(rounds),

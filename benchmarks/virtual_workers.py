@@ -18,7 +18,7 @@ from benchmarks.harness import (
     run_together,
     table,
 )
-from benchmarks.machine import describe_machine, two_cores
+from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, Task
 
 NAME = "virtual_workers"
@@ -180,8 +180,7 @@ def report(
     real = [name for name in tasks if not tasks[name].pads]
     text = [
         f"{NAME}: wave synchronous parallel, one server, one torch thread per process",
-        f"on {machine['cpu']}, {machine['cores_used']}; torch {machine['torch']}, lightning {machine['lightning']}",
-        f"load average at the start {machine['load_average']}; medians and ranges over {len(rounds)} round(s)",
+        provenance(machine, len(rounds)),
     ]
     figures: list[Figure] = []
     for names, ratios, title in (

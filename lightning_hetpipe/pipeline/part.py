@@ -30,21 +30,28 @@ class Left:
 
     Attributes:
         inputs: Leaves of its graph.
-        outputs: Its ends; None if they are to be computed again.
-        value: The structure of the inputs.
-        changes: How often each input was changed in place before.
-        kept: The bytes of all that, and of what the graph has saved.
+        outputs: Its ends.
+        kept: The bytes of both, and of what the graph has saved.
     """
 
     inputs: list[Tensor]
-    outputs: list[Tensor] | None
-    value: Value
-    changes: list[int]
+    outputs: list[Tensor]
     kept: Kept
 
-    def inputs_alone(self) -> Left:
-        """Without its graph."""
-        return replace(self, outputs=None)
+
+class LeftInputs:
+    """What is left of ``left`` without its graph, which is to be computed again; ``value`` is what it was given.
+
+    Attributes:
+        value: The structure of the inputs.
+        changes: How often each input was changed in place before.
+    """
+
+    def __init__(self, left: Left, value: Value) -> None:
+        self.inputs = left.inputs
+        self.kept = left.kept
+        self.value = replace(value, tensors=())
+        self.changes = [version_counter(tensor) for tensor in left.inputs]
 
 
 class Part:
@@ -83,10 +90,9 @@ class Part:
         )
         self.buffers.after_forward(minibatch.number, self._places[index])
         self.computed.after_forward(minibatch.number, self._computed_places[index])
-        changes = [version_counter(tensor) for tensor in inputs]
-        return Value.of(result), Left(inputs, tensors_of(result), replace(value, tensors=()), changes, kept)
+        return Value.of(result), Left(inputs, tensors_of(result), kept)
 
-    def again(self, minibatch: Minibatch, left: Left) -> list[Tensor]:
+    def again(self, minibatch: Minibatch, left: LeftInputs) -> list[Tensor]:
         """The outputs of the forward that has left ``left``, computed once more: on the same weights, buffers, random
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """

@@ -19,7 +19,7 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.minibatch import Minibatch
-from lightning_hetpipe.pipeline.part import Left, Part
+from lightning_hetpipe.pipeline.part import Left, LeftInputs, Part
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
@@ -169,7 +169,7 @@ class Stage:
         self._quiet = quiet
         self._done = done
         self._doing: tuple[Task, float] | None = None
-        self._left: dict[tuple[int, int], Left] = {}
+        self._left: dict[tuple[int, int], Left | LeftInputs] = {}
         self._worker: Worker[Task] | None = None
         self.copy_layers()
 
@@ -283,10 +283,11 @@ class Stage:
         with self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
             part = self._parts[segment.index]
+            left: Left | LeftInputs
             output, left = part.forward(minibatch, value, inputs)
             self.memory.hold(minibatch.number, segment.index, left.kept.all)
             if again:
-                left = left.inputs_alone()
+                left = LeftInputs(left, value)  # at once: a graph that is kept while the pass ends takes memory
                 self.memory.hold(minibatch.number, segment.index, left.kept.inputs)
             self._left[minibatch.number, segment.index] = left
         return output
@@ -297,9 +298,11 @@ class Stage:
             given = [None if g is None else move(g, self.device) for g in given]
             part = self._parts[segment.index]
             own = part.parameters[self.ring.place(minibatch.version)]
-            if (outputs := left.outputs) is None:
+            if isinstance(left, LeftInputs):
                 outputs = part.again(minibatch, left)
                 self.memory.hold(minibatch.number, segment.index, left.kept.all)
+            else:
+                outputs = left.outputs
             before = part.bind_left(minibatch)
             found = gradients(outputs, given, [*left.inputs, *own])
             below, found = found[: len(left.inputs)], found[len(left.inputs) :]

@@ -226,14 +226,13 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
         yield _misfit(size, opening.room).pack()
         return
     place = place_of(body) if opening.sees else None
-    if messages is None:
-        # Nobody will say when the body has been read, so it must not matter.
-        if size and (place is None or reply.done is not None):
-            yield Answer(Outcome.UNPLACED, b"the reply's body lies where only its server sees it").pack()
-        else:
-            yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
+    # In one message nobody will say when the body has been read, so it must not matter.
+    if messages is None and size and (place is None or reply.done is not None):
+        yield Answer(Outcome.UNPLACED, b"the reply's body lies where only its server sees it").pack()
         return
     yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
+    if messages is None:
+        return
     if place is not None:
         word = next(messages, b"")
         if word == READ:

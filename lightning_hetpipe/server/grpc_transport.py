@@ -89,7 +89,7 @@ class GrpcChannel:
         opening = Opening(method, header, total(body), total(into))
         try:
             if not opening.size and not opening.room:
-                answer = self._ask(opening, timeout)
+                answer = self._ask(opening, deadline)
             else:
                 answer = self._with_bodies(opening, flat(body), flat(into), deadline)
         except grpc.RpcError as error:
@@ -105,8 +105,8 @@ class GrpcChannel:
         self._channel.close()
         self._views.close()
 
-    def _ask(self, opening: Opening, timeout: float) -> Answer:
-        message = opening.pack()
+    def _ask(self, opening: Opening, deadline: float) -> Answer:
+        message, timeout = opening.pack(), max(0.0, deadline - time.monotonic())
         try:
             answer: bytes = self._one(message, timeout=timeout, metadata=self._metadata)
         except ValueError:
@@ -117,15 +117,12 @@ class GrpcChannel:
         place = place_of(body) if self._shares else None
         if place is not None:
             placed = opening._replace(place=place.pack())
-            if opening.room:
-                answer = self._run(placed, [], into, deadline)
-            else:
-                answer = self._ask(placed, max(0.0, deadline - time.monotonic()))
+            answer = self._run(placed, [], into, deadline) if opening.room else self._ask(placed, deadline)
             if answer.outcome != Outcome.UNSEEN:
                 return answer
             self._give_up(answer.header.decode(errors="replace"))
         elif not opening.size and self._shares and self._seen:
-            answer = self._ask(opening._replace(sees=True), max(0.0, deadline - time.monotonic()))
+            answer = self._ask(opening._replace(sees=True), deadline)
             if answer.outcome != Outcome.UNPLACED and self._filled(answer, into):
                 return answer
         return self._run(opening, body, into, deadline)

@@ -103,6 +103,7 @@ class Group:
         self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
         self._channels: list[GrpcChannel] = []
+        self._servers_lease: float | None = None
         self._failed = False
         self._gone: Mapping[int, str] = {}
         self._entering: Client | None = None
@@ -131,18 +132,23 @@ class Group:
                 f"{silent}; is the program running that starts the server at {self._found.coordinator}, and may this"
                 " machine reach it?"
             ) from None
+        self._servers_lease = self._told_lease()
         self._check_lease()
         known = [address for each in self.gather(list(self._found.known), "the list of servers") for address in each]
         for address in known[1:]:
             self._connect(address)
 
+    def _told_lease(self) -> float | None:
+        try:
+            status = json.loads(self._channels[COORDINATOR].call(STATUS, b"", timeout=self.settings.lease))
+        except Unreachable:
+            return None  # for a moment, perhaps; whoever calls next sees to it
+        return float(status["lease"])
+
     def _check_lease(self) -> None:
         """Heartbeats go out by our lease, and the server misses them by its own."""
-        try:
-            told = json.loads(self._channels[COORDINATOR].call(STATUS, b"", timeout=self.settings.lease))["lease"]
-        except Unreachable:
-            return  # for a moment, perhaps; whoever calls next sees to it
-        if told != self.settings.lease:
+        told = self._servers_lease
+        if told is not None and told != self.settings.lease:
             raise SettingError(
                 f"lease={self.settings.lease:g}, but the server at {self.coordinator} has lease={told:g}; give both the"
                 " same, and a program's later Trainers that of its first"
