@@ -95,6 +95,14 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     monkeypatch.setattr(Rooms, "status", noted)
     going = threading.Event()
     second._exits.callback(going.wait, SECONDS)  # what it does first where it leaves
+    assert second._talk is not None
+    fail = second._talk.fail
+
+    def failing(reason: str) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
+        going.wait(SECONDS)
+        fail(reason)
+
+    monkeypatch.setattr(second._talk, "fail", failing)
     closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
     assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
     assert not closed[0].done()
