@@ -15,18 +15,20 @@ OURS = list(VARIANTS)[1]
 @pytest.mark.parametrize("variant", ["ddp", "hetpipe"])
 def test_bytes_are_counted_on_the_wire(variant: str) -> None:
     """DDP sends and receives all gradients in each minibatch; a wave of four moves as much once: half of it to a server
-    on the other machine, half of it from there, and the same for the other machine's virtual worker."""
+    on the other machine, half of it from there, and the same for the other machine's virtual worker.
+
+    Waves travel while minibatches are computed, so the count's first and last one may be cut: one of eight."""
     try:
         with network(1):
             pass
     except Unavailable as why:
         pytest.skip(str(why))
-    task = Task("ddp" if variant == "ddp" else "hetpipe", width=512, warmup=4, steps=8)
+    task = Task("ddp" if variant == "ddp" else "hetpipe", width=512, warmup=4, steps=32)
     found = measure(task, None)
     weights = task.layers * task.width * (task.width + 1) * 4
     expected = 2 * weights / (1 if variant == "ddp" else task.in_flight)
     assert found.images > 0
-    assert expected < found.bytes < 1.5 * expected
+    assert 7 / 8 * expected < found.bytes < 1.5 * expected
 
 
 def test_the_report_says_what_was_found_and_what_failed() -> None:
