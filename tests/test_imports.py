@@ -38,7 +38,7 @@ BELOW: dict[str, set[str]] = {
     "server": {"planning", "rules", "errors", "private"},
     "emulation": {"pipeline", "errors"},
     "pipeline": {"planning", "rules", "errors", "private"},
-    "planning": {"rules"},
+    "planning": {"rules", "errors"},
     "rules": set(),
     "errors": set(),
     "private": set(),

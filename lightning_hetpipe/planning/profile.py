@@ -1,28 +1,73 @@
-"""Measures how long each layer takes, forward and backward."""
+"""What is known of a model's layers: how long each takes on which device, and how many bytes it has."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-ROUNDS = 3
-"""Timed rounds for each layer, after one that warms up."""
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.cluster import Device
 
 
-def layer_times(layers: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> list[float]:
-    """Median seconds of each of ``layers``, over ``rounds`` rounds through all of them.
+class Times(NamedTuple):
+    """Seconds that a layer takes for one minibatch."""
 
-    Args:
-        layers: For each layer a call that runs its forward and backward once, to completion. Layers take turns, so that
-            a disturbance of the machine hits neighbours alike.
-        rounds: How often each is timed, after one call that is not.
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    def divided(self, speed: float) -> Times:
+        return Times(*(seconds / speed for seconds in self))
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The bytes of one layer, named ``name``; the same on every device.
+
+    Attributes:
+        parameters: Of its weights.
+        kept: Of what its forward keeps until its backward, inputs and outputs included, of one minibatch.
+        output: Of what crosses a cut behind it; a gradient of as many comes back.
     """
-    times: list[list[float]] = [[] for _ in layers]
-    for number in range(rounds + 1):
-        for layer, seconds in zip(layers, times, strict=True):
-            started = time.perf_counter()
-            layer()
-            if number:
-                seconds.append(time.perf_counter() - started)
-    return [statistics.median(seconds) for seconds in times]
+
+    name: str
+    parameters: int
+    kept: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's ``layers``, and ``times`` of each layer by the name of a device.
+
+    Attributes:
+        model: What it is of, for people.
+        samples: In a minibatch.
+        layers: In order.
+        times: For each device's name, of each layer.
+        memory: Bytes that each of these devices has, where the profile knows.
+    """
+
+    model: str
+    samples: int
+    layers: Sequence[LayerBytes]
+    times: Mapping[str, Sequence[Times]]
+    memory: Mapping[str, int]
+
+    def times_on(self, device: Device) -> Sequence[Times]:
+        """Of each layer on ``device``: those of its name, or of the only device that was profiled; by its speed.
+
+        Raises:
+            SettingError: if there is neither.
+        """
+        if device.name in self.times:
+            known = self.times[device.name]
+        elif len(self.times) == 1:
+            (known,) = self.times.values()
+        else:
+            raise SettingError(
+                f"the profile of {self.model} has no times of '{device.name}'; it has those of"
+                f" {', '.join(sorted(self.times))}"
+            )
+        return [each.divided(device.speed) for each in known]
