@@ -81,15 +81,19 @@ class Buffers:
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of forward ``minibatch``."""
+        if not self._live:
+            return
         for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
             setattr(module, name, tensor)
 
     def changes(self, minibatch: int) -> list[int]:
         """How often each buffer of forward ``minibatch`` was changed in place so far."""
-        return [version_counter(tensor) for tensor in self._of(minibatch)]
+        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._live else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what forward ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
+        if not self._live:
+            return
         own = self._of(minibatch)
         for index, (module, name) in enumerate(layers):
             left = getattr(module, name)
@@ -98,6 +102,8 @@ class Buffers:
 
     def show(self, minibatch: int) -> None:
         """Copies into the live buffers what forward ``minibatch`` left."""
+        if not self._live:
+            return
         for place, left in zip(self._live, self._of(minibatch), strict=True):
             if not may_change(*place):
                 continue
@@ -113,6 +119,8 @@ class Buffers:
         Raises:
             SettingError: where later forwards have started from the unchanged buffers already.
         """
+        if not self._live:
+            return
         for index, (place, left) in enumerate(zip(self._live, self._of(minibatch), strict=True)):
             live = _tensor(place)
             if equal(live.to(left.device), left):

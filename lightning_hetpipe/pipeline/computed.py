@@ -37,9 +37,12 @@ class Computed:
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what forward ``minibatch`` has computed in ``layers``, without its graph."""
-        self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
+        if layers:
+            self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
 
     def show(self, minibatch: int) -> None:
         """Lets the live layers hold what forward ``minibatch`` has computed."""
+        if not self._live:
+            return
         for (module, name), left in zip(self._live, self._left[minibatch % len(self._left)], strict=True):
             vars(module)[name] = left.to(vars(module)[name].device)

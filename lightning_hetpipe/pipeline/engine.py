@@ -10,6 +10,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.stage import Layer, Loss, Stage, StageSettings, Task
 from lightning_hetpipe.pipeline.values import Gradients
 from lightning_hetpipe.pipeline.view import View, Weights
-from lightning_hetpipe.rules.schedule import Instruction, Work, route, segments
+from lightning_hetpipe.rules.schedule import Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
 
@@ -61,7 +62,10 @@ class Engine(Crew[Minibatch]):
         self._parts = segments([len(own) for _, own in pieces], cuts)
         _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
         self._route = route(self._parts)
-        self._after = {(step.work, step.segment.index): index for index, step in enumerate(self._route)}
+        self._steps = {(step.work, step.segment.index): index for index, step in enumerate(self._route)}
+        pieces_of = [step.segment.piece for step in self._route]
+        self._goes_on = [*map(operator.eq, pieces_of, pieces_of[1:]), False]
+        """Whether, after each step, the minibatch goes on to the next one by itself."""
         self.stages = [
             Stage(
                 index,
@@ -159,7 +163,7 @@ class Engine(Crew[Minibatch]):
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
         first = next(part for part in self._parts if part.piece == call.piece)
         work = Work.TURN if first is self._parts[-1] else Work.FORWARD
-        self._send(Instruction(work, first), minibatch, call.inputs)
+        self._send(self._steps[work, first.index], minibatch, call.inputs)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """The outputs of a piece are with the user: if it is the last one, the loss begins."""
@@ -174,18 +178,18 @@ class Engine(Crew[Minibatch]):
             minibatch.loss_ends()
             minibatch.turn.put(gradients)
         else:
-            self._send(Instruction(Work.BACKWARD, last), minibatch, gradients)
+            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients)
 
     # The stages' side.
 
-    def _send(self, instruction: Instruction, minibatch: Minibatch, payload: Any) -> None:
-        self.stages[instruction.segment.stage].put(Task(instruction, minibatch, payload))
+    def _send(self, step: int, minibatch: Minibatch, payload: Any) -> None:
+        instruction = self._route[step]
+        self.stages[instruction.segment.stage].put(Task(step, instruction, minibatch, payload))
 
     def _done(self, task: Task, result: Any) -> None:
         """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
-        here = self._after[task.instruction.work, task.instruction.segment.index]
-        following = self._route[here + 1] if here + 1 < len(self._route) else None
-        if following is not None and following.segment.piece == task.instruction.segment.piece:
+        following = task.step + 1
+        if self._goes_on[task.step]:
             self._send(following, task.minibatch, result)
         else:
             task.minibatch.deliver(result)

@@ -134,10 +134,13 @@ class Memory:
         return most
 
     def _add(self, level: Level, amount: int) -> None:
+        if not amount:
+            return
         level.add(amount)
-        self.total.add(amount)
-        if self.total.now > self._since:
-            self._since = self.total.now
+        total = self.total
+        total.add(amount)
+        if total.now > self._since:
+            self._since = total.now
 
 
 class Counter:
@@ -150,14 +153,14 @@ class Counter:
         """Counts anew from now on: layers may have been frozen, say."""
         self._known.clear()
 
+    def known(self, inputs: Sequence[Tensor]) -> Kept | None:
+        """What a forward of such ``inputs`` leaves, if there was one."""
+        return self._known.get(_sizes(inputs))
+
     def kept(
         self, inputs: Sequence[Tensor], forward: Callable[[], T], besides: Callable[[], Iterable[Tensor]]
     ) -> tuple[T, Kept]:
         """What ``forward`` makes of ``inputs``, and the bytes that it leaves, without those of ``besides``."""
-        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in inputs])
-        kept = self._known.get(sizes)
-        if kept is not None:
-            return forward(), kept
         if len(self._known) == REMEMBERED:
             self._known.clear()
         watched = _Watched()
@@ -165,8 +168,12 @@ class Counter:
             output = forward()
         left_out = blocks(besides())
         kept = Kept(_bytes([*inputs, *tensors_of(output), *watched.saved()], left_out), _bytes(inputs, left_out))
-        self._known[sizes] = kept
+        self._known[_sizes(inputs)] = kept
         return output, kept
+
+
+def _sizes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
 class _Watched:

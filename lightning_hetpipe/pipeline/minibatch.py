@@ -68,12 +68,17 @@ class Minibatch(Flight):
         """What ``training_step`` had autocast do where it called ``piece``."""
         return self._calls[piece].autocast
 
-    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Adds a segment's gradient; segments come from the last to the first, as in a plain backward."""
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        """Adds a segment's gradient; segments come from the last to the first, as in a plain backward.
+
+        Returns:
+            Whether it is the first one of ``parameter``.
+        """
         earlier = self.gradients.get(parameter)
         if earlier is not None:
             gradient = earlier.to(gradient.device) + gradient
         self.gradients[parameter] = gradient
+        return earlier is None
 
     # The runner's side.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 
 
-@dataclass
+@dataclass(slots=True)
 class Left:
     """What a forward leaves for its backward.
 
@@ -69,6 +69,7 @@ class Part:
         self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
         uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
         self.live_parameters = [nn.ModuleList(live).get_parameter(use) for use in uses]
+        self.live_backwards = self.live_parameters[::-1]
         self._ring = ring
         self._settings = settings
         self._calls = [
@@ -83,11 +84,15 @@ class Part:
         """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
-        result, kept = self.counter.kept(
-            inputs,
-            lambda: self._compute(minibatch, index, value, inputs),
-            lambda: [*self.parameters[index], *(getattr(*place) for place in self._places[index])],
-        )
+        kept = self.counter.known(inputs)
+        if kept is not None:
+            result = self._compute(minibatch, index, value, inputs)
+        else:
+            result, kept = self.counter.kept(
+                inputs,
+                lambda: self._compute(minibatch, index, value, inputs),
+                lambda: [*self.parameters[index], *(getattr(*place) for place in self._places[index])],
+            )
         self.buffers.after_forward(minibatch.number, self._places[index])
         self.computed.after_forward(minibatch.number, self._computed_places[index])
         return Value.of(result), Left(inputs, tensors_of(result), kept)

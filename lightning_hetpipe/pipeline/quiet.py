@@ -8,7 +8,7 @@ stages and the optimizer pause between two tasks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lightning_hetpipe.pipeline.threads import Patience
@@ -21,7 +21,7 @@ class Quiet:
         self._patience = patience
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
-        self._computes = _Computes(self._begin, self._end)
+        self._computes = _Computes(self)
         self._computing = 0
         self._wanted = 0  # threads that wait for the others to pause
         self._alone = False
@@ -30,7 +30,8 @@ class Quiet:
         """Within it this thread computes; begins when nobody is alone."""
         return self._computes
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """This thread computes from now on, until its :meth:`end`."""
         with self._lock:  # nearly always; the condition would cost ten times as much
             if not self._alone:
                 self._computing += 1
@@ -45,7 +46,7 @@ class Quiet:
             self._computing += 1
             return True
 
-    def _end(self) -> None:
+    def end(self) -> None:
         with self._lock:
             self._computing -= 1
             if self._wanted:
@@ -78,12 +79,11 @@ class Quiet:
 class _Computes:
     """Begins and ends, for any number of threads: as a generator it would cost as much as a small layer."""
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
+    def __init__(self, quiet: Quiet) -> None:
+        self._quiet = quiet
 
     def __enter__(self) -> None:
-        self._begin()
+        self._quiet.begin()
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        self._quiet.end()

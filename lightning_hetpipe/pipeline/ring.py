@@ -34,7 +34,10 @@ class Slot:
 
     def take(self, live: Sequence[nn.Parameter], flags: Flags) -> None:
         """Copies the live weights, and where they changed the flags."""
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                foreach_copy_(self.parameters, live)
+        else:
             foreach_copy_(self.parameters, live)
         if self.flags != flags:
             for parameter, wanted in zip(self.parameters, flags[0], strict=True):
@@ -91,9 +94,9 @@ class Ring:
 
     def publish(self, version: int) -> None:
         """Copies the live weights as ``version``, where they differ from the version before."""
-        for old in [v for v in self._place if last_reader(v, len(self.slots)) <= version]:
-            del self._place[old]
-        flags: Flags = (tuple(p.requires_grad for p in self.parameters), tuple(m.training for m in self._modules))
+        while self._place and last_reader(oldest := next(iter(self._place)), len(self.slots)) <= version:
+            del self._place[oldest]  # they stand in order
+        flags: Flags = (tuple([p.requires_grad for p in self.parameters]), tuple([m.training for m in self._modules]))
         counters = [version_counter(p) for p in self.parameters]
         last = self._place.get(version - 1)
         if last is not None and self._same(last, flags, counters):

@@ -47,6 +47,7 @@ class Layer:
 
 
 class Task(NamedTuple):
+    step: int  # of the route
     instruction: Instruction
     minibatch: Minibatch
     payload: Any  # a Value to run forward, or the gradients to run backward
@@ -97,34 +98,34 @@ class Pass:
 
     def __init__(self, stage: Computes, quiet: Quiet, before: BeforePass | None, work: str, minibatch: int) -> None:
         self._stage = stage
-        self._alone = quiet.computing()
+        self._quiet = quiet
         self._before = before
-        self._what = work, minibatch
+        self._work = work
+        self._minibatch = minibatch
+        self._after: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        self._alone.__enter__()
+        self._quiet.begin()
         self._started = time.perf_counter()
-        try:
-            self._after = None if self._before is None else self._before(self._stage.index, *self._what)
-        except BaseException:
-            self._alone.__exit__(None, None, None)
-            raise
+        if self._before is not None:
+            try:
+                self._after = self._before(self._stage.index, self._work, self._minibatch)
+            except BaseException:
+                self._quiet.end()
+                raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                stage = self._stage
+                # On an accelerator a kernel is done later than its call: else "ready" and "busy" would mean nothing.
+                if stage.device.type == "cuda":
+                    torch.cuda.current_stream(stage.device).synchronize()
+                if self._after is not None:
+                    self._after()
+                stage.busy_seconds += time.perf_counter() - self._started
         finally:
-            self._alone.__exit__(None, None, None)
-
-    def _finish(self) -> None:
-        stage = self._stage
-        # On an accelerator a kernel is done later than its call: without this, "ready" and "busy" would mean nothing.
-        if stage.device.type == "cuda":
-            torch.cuda.current_stream(stage.device).synchronize()
-        if self._after is not None:
-            self._after()
-        stage.busy_seconds += time.perf_counter() - self._started
+            self._quiet.end()
 
 
 class Loss:
@@ -309,10 +310,10 @@ class Stage:
             del left, outputs
             part.check_left(minibatch, before)
             waiting = 0
-            for live, gradient in reversed(list(zip(part.live_parameters, found, strict=True))):
-                if gradient is not None:
-                    waiting += live.nbytes if live not in minibatch.gradients else 0  # tied ones are summed
-                    minibatch.add_gradient(live, gradient)
+            for live, gradient in zip(part.live_backwards, reversed(found), strict=True):
+                # Tied ones are summed, and the sum waits once.
+                if gradient is not None and minibatch.add_gradient(live, gradient):
+                    waiting += live.nbytes
             self.memory.release(minibatch.number, segment.index, waiting)
         return below
 
@@ -321,12 +322,15 @@ class Stage:
         return Loss(self, self._settings.before_pass, minibatch)
 
     def _computing(self, work: Work, minibatch: Minibatch) -> Pass:
-        return Pass(self, self._quiet, self._settings.before_pass, work.value, minibatch.number)
+        return Pass(self, self._quiet, self._settings.before_pass, _WORDS[work], minibatch.number)
 
     def _forget(self, minibatch: Minibatch) -> None:
         for segment in self.segments:
             self._left.pop((minibatch.number, segment.index), None)
             self.memory.release(minibatch.number, segment.index)
+
+
+_WORDS = {work: work.value for work in Work}  # to ask the enumeration takes as long as to add two small tensors
 
 
 class _TurnDropped(Exception):

@@ -19,9 +19,12 @@ Gradients = list[Tensor | None]
 """One entry for each tensor of a value, in order; None where no gradient reached it."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Value:
-    """A detached value: its tensors, which of them require a gradient, and the structure around them."""
+    """A detached value: its tensors, which of them require a gradient, and the structure around them.
+
+    Nobody changes it; that it is not frozen is for speed.
+    """
 
     tensors: tuple[Tensor, ...]
     requires_grad: tuple[bool, ...]
