@@ -39,6 +39,7 @@ __all__ = [
     "keywords_of",
     "outputs_of",
     "pytree",
+    "strided_parts",
     "version_counter",
     "without_hooks",
 ]
@@ -108,6 +109,11 @@ def run_backward(
         accumulate_grad=False,
     )
     return found
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold what ``tensor`` holds: itself, unless it is sparse."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
 
 
 def version_counter(tensor: Tensor) -> int:

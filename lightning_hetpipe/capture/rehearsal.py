@@ -9,10 +9,11 @@ import torch
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.chance import Chance, attach
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
-from lightning_hetpipe.pipeline.values import Value, gradients, move, tensors_of
+from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
 from lightning_hetpipe.planning.timing import layer_times
 
 

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lightning_hetpipe.pipeline.flight import Flight
+from lightning_hetpipe.pipeline.lanes import WaitingLane
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.threads import Patience, Worker
@@ -71,9 +72,9 @@ class Crew(Generic[F]):
         """Starts the threads; the calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
-        device = self.stages[-1].device
+        enter = WaitingLane(self.stages[-1].device).enter
         self._runners = [
-            Worker(f"{self._name}-{index}", _run, self._torch_threads, device) for index in range(self.in_flight)
+            Worker(f"{self._name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)
         ]
         self._take_lock()
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import may_change
 from lightning_hetpipe.pipeline.crew import Crew
+from lightning_hetpipe.pipeline.lanes import Lanes, Mark
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.ring import Ring
@@ -55,8 +56,11 @@ class Engine(Crew[Minibatch]):
         timeout: float,
         root: nn.Module | None = None,
         changing: Collection[int] = (),
+        lanes: Lanes | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
+        self.lanes = lanes or Lanes()
+        self.root_device = devices[-1]
         self.piece_names = [name for name, _ in pieces]
         layers = [layer for _, own in pieces for layer in own]
         self._parts = segments([len(own) for _, own in pieces], cuts)
@@ -76,6 +80,7 @@ class Engine(Crew[Minibatch]):
                 self.patience,
                 self.quiet,
                 self._done,
+                self.lanes,
             )
             for index, device in enumerate(devices)
         ]
@@ -102,6 +107,11 @@ class Engine(Crew[Minibatch]):
         for ring in self._outside:
             ring.begin(version)
 
+    def discard(self) -> None:
+        super().discard()
+        for stage in self.stages:
+            stage.lane.synchronize()  # what was dropped may still be computed, on the weights that come next
+
     def copy_layers(self) -> None:
         """Copies the live layers anew, as they have changed in other ways than their weights; before :meth:`begin`."""
         self.discard()
@@ -120,6 +130,11 @@ class Engine(Crew[Minibatch]):
 
     def finish(self, number: int) -> Minibatch:
         minibatch = super().finish(number)
+        if minibatch.marks:
+            with self.unlocked():
+                for mark in minibatch.marks:
+                    mark.synchronize()
+            self.lanes.outside.join(None, minibatch.gradients.values())
         for stage in self.stages:
             stage.memory.take(number)
         return minibatch
@@ -163,7 +178,8 @@ class Engine(Crew[Minibatch]):
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
         first = next(part for part in self._parts if part.piece == call.piece)
         work = Work.TURN if first is self._parts[-1] else Work.FORWARD
-        self._send(self._steps[work, first.index], minibatch, call.inputs)
+        mark = self.lanes.outside.mark(tensor.device for tensor in call.inputs.tensors)
+        self._send(self._steps[work, first.index], minibatch, call.inputs, mark)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """The outputs of a piece are with the user: if it is the last one, the loss begins."""
@@ -174,25 +190,26 @@ class Engine(Crew[Minibatch]):
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         last = [part for part in self._parts if part.piece == call.piece][-1]
+        mark = self.lanes.outside.mark(gradient.device for gradient in gradients if gradient is not None)
         if last is self._parts[-1]:
             minibatch.loss_ends()
-            minibatch.turn.put(gradients)
+            minibatch.turn.put((gradients, mark))
         else:
-            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients)
+            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients, mark)
 
     # The stages' side.
 
-    def _send(self, step: int, minibatch: Minibatch, payload: Any) -> None:
+    def _send(self, step: int, minibatch: Minibatch, payload: Any, mark: Mark | None) -> None:
         instruction = self._route[step]
-        self.stages[instruction.segment.stage].put(Task(step, instruction, minibatch, payload))
+        self.stages[instruction.segment.stage].put(Task(step, instruction, minibatch, payload, mark))
 
-    def _done(self, task: Task, result: Any) -> None:
+    def _done(self, task: Task, result: Any, mark: Mark | None) -> None:
         """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
         following = task.step + 1
         if self._goes_on[task.step]:
-            self._send(following, task.minibatch, result)
+            self._send(following, task.minibatch, result, mark)
         else:
-            task.minibatch.deliver(result)
+            task.minibatch.deliver(result, mark)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

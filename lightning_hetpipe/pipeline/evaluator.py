@@ -21,11 +21,11 @@ from lightning_hetpipe.pipeline.chance import Chance, attached
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.flight import Flight, running
+from lightning_hetpipe.pipeline.lanes import WaitingLane, move
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.stage import Layer, Pass, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.threads import Worker
-from lightning_hetpipe.pipeline.values import move
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.rules.schedule import Segment, segments
 
@@ -179,7 +179,7 @@ class ForwardStage:
     ) -> None:
         self.index = index
         self.device = device
-        self.busy_seconds = 0.0
+        self.lane = WaitingLane(device)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings
@@ -191,7 +191,7 @@ class ForwardStage:
 
     def start(self) -> None:
         name = f"hetpipe-evaluation-stage-{self.index}"
-        self._worker = Worker(name, self._run, self._settings.torch_threads, self.device)
+        self._worker = Worker(name, self._run, self._settings.torch_threads, self.lane.enter)
 
     def put(self, task: Forward) -> None:
         assert self._worker is not None

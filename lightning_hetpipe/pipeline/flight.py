@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.lanes import Mark
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.threads import Patience
@@ -56,6 +57,8 @@ class Flight:
         self._stretch = stretch
         self._entered = entered
         self._arrived: Any = None
+        self.arrived_after: Mark | None = None
+        """What has last arrived is computed where this mark is."""
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
         self._ended = False
@@ -95,7 +98,7 @@ class Flight:
 
     # The stages' side.
 
-    def deliver(self, value: Any) -> None:
+    def deliver(self, value: Any, mark: Mark | None = None) -> None:
         """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
 
         Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
@@ -104,7 +107,7 @@ class Flight:
         if ticket is None:
             self.end(value if isinstance(value, BaseException) else None)
             return
-        self._arrived = value
+        self._arrived, self.arrived_after = value, mark
         self._pipeline.lock.request(ticket)
 
     # The runner's side.

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.flight import current
+from lightning_hetpipe.pipeline.lanes import Lanes
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.stretch import Stretch
 
+CPU = torch.device("cpu")
 Check = Callable[[Tensor, Collection[int]], None]
 
 
 class Line:
-    """An engine over the layers of ``pieces``, on the CPU.
+    """An engine over the layers of ``pieces``, each stage on the same device.
 
     Args:
         pieces: Each pipelined module, called "piece0", "piece1", and so on.
@@ -29,6 +31,8 @@ class Line:
         timeout: Seconds until a wait in which nothing moves ends.
         before_pass: As ``StageSettings.before_pass``.
         default_dtype: As ``StageSettings.default_dtype``.
+        device: Of all stages.
+        lanes: As an engine's.
     """
 
     def __init__(
@@ -39,11 +43,13 @@ class Line:
         timeout: float = 60.0,
         before_pass: BeforePass | None = None,
         default_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+        lanes: Lanes | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass)
-        self.engine = Engine(named, cuts, [torch.device("cpu")] * len(cuts), settings, timeout)
+        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, lanes=lanes)
 
     def call(self, value: Any, piece: int = 0) -> Any:
         """What a pipelined module does in ``training_step``."""

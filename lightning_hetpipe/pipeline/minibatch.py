@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.flight import Flight, running
+from lightning_hetpipe.pipeline.lanes import Mark
 from lightning_hetpipe.pipeline.piece_call import PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
@@ -54,7 +55,9 @@ class Minibatch(Flight):
         super().__init__(engine, number, step.stretch, step.entered)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self.turn: queue.SimpleQueue[Gradients | Discarded] = queue.SimpleQueue()
+        self.turn: queue.SimpleQueue[tuple[Gradients, Mark | None] | Discarded] = queue.SimpleQueue()
+        self.marks: list[Mark] = []
+        """Behind each backward of a stage."""
         self._engine = engine
         self._step = step
         self._view = view
@@ -126,6 +129,8 @@ class Minibatch(Flight):
         call = PieceCall(piece, Value.of(inputs), Autocast.current())
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
+        self._engine.lanes.outside.join(self.arrived_after, outputs.tensors)
+        outputs = outputs.on(self._engine.root_device)
         self._loss = self._engine.loss(self, call)
         self._view.region = len(self._calls)
         return call.connect(tensors_of(inputs), outputs)
@@ -144,7 +149,9 @@ class Minibatch(Flight):
             self._add(direct, found)
             start = partial(self._engine.backward, self, call, gradients)
             if waits:
-                call.input_gradients = self._through_pipeline(start, f"the backward of piece {call.piece}")
+                found = self._through_pipeline(start, f"the backward of piece {call.piece}")
+                self._engine.lanes.outside.join(self.arrived_after, [g for g in found if g is not None])
+                call.take_input_gradients(found)
             else:
                 start()
             above = call

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.private import graph_nodes, run_backward
 
@@ -51,6 +52,11 @@ class PieceCall:
         joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
         self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
         return outputs.tree(joined)
+
+    def take_input_gradients(self, gradients: Gradients) -> None:
+        """The pipeline has computed them, each on the device of its stage: the graph below wants it on its input's."""
+        pairs = zip(gradients, self.inputs.tensors, strict=True)
+        self.input_gradients = [None if g is None else move(g, tensor.device) for g, tensor in pairs]
 
     def close(self) -> None:
         """Lets go of tensors and graph, as nothing is differentiated any more.

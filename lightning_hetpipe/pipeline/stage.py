@@ -17,13 +17,14 @@ from torch import nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.lanes import Lane, Lanes, Mark, move
 from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.part import Left, LeftInputs, Part
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, move
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
 
 
@@ -51,6 +52,7 @@ class Task(NamedTuple):
     instruction: Instruction
     minibatch: Minibatch
     payload: Any  # a Value to run forward, or the gradients to run backward
+    mark: Mark | None  # behind which that is computed
 
 
 BeforePass = Callable[[int, str, int], Callable[[], None] | None]
@@ -86,8 +88,9 @@ class Computes(Protocol):
     """A stage, as far as a :class:`Pass` goes."""
 
     index: int
-    device: torch.device
-    busy_seconds: float
+
+    @property
+    def lane(self) -> Lane: ...
 
 
 class Pass:
@@ -106,7 +109,7 @@ class Pass:
 
     def __enter__(self) -> None:
         self._quiet.begin()
-        self._started = time.perf_counter()
+        self._since = self._stage.lane.now()
         if self._before is not None:
             try:
                 self._after = self._before(self._stage.index, self._work, self._minibatch)
@@ -117,13 +120,11 @@ class Pass:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                stage = self._stage
-                # On an accelerator a kernel is done later than its call: else "ready" and "busy" would mean nothing.
-                if stage.device.type == "cuda":
-                    torch.cuda.current_stream(stage.device).synchronize()
-                if self._after is not None:
+                lane = self._stage.lane
+                if self._after is not None:  # who looks at a clock wants to know when it is computed
+                    lane.synchronize()
                     self._after()
-                stage.busy_seconds += time.perf_counter() - self._started
+                lane.spent(self._since)
         finally:
             self._quiet.end()
 
@@ -142,7 +143,7 @@ class Loss:
     def end(self) -> None:
         if self._after is not None:
             self._after()
-        self._stage.busy_seconds += time.perf_counter() - self._started
+        self._stage.lane.add(time.perf_counter() - self._started)
 
 
 class Stage:
@@ -157,14 +158,18 @@ class Stage:
         settings: StageSettings,
         patience: Patience,
         quiet: Quiet,
-        done: Callable[[Task, Any], None],
+        done: Callable[[Task, Any, Mark | None], None],
+        lanes: Lanes,
     ) -> None:
         self.index = index
         self.device = device
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
-        self.busy_seconds = 0.0
+        self.lane = lanes.on(device)
         self.memory = Memory()
+        self._outside = lanes.outside
+        self._published: dict[int, Mark | None] = {}
+        """Behind what Lightning's thread has put into each slot."""
         self._settings = settings
         self._patience = patience
         self._quiet = quiet
@@ -185,7 +190,8 @@ class Stage:
             start += len(own)
 
     def start(self) -> None:
-        self._worker = Worker(f"hetpipe-stage-{self.index}", self._run, self._settings.torch_threads, self.device)
+        name = f"hetpipe-stage-{self.index}"
+        self._worker = Worker(name, self._run, self._settings.torch_threads, self.lane.enter)
 
     def put(self, task: Task) -> None:
         assert self._worker is not None
@@ -207,12 +213,17 @@ class Stage:
         for part in self._parts.values():
             part.buffers.begin(forwards)
             part.counter.clear()
+        self._mark(version)
 
     def publish(self, version: int) -> None:
         self.ring.publish(version)
         self.memory.publish(self.ring.held_bytes)
         for part in self._parts.values():
             part.buffers.publish(version)
+        self._mark(version)
+
+    def _mark(self, version: int) -> None:
+        self._published[self.ring.place(version)] = self._outside.mark([self.device])
 
     def show(self, minibatch: int) -> None:
         for part in self._parts.values():
@@ -239,7 +250,7 @@ class Stage:
             return
         self._doing = (task, time.monotonic())
         try:
-            result = self._perform(task)
+            result, mark = self._perform(task)
         except BaseException as error:
             self._doing = None
             self._forget(minibatch)
@@ -248,25 +259,26 @@ class Stage:
             return
         self._doing = None
         self._patience.moved()
-        self._done(task, result)
+        self._done(task, result, mark)
 
-    def _perform(self, task: Task) -> Any:
+    def _perform(self, task: Task) -> tuple[Any, Mark | None]:
         work, segment = task.instruction.work, task.instruction.segment
         if work is Work.BACKWARD:
-            return self._backward(task.minibatch, segment, task.payload)
+            return self._backward(task.minibatch, segment, task.payload, task.mark)
         # At the turn the backward follows at once, so that there is nothing to be gained by computing again.
         again = self._settings.recompute and work is Work.FORWARD
-        output = self._forward(task.minibatch, segment, task.payload, again)
+        output = self._forward(task.minibatch, segment, task.payload, task.mark, again)
+        mark = self.lane.mark()
         if work is Work.FORWARD:
-            return output
-        task.minibatch.deliver(output)
-        given = self._turn(task.minibatch)
+            return output, mark
+        task.minibatch.deliver(output, mark)
+        given, mark = self._turn(task.minibatch)
         del output
-        return self._backward(task.minibatch, segment, given)
+        return self._backward(task.minibatch, segment, given, mark)
 
-    def _turn(self, minibatch: Minibatch) -> Gradients:
+    def _turn(self, minibatch: Minibatch) -> tuple[Gradients, Mark | None]:
         """Waits at the turn for the gradients that the user's loss gives to the outputs."""
-        given: list[Gradients | Discarded] = []
+        given: list[tuple[Gradients, Mark | None] | Discarded] = []
 
         def ready(seconds: float) -> bool:
             try:
@@ -280,7 +292,9 @@ class Stage:
             raise _TurnDropped
         return given[0]
 
-    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, again: bool) -> Value:
+    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, mark: Mark | None, again: bool) -> Value:
+        self.lane.join(self._published[self.ring.place(minibatch.version)])
+        self.lane.join(mark, value.tensors)
         with self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
             part = self._parts[segment.index]
@@ -293,7 +307,10 @@ class Stage:
             self._left[minibatch.number, segment.index] = left
         return output
 
-    def _backward(self, minibatch: Minibatch, segment: Segment, given: Gradients) -> Gradients:
+    def _backward(
+        self, minibatch: Minibatch, segment: Segment, given: Gradients, mark: Mark | None
+    ) -> tuple[Gradients, Mark | None]:
+        self.lane.join(mark, [gradient for gradient in given if gradient is not None])
         with self._computing(Work.BACKWARD, minibatch):
             left = self._left.pop((minibatch.number, segment.index))
             given = [None if g is None else move(g, self.device) for g in given]
@@ -315,7 +332,10 @@ class Stage:
                 if gradient is not None and minibatch.add_gradient(live, gradient):
                     waiting += live.nbytes
             self.memory.release(minibatch.number, segment.index, waiting)
-        return below
+        mark = self.lane.mark()
+        if mark is not None:
+            minibatch.marks.append(mark)
+        return below, mark
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""

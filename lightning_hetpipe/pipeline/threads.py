@@ -18,17 +18,17 @@ T = TypeVar("T")
 class Worker(Generic[T]):
     """A daemon thread that handles what is put into its inbox, first in, first out.
 
-    ``handle`` must not raise: failures travel as values. The thread runs torch operations on ``torch_threads`` threads,
-    and those that name no accelerator on ``device``.
+    ``handle`` must not raise: failures travel as values. The thread calls ``enter`` first, and runs torch operations on
+    ``torch_threads`` threads.
     """
 
     def __init__(
-        self, name: str, handle: Callable[[T], None], torch_threads: int, device: torch.device | None = None
+        self, name: str, handle: Callable[[T], None], torch_threads: int, enter: Callable[[], None] = lambda: None
     ) -> None:
         self._inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._handle = handle
         self._torch_threads = torch_threads
-        self._device = device
+        self._enter = enter
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -50,8 +50,7 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._enter()
         while (item := self._inbox.get()) is not None:
             self._handle(item)
             del item  # an idle thread must not keep the last minibatch's activations

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.private import pytree, run_backward
 
 Gradients = list[Tensor | None]
@@ -51,17 +52,14 @@ class Value:
         replaced = iter(tensors)
         return pytree.tree_unflatten([next(replaced) if o is _TENSOR else o for o in self.others], self.spec)
 
+    def on(self, device: torch.device) -> Value:
+        """The same on ``device``."""
+        return Value(tuple(move(tensor, device) for tensor in self.tensors), self.requires_grad, self.others, self.spec)
+
     def leaves(self, device: torch.device) -> list[Tensor]:
         """Fresh leaves on ``device``, which require a gradient where the value did."""
         pairs = zip(self.tensors, self.requires_grad, strict=True)
         return [move(t.detach(), device).requires_grad_(wanted) for t, wanted in pairs]
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. A copy to the host is waited for: the host would read it before it is there."""
-    if tensor.device == device:  # as most often on one host; asking torch costs ten times as much
-        return tensor
-    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 _TENSOR = object()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ class TestCounter:
         gc.disable()
         try:
             layer = nn.Tanh()
-            output, kept = Counter().kept([x], lambda: layer(x), layer.parameters)
+            output, kept = Counter().kept([x], partial(layer, x), layer.parameters)
             gone = weakref.ref(x)
             del x, output
             assert gone() is None

@@ -1,0 +1,196 @@
+"""Finds races between streams, without a GPU: lanes that note who has seen what, and a mode that sees every operator.
+
+On a real device a lane's stream computes what its thread has given it later, in order; other streams come before or
+after only as marks say. Here all is computed at once, but each lane has a vector clock: an operator may read what
+another lane wrote, and write what another lane read, only if it has seen that moment by way of marks. What it uses of
+another lane's must have been named in ``join``, too, as memory would else be given away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.flight import Flight, current
+from lightning_hetpipe.pipeline.lanes import Lanes, Mark
+from lightning_hetpipe.private import ThreadDispatchMode, arguments_of, pytree
+
+Moments = dict[int, int]
+"""For each lane, how many of its operators were seen."""
+
+
+class Streams:
+    """The lanes of one engine, and the races between them.
+
+    Args:
+        broken: What joins leave out: "marks" or "tensors", of those whose ``what`` it says yes to.
+        host_inputs: Pieces are given what lies on the host, so that no stream's mark comes with it.
+    """
+
+    def __init__(
+        self, broken: Callable[[str, FakeLane], bool] = lambda what, lane: False, host_inputs: bool = False
+    ) -> None:
+        self.host_inputs = host_inputs
+        self.called: set[Flight] = set()
+        self.races: list[str] = []
+        self.broken = broken
+        self.lock = threading.Lock()
+        self.outside = FakeLane(self, 0)
+        self.lasting: set[int] = set()
+        """Memory that is never given away."""
+        self._lanes = [self.outside]
+        self._written: dict[int, tuple[int, int]] = {}
+        self._read: dict[int, Moments] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that no memory is used twice
+        self._thread = threading.local()
+
+    def lanes(self) -> Lanes:
+        return Lanes(self._on, self.outside)
+
+    def _on(self, device: torch.device) -> FakeLane:
+        lane = FakeLane(self, len(self._lanes))
+        self._lanes.append(lane)
+        return lane
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """These last as long as the engine."""
+        self.lasting |= {_key(tensor) for tensor in tensors}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it, what this thread computes is looked at."""
+        with _Mode(self):
+            yield
+
+    @property
+    def here(self) -> FakeLane:
+        lane: FakeLane = getattr(self._thread, "lane", self.outside)
+        return lane
+
+    def enter(self, lane: FakeLane) -> None:
+        self._thread.lane = lane
+        _Mode(self).__enter__()
+
+    def computed(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor], made: Iterable[Tensor]) -> None:
+        """This thread has run an operator."""
+        with self.lock:
+            lane = self.here
+            lane.seen[lane.number] = now = lane.seen[lane.number] + 1
+            for tensor in read:
+                self._check(lane, name, tensor, "reads", [self._written.get(_key(tensor))])
+                self._read.setdefault(_key(tensor), {})[lane.number] = now
+            for tensor in written:
+                key = _key(tensor)
+                self._check(lane, name, tensor, "writes", [self._written.get(key), *self._read.get(key, {}).items()])
+            for tensor in [*written, *made]:
+                self._kept.append(tensor.untyped_storage())
+                self._written[_key(tensor)] = lane.number, now
+                self._read.pop(_key(tensor), None)
+
+    def _check(
+        self, lane: FakeLane, name: str, tensor: Tensor, does: str, moments: list[tuple[int, int] | None]
+    ) -> None:
+        for moment in moments:
+            if moment is None or moment[0] == lane.number:
+                continue
+            if lane.seen.get(moment[0], 0) < moment[1]:
+                self.races.append(f"{name} of lane {lane.number} {does} what lane {moment[0]} may still compute")
+            elif does == "reads" and not {_key(tensor)} & (self.lasting | lane.named):
+                self.races.append(
+                    f"{name} of lane {lane.number} uses memory of lane {moment[0]} that may be given away"
+                )
+
+
+class FakeLane:
+    """Lane ``number`` of ``streams``; 0 is that of user code and Lightning's thread."""
+
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.number = number
+        self.seen: Moments = {number: 0}
+        self.named: set[int] = set()
+        self._streams = streams
+        self._busy = 0.0
+
+    def enter(self) -> None:
+        self._streams.enter(self)
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> FakeMark | None:
+        list(devices)
+        flight = current()
+        if self._streams.host_inputs and flight is not None and flight not in self._streams.called:
+            self._streams.called.add(flight)
+            return None
+        with self._streams.lock:
+            return FakeMark(self._streams, dict(self.seen))
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        if not self._streams.broken("tensors", self):
+            self.named |= {_key(tensor) for tensor in tensors}
+        if isinstance(mark, FakeMark) and not self._streams.broken("marks", self):
+            self.see(mark.moments)
+
+    def see(self, moments: Moments) -> None:
+        with self._streams.lock:
+            for lane, moment in moments.items():
+                self.seen[lane] = max(moment, self.seen.get(lane, 0))
+
+    def now(self) -> None:
+        return None
+
+    def spent(self, since: object) -> None:
+        self._busy += 1
+
+    def add(self, seconds: float) -> None:
+        self._busy += seconds
+
+    def busy_seconds(self) -> float:
+        return self._busy
+
+    def synchronize(self) -> None:
+        self._streams.here.see(self.seen)
+
+
+class FakeMark:
+    """What a lane had seen at ``moments``."""
+
+    def __init__(self, streams: Streams, moments: Moments) -> None:
+        self.moments = moments
+        self._streams = streams
+
+    def synchronize(self) -> None:
+        """Whoever waits here gives its lane what follows only afterwards."""
+        if not self._streams.broken("waits", self._streams.here):
+            self._streams.here.see(self.moments)
+
+
+class _Mode(ThreadDispatchMode):
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        changes = [value for (name, _, changed), value in zip(arguments_of(func), args, strict=False) if changed] + [
+            kwargs[name] for name, _, changed in arguments_of(func) if changed and name in kwargs
+        ]
+        written = _tensors(changes)
+        made = [tensor for tensor in _tensors(result) if not any(_key(tensor) == _key(other) for other in given)]
+        is_view = bool(_tensors(result)) and not made and not written
+        read = [] if is_view else [tensor for tensor in given if not any(tensor is other for other in written)]
+        self._streams.computed(str(func), read, written, made)
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,231 @@
+"""No lane uses what another one's stream may still compute, or may give away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lanes, OutsideLane
+from lightning_hetpipe.pipeline.line import Line
+from lightning_hetpipe.pipeline.minibatch import Step
+from tests.pipeline.streams import FakeLane, Streams
+
+MINIBATCHES = 9
+
+
+def net() -> nn.Sequential:
+    """Five layers: buffers, chance, and one that changes its input in place."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(4, 4))
+
+
+def head() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(
+    cuts: tuple[int, ...], in_flight: int, streams: Streams | None = None, pieces: int = 1, lanes: Lanes | None = None
+) -> list[Tensor]:
+    """The weights after some steps of SGD; every minibatch's input is user code's."""
+    made = [net(), head()][:pieces]
+    if streams is not None:
+        lanes = streams.lanes()
+    line = Line(*made, cuts=cuts, in_flight=in_flight, lanes=lanes)
+    inputs = torch.randn(MINIBATCHES, 6, 4, generator=torch.Generator().manual_seed(2))
+    parameters = [parameter for piece in made for parameter in piece.parameters()]
+
+    def step(number: int) -> Step:
+        x = inputs[number - 1]
+
+        def run() -> Tensor:
+            value = line.call(x if streams is not None and streams.host_inputs else x.mul(1))
+            if pieces > 1:
+                value = line.call(value.sigmoid(), piece=1)
+            loss: Tensor = value.square().mean()
+            return loss
+
+        def watched() -> Tensor:
+            if streams is None:
+                return run()
+            with streams.watched():
+                return run()
+
+        return line.step(watched)
+
+    def go() -> Iterator[None]:
+        with line.running() as engine:
+            if streams is not None:
+                for stage in engine.stages:
+                    streams.keep([*stage.ring.parameters, *(p for slot in stage.ring.slots for p in slot.parameters)])
+                    for part in stage._parts.values():
+                        streams.keep(tensor for tensors in part.buffers._left for tensor in tensors)
+                        streams.keep(buffer for layer in part.layers for buffer in layer.module.buffers())
+            for minibatch in line.train(MINIBATCHES, step):
+                with torch.no_grad():
+                    for parameter in parameters:
+                        parameter.sub_(minibatch.gradients[parameter], alpha=0.1)
+                yield
+
+    if streams is None:
+        list(go())
+    else:
+        with streams.watched():
+            list(go())
+    return [tensor.detach().clone() for piece in made for tensor in piece.state_dict().values()]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize(("cuts", "pieces"), [((0,), 1), ((0, 2), 1), ((0, 1, 2, 3), 1), ((0, 2, 5), 2), ((0, 6), 2)])
+def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:
+    streams = Streams()
+    weights = train(cuts, in_flight, streams, pieces)
+    assert streams.races == []
+    assert all(map(torch.equal, weights, train(cuts, in_flight, pieces=pieces)))
+
+
+@pytest.mark.parametrize("cuts", [(0,), (0, 1, 2, 3)])
+def test_a_version_is_waited_for_where_inputs_come_from_the_host(cuts: tuple[int, ...]) -> None:
+    """With inputs of user code's stream a stage would have waited already for what Lightning's thread did before."""
+    streams = Streams(host_inputs=True)
+    train(cuts, 3, streams)
+    assert streams.races == []
+
+
+BROKEN: dict[str, Callable[[str, FakeLane], bool]] = {
+    "a stage does not wait for what it is given": lambda what, lane: what == "marks" and lane.number > 0,
+    "user code does not wait for what stages give": lambda what, lane: what == "marks" and lane.number == 0,
+    "Lightning's thread does not wait for the minibatch": lambda what, lane: what == "waits",
+    "a stage does not say what it uses": lambda what, lane: what == "tensors" and lane.number > 0,
+    "user code does not say what it uses": lambda what, lane: what == "tensors" and lane.number == 0,
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_left_out_is_a_race(what: str) -> None:
+    """Each of the marks, waits and names is needed, and this would see that it is missing."""
+    streams = Streams(BROKEN[what])
+    train((0, 2), 3, streams)
+    assert streams.races
+
+
+def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
+    class Counts:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    mark, lane = Counts(), HostLane()
+    lane.join(mark)
+    lane.join(None)
+    assert mark.waits == 1
+
+
+class Stream:
+    """Stands in for one of torch's, and notes what it waits for."""
+
+    made: list[Stream]
+    current: dict[torch.device, Stream]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waited: list[object] = []
+        Stream.made.append(self)
+
+    def record_event(self) -> tuple[str, Stream]:
+        return ("event", self)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+class OnDevice:
+    """Stands in for a tensor there."""
+
+    layout = torch.strided
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.used: list[Stream] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.used.append(stream)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
+    """Torch's streams, as a machine without a GPU can see them."""
+    Stream.made, Stream.current = [], {}
+
+    def set_stream(stream: Stream) -> None:
+        Stream.current[stream.device] = stream
+        Stream.current[torch.device("cuda")] = stream  # this thread's device follows
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
+    return Stream
+
+
+def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[Stream]) -> None:
+    """Torch's copy runs in this thread's stream of the device that it copies from: that must have waited, too."""
+    here, there = torch.device("cuda:1"), torch.device("cuda:0")
+    lane, giver = CudaLane(here), CudaLane(there)
+    own, theirs = streams.made
+    lane.enter()
+    given: list[Any] = [OnDevice("cuda:0"), OnDevice("cuda:0"), OnDevice("cuda:1"), OnDevice("cpu")]
+    mark = giver.mark()
+    lane.join(mark, given)
+    side = streams.made[-1]
+    assert (side.device, streams.made) == (there, [own, theirs, side])
+    assert streams.current == {there: side, here: own, torch.device("cuda"): own}
+    assert own.waited == side.waited == mark.events == [("event", theirs)]
+    assert [tensor.used for tensor in given] == [[side], [side], [own], []]
+    lane.join(None, given[:1])
+    assert (len(streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
+
+
+def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    giver, outside = CudaLane(second), OutsideLane()
+    mine = Stream(second)
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]
+    mark = giver.mark()
+    outside.join(mark, given)
+    assert mine.waited == mark.events
+    assert given[0].used == [mine]
+    marked = outside.mark([second, torch.device("cpu")])
+    assert marked is not None
+    assert marked.events == [("event", mine)]
+    assert outside.mark([torch.device("cpu")]) is None
+    assert first not in streams.current, "no stream is asked for on a device that is not used"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")
+def test_no_pass_waits_for_its_gpu() -> None:
+    """Copies to the host and the like would be refused; several stages share the device."""
+    gpu = torch.device("cuda:0")
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(gpu)
+    line = Line(layers, cuts=(0, 1, 2, 3), in_flight=5, device=gpu)
+    x = torch.randn(32, 64, device=gpu)
+
+    def run() -> Tensor:
+        loss: Tensor = line.call(x).square().mean()
+        return loss
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with line.running():
+            for minibatch in line.train(12, lambda number: line.step(run)):
+                assert len(minibatch.gradients) == 8
+                with torch.no_grad():
+                    for parameter, gradient in minibatch.gradients.items():
+                        parameter.sub_(gradient, alpha=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
