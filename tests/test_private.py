@@ -77,6 +77,17 @@ def test_pytree() -> None:
     assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
 
 
+@guards("_indices", "_values")
+def test_parts_of_sparse_tensors() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad is not None
+    indices, values = private.strided_parts(table.weight.grad)
+    broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
+    assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
+    assert private.strided_parts(values) == (values,), broken
+
+
 @guards("_execution_engine")
 def test_run_backward() -> None:
     x, w, other = (
