@@ -45,6 +45,18 @@ class Child:
     def __str__(self) -> str:
         return f"virtual worker {self.local} (process {self.process.pid})"
 
+    def tell(self, signum: int) -> None:
+        """Sends it a signal; SIGINT to all processes of its session, as a terminal does.
+
+        Who is interrupted while it waits for a DataLoader worker does not end that one in good time: its exception
+        holds the iterator. The worker has to be interrupted itself, or it dies with its temporary files left behind.
+        """
+        if signum != signal.SIGINT:
+            self.process.send_signal(signum)
+        elif self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.process.pid, signum)
+
     def listen(self) -> None:
         """Takes in what it has said so far; to be called by one thread at a time."""
         with contextlib.suppress(OSError):
@@ -96,7 +108,7 @@ class Children:
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
             env = {**os.environ, "LOCAL_RANK": str(local), **lifeline.describe(local, self.processes, childs)}
-            # In a session of its own, so that Ctrl-C reaches this process alone, which knows what to tell each child.
+            # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
             process = subprocess.Popen(command, cwd=folder, env=env, pass_fds=[childs.fileno()], start_new_session=True)
         child = Child(local, process, ours)
         self._all.append(child)
@@ -203,7 +215,7 @@ class Children:
     def _tell(self, child: Child, signum: int) -> None:
         with self._changed:
             self._told.add(child.local)
-        child.process.send_signal(signum)
+        child.tell(signum)
 
     def _still(self) -> list[Child]:
         with self._changed:

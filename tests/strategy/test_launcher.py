@@ -199,6 +199,20 @@ def test_an_interrupt_ends_all(meeting: Meeting, first: Process, to_all: bool) -
     assert stated(err) == []
 
 
+@pytest.mark.parametrize("order", ["fail", "interrupt"])
+def test_an_interrupt_reaches_the_processes_of_a_child(meeting: Meeting, first: Process, order: str) -> None:
+    """A child that Ctrl-C met in its DataLoader left the workers' folders behind: nobody had told these to end."""
+    first.ask("be_patient")
+    _, child = meeting.launched(first)
+    child.ask("fork_and_wait")
+    if order == "fail":
+        first.order("fail")
+    else:
+        first.signal(signal.SIGINT)
+    assert child.ended() == [{"worker_ended": signal.SIGINT}]
+    meeting.ends()
+
+
 @pytest.mark.parametrize("handled", [False, True], ids=["dies", "handles it as Lightning does"])
 def test_sigterm_ends_all(meeting: Meeting, first: Process, handled: bool) -> None:
     _, child = meeting.launched(first)

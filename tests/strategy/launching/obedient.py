@@ -135,6 +135,23 @@ class Obedient:
             signal.pause()  # until the test kills it
         self.reply(worker=worker)
 
+    def fork_and_wait(self) -> None:
+        """Waits for a process that waits to be interrupted, as a DataLoader's workers do; and says how that ended."""
+        ready, told = os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            self.orders.close()
+            self.socket.close()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            os.write(told, b".")
+            os._exit(signal.sigwait({signal.SIGINT}))
+        os.read(ready, 1)
+        self.reply(worker=worker)
+        try:
+            self.obey()
+        finally:
+            self.reply(worker_ended=os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+
     def exit(self, code: str) -> None:
         sys.exit(int(code))
 
