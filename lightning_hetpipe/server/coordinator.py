@@ -18,7 +18,7 @@ from enum import Enum
 
 from lightning_hetpipe.server.decisions import Began, Note, ignore
 from lightning_hetpipe.server.forming import Formation, check, decide
-from lightning_hetpipe.server.gathers import Gathers
+from lightning_hetpipe.server.gathers import LIMIT, Gathers
 from lightning_hetpipe.server.leases import Leases
 from lightning_hetpipe.server.messages import (
     Answer,
@@ -77,7 +77,7 @@ class Coordinator:
         self,
         epoch: str,
         lease: float,
-        gather_limit: int = 64 << 20,
+        gather_limit: int = LIMIT,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:

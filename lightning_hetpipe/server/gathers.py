@@ -16,6 +16,9 @@ from lightning_hetpipe.server.protocol import Refusal, RemoteFault
 
 Name = tuple[int, int]
 
+LIMIT = 64 << 20
+"""Bytes of a part, unless set otherwise; who has more to give gives it in several gathers."""
+
 
 class Gathers:
     def __init__(self, limit: int) -> None:

@@ -14,6 +14,7 @@ from typing import get_args
 
 from lightning_hetpipe.server.coordinator import Coordinator
 from lightning_hetpipe.server.decisions import Note, ignore
+from lightning_hetpipe.server.gathers import LIMIT
 from lightning_hetpipe.server.messages import (
     Answer,
     Failed,
@@ -55,7 +56,7 @@ class Service:
         lease: float,
         *,
         limit: int | None = None,
-        gather_limit: int = 64 << 20,
+        gather_limit: int = LIMIT,
         patience: float = 2.0,
         now: Callable[[], float] = time.monotonic,
         gone: Mapping[int, int] | None = None,

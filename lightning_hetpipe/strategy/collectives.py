@@ -18,16 +18,13 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
-CHUNK = 16 << 20
-"""Bytes of tensors that one gather carries; the servers take 64 MiB of each virtual worker."""
-
 _LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
 """Where Lightning reduces what ``self.log`` was given."""
 
 
 def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     """Everyone's ``tensor``, without its graph, on the device of one's own; ``what`` names the call."""
-    return [each.to(tensor.device) for each in group.gather(tensor.detach().cpu(), what)]
+    return [each.to(tensor.device) for each in group.gather(_alone(tensor), what)]
 
 
 def barrier(group: Group, name: str | None) -> None:
@@ -79,29 +76,10 @@ def decide(group: Group, decision: bool, unanimous: bool) -> bool:
 
 
 def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Virtual worker 0's ``tensors``, on the CPU; one's own, if that one does not take part. Any size will do."""
-    found: list[list[Tensor]] = [[] for _ in tensors]
-    for batch in _in_batches(tensors):
-        mine = [part for _, part in batch]
-        given = group.gather(mine if group.index == 0 else None, what)[0]
-        for (index, _), part in zip(batch, mine if given is None else given, strict=True):
-            found[index].append(part)
-    return [torch.cat(parts).reshape(tensor.shape) for parts, tensor in zip(found, tensors, strict=True)]
-
-
-def _in_batches(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Flat parts of ``tensors``, each with the tensor's index, in batches of at most ``CHUNK`` bytes; at least one."""
-    batches: list[list[tuple[int, Tensor]]] = [[]]
-    room = CHUNK
-    for index, tensor in enumerate(tensors):
-        for part in torch.split(tensor.detach().cpu().reshape(-1), CHUNK // tensor.element_size()):
-            size = part.numel() * part.element_size()
-            if size > room:
-                batches.append([])
-                room = CHUNK
-            batches[-1].append((index, part))
-            room -= size
-    return batches
+    """Virtual worker 0's ``tensors``, on the CPU; one's own, if that one does not take part."""
+    mine = [_alone(tensor) for tensor in tensors]
+    given: list[Tensor] | None = group.gather(mine if group.index == 0 else None, what)[0]
+    return mine if given is None else given
 
 
 def runs_ahead(in_flight: int) -> bool:
@@ -135,6 +113,13 @@ def _total(found: list[Tensor]) -> Tensor:
     for each in found[1:]:
         total += each
     return total
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU, without its graph, and without the rest of a larger one of which it is a view."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
 
 
 def _sent(value: Any) -> Any:

@@ -33,6 +33,7 @@ from lightning_hetpipe.server.protocol import COORDINATOR, PeerFailed, Refusal, 
 from lightning_hetpipe.server.rooms import RoomChannel
 from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
+from lightning_hetpipe.strategy.pieces import gather_in_pieces
 from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
@@ -225,7 +226,7 @@ class Group:
         """What every virtual worker that takes part gives here, in their order; at least one's own.
 
         Args:
-            value: Tensors, numbers, strings, None, and lists, tuples and dicts of them.
+            value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
             what: Names the call; where others have made another one, nobody's values belong together.
 
         Raises:
@@ -234,13 +235,11 @@ class Group:
         """
         if self._talk is None or self.interrupted():
             return [value]
+        client, ordinal = (self._talk, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
         with self.waiting():
-            if self._fit is not None:
-                found = self._fit.gather(next(self._fit_ordinal), buffer.getvalue())
-            else:
-                found = self._talk.gather(next(self._ordinal), buffer.getvalue())
+            found = gather_in_pieces(buffer.getbuffer(), lambda piece: client.gather(next(ordinal), piece))
         parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
             raise RuntimeError(

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
@@ -20,10 +22,12 @@ from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Fetch, Gather, Leave, Message, decode
 from lightning_hetpipe.server.rooms import Rooms
 from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.service import Service
 from lightning_hetpipe.server.supervisor import ServerLost
 from lightning_hetpipe.server.transport import STATUS, TIMEOUT
 from lightning_hetpipe.strategy import group
 from lightning_hetpipe.strategy.group import Group
+from lightning_hetpipe.strategy.pieces import gather_in_pieces
 from lightning_hetpipe.strategy.servers import Found
 from tests.server.transports import PATIENCE, certificates, security
 
@@ -181,4 +185,25 @@ def test_a_gather_waits_within_what_it_is_told() -> None:
         for closed in [pool.submit(one.close) for one in groups]:
             closed.result(PATIENCE)
     assert waited == ["began", "ended"]
+    rooms.close()
+
+
+def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation outputs of more than 64 MiB were refused, without a way out."""
+    limit = 64 << 10
+    monkeypatch.setattr(group, "gather_in_pieces", partial(gather_in_pieces, piece=limit // 4))
+    monkeypatch.setattr(Rooms, "_service", lambda *_: Service(LEASE, gather_limit=limit))
+    value = torch.arange(limit, dtype=torch.float64)
+    rooms = Rooms(LEASE)
+    with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
+        groups = [group_of(index, server.address) for index in range(2)]
+        for opened in [pool.submit(one.open) for one in groups]:
+            opened.result(PATIENCE)
+        found = [pool.submit(one.gather, value if one.index else "short", "a test") for one in groups]
+        for each in found:
+            short, large = each.result(PATIENCE)
+            assert short == "short"
+            assert torch.equal(large, value)
+        for closed in [pool.submit(one.close) for one in groups]:
+            closed.result(PATIENCE)
     rooms.close()
