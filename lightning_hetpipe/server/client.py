@@ -36,6 +36,9 @@ from lightning_hetpipe.server.shard import Layout, block_of, copy_finite, memory
 from lightning_hetpipe.server.transport import Channel, Unreachable
 from lightning_hetpipe.server.transport import Refused as TransportRefused
 
+PATIENCE = 3600.0
+"""Seconds of a wait for other VWs that live, unless set otherwise: long, as they may be in user code."""
+
 ATTEMPTS_TO_LEAVE = 3
 """A VW that cannot say that it leaves is missed when its lease runs out."""
 
@@ -58,8 +61,8 @@ class Client:
         vw: i.
         incarnation: larger than that of any earlier process of this VW.
         lease: seconds, the servers' own; a heartbeat goes out three times in it.
-        timeout: seconds for which servers may be unreachable, and for which one request may take.
-        patience: seconds to wait for other VWs, as long as they live.
+        timeout: seconds for which servers may be unreachable, and for which one request may take; may be set anew.
+        patience: seconds to wait for other VWs, as long as they live; may be set anew.
         name: of the threads.
         lost: why the servers will not come back, once somebody knows that; the call under way raises it, and all later
             ones.
@@ -75,7 +78,7 @@ class Client:
         *,
         lease: float = 30.0,
         timeout: float = 300.0,
-        patience: float = 3600.0,
+        patience: float = PATIENCE,
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
@@ -101,7 +104,7 @@ class Client:
         self._part = b""
         self._kept = b""
         self._result = bytearray()
-        self._lease, self._timeout, self._patience = lease, timeout, patience
+        self._lease, self.timeout, self.patience = lease, timeout, patience
         self._now = now
         self._lost = lost
         # One for each server, and one to join again.
@@ -263,10 +266,11 @@ class Client:
                 began = now
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
-            if now - heard > self._timeout:
-                raise ServersSilent(f"{who} for {self._timeout:g} s for an answer: {self._silence}")
-            if now - began > self._patience:
-                raise ServersSilent(f"{who} for {self._patience:g} s for {why or 'a server'}")
+            if now - heard > self.timeout:
+                raise ServersSilent(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+            if now - began > self.patience:
+                awaited = why or "a server"
+                raise ServersSilent(f"{who} for {self.patience:g} s for {awaited}; set a longer timeout if it may")
             if not why:
                 self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
 
@@ -316,7 +320,7 @@ class Client:
     ) -> Answer | None:
         """The answer; ``None`` if none came."""
         try:
-            header = self._channels[server].call(method, encode(message), body, into, timeout or self._timeout)
+            header = self._channels[server].call(method, encode(message), body, into, timeout or self.timeout)
         except Unreachable as silence:
             self._silence = str(silence)
             return None
@@ -333,7 +337,7 @@ class Client:
             joined = self.member.state is not State.OUTSIDE
             message = self.member.leave(failure)
         for _ in range(ATTEMPTS_TO_LEAVE if joined else 0):
-            if self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self._timeout)) is not None:
+            if self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is not None:
                 break
 
     def _beat(self) -> None:

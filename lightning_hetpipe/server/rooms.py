@@ -63,7 +63,7 @@ class Rooms:
             return Reply(json.dumps(self.status()).encode())
         name, method = _parts(method)
         room = self._room(name)
-        if method == SHARD_METHOD and name != self._loaded:
+        if method == SHARD_METHOD and name != self._loaded and len(body):  # rooms without weights take no one's place
             self._turn_to(name)
         reply = room.run(method, header, body)
         self._clear(name, room)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import lightning as L
@@ -25,6 +24,7 @@ from lightning_hetpipe.strategy.lifeline import started
 from lightning_hetpipe.strategy.private import BaseLauncher, TunerExit
 from lightning_hetpipe.strategy.program import current_job, this_program
 from lightning_hetpipe.strategy.ranks import Rank, Role, other_number
+from lightning_hetpipe.strategy.uncaught import Uncaught
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ class _Launch:
     closed: Callable[[], None] | None
     grace: float
     failed: bool = False
+    uncaught: Uncaught = field(default_factory=Uncaught)
 
     @property
     def is_ours(self) -> bool:
@@ -225,6 +226,5 @@ def finish(failed: bool = False) -> Mapping[int, int]:
     """
     if _launch is None or not _launch.is_ours:
         return {}
-    # Python sets that one before it prints an exception that nobody has caught.
-    _launch.finish(failed or getattr(sys, "last_value", None) is not None)
+    _launch.finish(failed or _launch.uncaught.error is not None)
     return dict(_launch.children.failures)

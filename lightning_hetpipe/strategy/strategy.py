@@ -57,7 +57,8 @@ class HetPipeStrategy(VirtualWorkers):
         module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
-            that user code takes does not count.
+            that user code takes does not count: other virtual workers, as long as they live, are waited for an hour, or
+            for this if it is longer. Servers may be silent for so long.
         wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
             its defaults.
         recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again

@@ -165,14 +165,17 @@ class VirtualWorkers(ParallelStrategy):
         global _group
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
+        if _group is not None:
+            _group.settings.check_later(wsp)
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
         if _group is None or not _group.is_open or _group.coordinator != found.coordinator:
             _part()
             _group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
             _group.lose(_ended)
             _group.open()
+        else:
+            _group.renew(found, wsp, self.timeout)
         self._group = _group
-        _group.settings = wsp
         _group.interrupted = self._is_interrupted
         share(self._share)
 
@@ -234,6 +237,7 @@ class VirtualWorkers(ParallelStrategy):
                 f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
+        agreed.append(f"placement={wsp.placement}")
         synchroniser.enter(agreed)
         return synchroniser
 

@@ -31,6 +31,24 @@ class WSPSettings:
     security: Security
     lease: float
 
+    def check_later(self, later: WSPSettings) -> None:
+        """A program's Trainers meet at the same servers.
+
+        Raises:
+            SettingError: if a later one has others, or shows them something else.
+        """
+        if later.servers != self.servers:
+            given, known = (None if each is None else list(each) for each in (later.servers, self.servers))
+            raise SettingError(
+                f"servers={given!r}, but an earlier Trainer of this program had servers={known!r}, where its virtual"
+                " workers still are; give all of the program's Trainers the same"
+            )
+        if later.security != self.security:
+            raise SettingError(
+                "security differs from what an earlier Trainer of this program had, whose servers still run; give all"
+                " of the program's Trainers the same"
+            )
+
 
 class WSPCallback(L.Callback):
     """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_hetpipe.server.client import ServersSilent
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.rooms import Rooms
 from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.strategy import entrance
 from lightning_hetpipe.strategy import group as module
 from lightning_hetpipe.strategy.group import Group
 from lightning_hetpipe.strategy.servers import Found
@@ -28,21 +30,44 @@ LEASE = 2.0
 class Pair:
     """Two virtual workers, each beside its server, as on two machines; their calls run in threads."""
 
-    def __init__(self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch, placement: str = "size") -> None:
+    def __init__(
+        self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch, placement: str = "size", known: int = 2
+    ) -> None:
         # Each process counts rooms for itself; here both are in one.
         monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
         self.rooms = [Rooms(LEASE), Rooms(LEASE)]
         for rooms in self.rooms:
             exits.callback(rooms.close)
-        addresses = [exits.enter_context(GrpcServer(rooms)).address for rooms in self.rooms]
+        self.servers = [exits.enter_context(GrpcServer(rooms)) for rooms in self.rooms]
+        self.addresses = [server.address for server in self.servers]
         settings = WSPCallback(lease=LEASE, placement=placement).settings
-        self.groups = [
-            Group(index, 2, Found(addresses[0], (address,), Security(), hosts=True), settings, SECONDS)
-            for index, address in enumerate(addresses)
+        self.found = [
+            Found(self.addresses[0], (address,) if index < known else (), Security(), hosts=True)
+            for index, address in enumerate(self.addresses)
         ]
+        self.groups = [Group(index, 2, found, settings, SECONDS) for index, found in enumerate(self.found)]
         self.threads = exits.enter_context(ThreadPoolExecutor(2))
         for opened in [self.threads.submit(group.open) for group in self.groups]:
             opened.result(SECONDS)
+
+    def renew(self, given: Sequence[WSPCallback], timeout: float = SECONDS) -> None:
+        """A later Trainer of the program's, in each of them."""
+        renewed = [
+            self.threads.submit(group.renew, found, wsp.settings, timeout)
+            for group, found, wsp in zip(self.groups, self.found, given, strict=True)
+        ]
+        for each in renewed:
+            each.result(SECONDS)
+
+    def enter_fit(self, *values: float) -> None:
+        """With so many parameters of three numbers."""
+        named = [(f"p{index}", torch.full((3,), value)) for index, value in enumerate(values)]
+        for entered in [self.threads.submit(group.enter_fit, named, ()) for group in self.groups]:
+            assert [tensor.tolist() for tensor in entered.result(SECONDS)] == [[value] * 3 for value in values]
+
+    def close(self) -> None:
+        for closed in [self.threads.submit(group.close) for group in self.groups]:
+            closed.result(SECONDS)
 
 
 @pytest.fixture
@@ -57,26 +82,66 @@ def test_all_servers_share_the_weights(
 ) -> None:
     """With placement="local" the second one is never asked: it may be lost."""
     pair = Pair(exits, monkeypatch, placement)
-    named = [("a", torch.ones(3)), ("b", torch.full((3,), 2.0))]
-    entered = [pair.threads.submit(group.enter_fit, named, ()) for group in pair.groups]
-    for each in entered:
-        assert [tensor.tolist() for tensor in each.result(SECONDS)] == [[1.0] * 3, [2.0] * 3]
+    pair.enter_fit(1.0, 2.0)
     assert pair.rooms[0].status().keys() == {"rooms", "lease", "talk-1", "fit-1"}
     assert pair.rooms[1].status().keys() == {"rooms", "lease", *beside}
-    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
-        closed.result(SECONDS)
+    pair.close()
+
+
+def test_a_later_trainer_may_place_parameters_on_servers_that_the_first_did_not_start(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its placement was taken, but over the servers that the first one had known."""
+    pair = Pair(exits, monkeypatch, "local", known=1)
+    pair.enter_fit(1.0, 2.0)
+    for left in [pair.threads.submit(group.leave_fit) for group in pair.groups]:
+        left.result(SECONDS)
+    monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-2")
+    pair.found = [replace(found, known=(address,)) for found, address in zip(pair.found, pair.addresses, strict=True)]
+    pair.renew([WSPCallback(lease=LEASE, placement="round_robin")] * 2)
+    pair.enter_fit(1.0, 2.0)
+    held = [rooms.status()["fit-2"]["held_bytes"] for rooms in pair.rooms]
+    assert held == [12, 12]
+    pair.close()
+
+
+def test_a_later_trainers_timeout_holds(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's held for all of the program."""
+    pair = Pair(exits, monkeypatch)
+    pair.renew([WSPCallback(lease=LEASE)] * 2, timeout=0.3)
+    pair.servers[0].stop()
+    with pytest.raises(ServersSilent, match=r"waited for 0\.3 s for an answer"):
+        pair.groups[1].gather(1, "a test")
+    for group in pair.groups:
+        group.part("ServersSilent")
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        ({}, {"servers": ["a:1"]}, r"servers=\['a:1'\], but an earlier Trainer of this program had servers=None"),
+        ({"servers": ["a:1"]}, {}, r"servers=None, but an earlier Trainer of this program had servers=\['a:1'\]"),
+        ({"servers": ["a:1"]}, {"servers": ["a:1", "b:2"]}, r"servers=\['a:1', 'b:2'\], but an earlier Trainer"),
+        ({}, {"security": {"token": "hushed"}}, "security differs from what an earlier Trainer of this program had"),
+    ],
+)
+def test_a_later_trainer_with_other_servers_is_refused(first: dict[str, Any], later: dict[str, Any], said: str) -> None:
+    """It went on with the first one's without a word, or some of its virtual workers knew of none."""
+    settings = WSPCallback(**first).settings
+    settings.check_later(WSPCallback(**first, clock_distance=2, placement="local", lease=7).settings)
+    with pytest.raises(SettingError, match=said) as refused:
+        settings.check_later(WSPCallback(**later).settings)
+    assert "hushed" not in str(refused.value)
 
 
 def test_a_lease_that_is_not_the_servers_is_refused(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats would come too late, and a virtual worker be left out while it computes."""
     pair = Pair(exits, monkeypatch)
     first = pair.groups[0]
-    first.settings = WSPCallback(lease=3 * LEASE).settings  # as a program's second Trainer may have it
+    pair.renew([WSPCallback(lease=3 * LEASE)] * 2)  # as a program's second Trainer may have it
     with pytest.raises(SettingError, match=f"lease={3 * LEASE:g}, but the server at .* has lease={LEASE:g}; give both"):
         first.enter_fit([("a", torch.ones(3))], ())
-    first.settings = pair.groups[1].settings
-    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
-        closed.result(SECONDS)
+    pair.close()
 
 
 @pytest.mark.parametrize("failure", ["", "ValueError: a bad batch"])
@@ -123,15 +188,52 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
 def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one fenced the first one's virtual workers, which ended, or was refused and ended them."""
     pair = Pair(exits, monkeypatch)
-    monkeypatch.setattr(module, "LEASES_TO_END", 0.5)
+    monkeypatch.setattr(entrance, "LEASES_TO_END", 0.5)
     other = Group(0, 3, Found(pair.groups[0].coordinator, (), Security(), launch="other"), pair.groups[0].settings, 9)
     with pytest.raises(SettingError, match="serves another launch; wait until that has ended, or start servers for"):
         other.open()
     other.part("SettingError")
     both = [pair.threads.submit(group.gather, group.index, "a test") for group in pair.groups]
     assert [each.result(SECONDS) for each in both] == [[0, 1], [0, 1]]
-    for closed in [pair.threads.submit(group.close) for group in pair.groups]:
-        closed.result(SECONDS)
+    pair.close()
+
+
+def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that was not the coordinator, each took the other's weights for its own that were lost, in turns."""
+    monkeypatch.setattr(entrance, "LEASES_TO_END", 0.0)
+    rooms = [Rooms(LEASE) for _ in range(3)]
+    for each in rooms:
+        exits.callback(each.close)
+    one, other, shared = (exits.enter_context(GrpcServer(each)).address for each in rooms)
+    settings = WSPCallback(lease=LEASE).settings
+    named = [(name, torch.ones(3)) for name in "ab"]
+
+    def opened(launch: str, room: int, *servers: str) -> Group:
+        monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-{room}")
+        group = Group(0, 1, Found(servers[0], servers, Security(), launch=launch), settings, SECONDS)
+        exits.callback(group.part)
+        group.open()
+        return group
+
+    first = opened("first", 1, one, shared)
+    first.enter_fit(named, ())
+    generation = first.weights.member.generation
+    for room, servers in [(1, (other, shared)), (1, (shared, other)), (2, (one, other))]:
+        second = opened("second", room, *servers)
+        busy = one if one in servers else shared
+        with pytest.raises(
+            SettingError, match=f"the server at {busy} serves another launch; wait until that has ended"
+        ):
+            second.enter_fit(named, ())
+        second.part()
+    update = first.weights.room()
+    for tensor in update:
+        tensor.fill_(1.0)
+    assert [tensor.tolist() for tensor in first.weights.synchronise(update)] == [[2.0] * 3] * 2
+    assert first.weights.member.generation == generation, "a server was thought to be lost"
+    first.part()
+    second = opened("second", 1, other, shared)
+    assert [tensor.tolist() for tensor in second.enter_fit(named, ())] == [[1.0] * 3] * 2
 
 
 def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +253,7 @@ def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, mon
 def test_nobody_at_the_coordinators_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "UNTIL_SAID", 0.05)
+    monkeypatch.setattr(entrance, "UNTIL_SAID", 0.05)
     found = Found("127.0.0.1:1", (), Security())
     group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
     with pytest.raises(ServersSilent) as silent:

@@ -23,7 +23,7 @@ from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import decode
 from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.server.transport import TIMEOUT
-from lightning_hetpipe.strategy import group
+from lightning_hetpipe.strategy import entrance
 from lightning_hetpipe.strategy.servers import COORDINATOR, TOKEN
 from tests.server.strangers import annoy
 
@@ -180,5 +180,5 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             return super().take(befallen())
 
-    vars(group)["GrpcChannel"] = Channel
+    vars(entrance)["GrpcChannel"] = Channel
     vars(grpc_transport)["_Exchange"] = Exchange

@@ -25,7 +25,7 @@ from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.server.service import Service
 from lightning_hetpipe.server.supervisor import ServerLost
 from lightning_hetpipe.server.transport import STATUS, TIMEOUT
-from lightning_hetpipe.strategy import group
+from lightning_hetpipe.strategy import entrance, group
 from lightning_hetpipe.strategy.group import Group
 from lightning_hetpipe.strategy.pieces import gather_in_pieces
 from lightning_hetpipe.strategy.servers import Found
@@ -82,7 +82,7 @@ def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -
                 before(decode(header))
             return super().call(method, header, body, into, timeout)
 
-    monkeypatch.setattr(group, "GrpcChannel", Channel)
+    monkeypatch.setattr(entrance, "GrpcChannel", Channel)
 
 
 def gathers(index: int, address: str) -> list[Any]:
