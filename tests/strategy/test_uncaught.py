@@ -15,8 +15,9 @@ def test_an_earlier_error_and_one_at_a_prompt_end_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "last_value", earlier, raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
     uncaught = Uncaught()
-    assert uncaught.error is None
+    seen = [uncaught.error]
     monkeypatch.setattr(sys, "last_value", later)
-    assert uncaught.error is later
+    seen.append(uncaught.error)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert uncaught.error is None
+    seen.append(uncaught.error)
+    assert seen == [None, later, None]

@@ -146,8 +146,8 @@ class Obedient:
             os.write(told, b".")
             os._exit(signal.sigwait({signal.SIGINT}))
         os.read(ready, 1)
-        self.reply(worker=worker)
         try:
+            self.reply(worker=worker)
             self.obey()
         finally:
             self.reply(worker_ended=os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
