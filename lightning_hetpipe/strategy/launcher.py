@@ -7,10 +7,14 @@ A child runs the user's whole program, and so meets every `fit` of it by itself:
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import lightning as L
@@ -27,6 +31,9 @@ from lightning_hetpipe.strategy.ranks import Rank, Role, other_number
 from lightning_hetpipe.strategy.uncaught import Uncaught
 
 T = TypeVar("T")
+
+_LAST = -1_000_000
+"""Of multiprocessing's priorities, whose own are -100 to 10."""
 
 
 @dataclass
@@ -209,8 +216,8 @@ class Launcher(BaseLauncher):
                 self._closed()
             raise
         # Last, so that it comes before what `extra` wants done at the end: children may need its server.
-        atexit.unregister(finish)
-        atexit.register(finish)
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
         _launch = _Launch(job, processes, children, self._closed, self._grace)
         return _launch
 
@@ -228,3 +235,18 @@ def finish(failed: bool = False) -> Mapping[int, int]:
         return {}
     _launch.finish(failed or _launch.uncaught.error is not None)
     return dict(_launch.children.failures)
+
+
+def _at_exit() -> None:
+    """The program ends, and its exit code tells whether all virtual workers came to the end."""
+    if finish() and _launch is not None and _launch.uncaught.error is None:
+        # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
+        Finalize(None, _exit, args=(1,), exitpriority=_LAST)
+
+
+def _exit(code: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it
+            stream.flush()
+    os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a program that SIGTERM has ended, as shells report it."""
 
 _group: Group | None = None
 """This process's place among the virtual workers of its launch, which all its Trainers share."""
@@ -247,6 +252,8 @@ class VirtualWorkers(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failure = exception
+        if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
+            exception.code = TERMINATED
 
 
 def _part() -> None:

@@ -107,6 +107,27 @@ def test_control_c_while_a_step_hangs(after_the_call: bool, in_flight: int) -> N
         assert_clean(trainer, module)
 
 
+class Terminated(L.Callback):
+    """Somebody tells the program to end, in its second step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_script_that_was_told_to_end_says_so_by_its_exit_code() -> None:
+    """It was 0, as in a plain run: a script that goes by it went on with half a training."""
+    module, before = Learner(), signal.getsignal(signal.SIGTERM)
+    trainer = quiet_trainer(even(4, 2, 3), callbacks=[Terminated()])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit(module, batches(8))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
+    assert trainer.global_step == 2
+
+
 @contextmanager
 def every_thread_ends() -> Iterator[None]:
     """Nothing is warned of."""

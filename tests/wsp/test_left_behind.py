@@ -30,9 +30,9 @@ class Ending(NamedTuple):
 ENDINGS = {
     "normal": Ending("return", None, False, 0),
     "an exception in one": Ending("raise", None, False, 1),
-    "one is killed": Ending("lose", None, False, 0),
+    "one is killed": Ending("lose", None, False, 1),
     "Ctrl-C": Ending("last", signal.SIGINT, True, 1),
-    "told to end": Ending("last", signal.SIGTERM, False, 0),  # as Lightning ends then
+    "told to end": Ending("last", signal.SIGTERM, False, 128 + signal.SIGTERM),
     "the first is killed": Ending("last", signal.SIGKILL, False, -signal.SIGKILL),
 }
 
