@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe.cli.composition import refusal
 from lightning_hetpipe.cli.frames import frames, module
+from lightning_hetpipe.server.client import ServersSilent
 from lightning_hetpipe.server.protocol import PeerFailed
+from lightning_hetpipe.server.supervisor import ServerLost
 from lightning_hetpipe.strategy import launcher
 from lightning_hetpipe.strategy.lifeline import started as child_of_ours
 
@@ -25,6 +27,9 @@ TERMINATED = 143  # likewise, SIGTERM
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _PASSED_ON = "HETPIPE_ERRORS_PASSED_ON"
 """Tells further virtual workers, which inherit the environment, that nobody has asked for the other one."""
+
+_SAY_ALL = (ServersSilent, ServerLost)
+"""Who waited for which servers, or what befell them: where this program was then explains nothing."""
 
 _MACHINERY = ("hydra", "omegaconf", "lightning_hetpipe.cli")
 _HINT = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
@@ -66,6 +71,9 @@ def report(error: BaseException, *, started: bool, arguments: Sequence[str]) -> 
     elif isinstance(error, PeerFailed):  # what has ended that one was printed when it was heard of
         said = f"hetpipe-train: {' '.join(str(error).split())}"
         code = WRONG_SETTING if WRONG_SETTING in launcher.finish(failed=True).values() else FAILED
+    elif isinstance(error, _SAY_ALL):
+        said = f"hetpipe-train: {' '.join(str(error).split())}"
+        code = FAILED
     elif not started:
         said = f"hetpipe-train: {refusal(error, arguments)}\n{_HINT}"
     else:

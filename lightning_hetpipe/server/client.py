@@ -51,6 +51,10 @@ class ServersSilent(RuntimeError):
     """A wait for servers, or through them for other VWs, ran into its timeout; the message says who waited for whom."""
 
 
+class ServersUnheard(ServersSilent):
+    """No server has answered for ``timeout``."""
+
+
 class Client:
     """One VW's way to train with others. Its calls are made by one thread at a time; ``cancel`` by any.
 
@@ -267,7 +271,7 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self.timeout:
-                raise ServersSilent(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
             if now - began > self.patience:
                 awaited = why or "a server"
                 raise ServersSilent(f"{who} for {self.patience:g} s for {awaited}; set a longer timeout if it may")

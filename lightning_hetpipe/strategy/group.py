@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import Client, ServersSilent
+from lightning_hetpipe.server.client import Client, ServersUnheard
 from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
 from lightning_hetpipe.strategy.children import say
 from lightning_hetpipe.strategy.entrance import UNTIL_SAID, Entrance
@@ -109,8 +109,13 @@ class Group:
         try:
             with self._entrance.told_what_it_waits_for():
                 talk, _ = self._entrance.enter(room)
-        except ServersSilent as silent:
-            raise ServersSilent(
+        except ServersUnheard as silent:
+            if self.settings.servers is not None:
+                raise SettingError(
+                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
+                    " address=..., or give the address of one that runs and that this machine may reach"
+                ) from None
+            raise ServersUnheard(
                 f"{silent}; is the program running that starts the server at {self.coordinator}, and may this machine"
                 " reach it?"
             ) from None

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetpipe.cli.errors import report
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.client import ServersSilent, ServersUnheard
+from lightning_hetpipe.server.supervisor import ServerLost
 from tests.cli.conftest import Ends, Train
 
 MINE = ["--config-dir", "mine", "experiment=mine"]
@@ -248,3 +251,23 @@ def test_ctrl_c_before_it_trains_ends_with_130(ends: Ends, monkeypatch: pytest.M
     monkeypatch.setattr("lightning_hetpipe.cli.settings.check", interrupted)
     _, error = ends(130)
     assert error == "\nhetpipe-train: interrupted.\n"
+
+
+def test_servers_at_a_wrong_address_are_one_line(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback, as of a bug."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    nobody = ["trainer.num_nodes=2", "strategy.wsp.servers=['127.0.0.1:1']", "strategy.timeout=0.3"]
+    _, error = ends(2, *MINE, *nobody)
+    assert "hetpipe-train: strategy.wsp.servers=['127.0.0.1:1'] does not answer (VW 1, in state 'hello', has" in error
+    assert "the server at 127.0.0.1:1 cannot be reached" in error
+    assert "give the address of one that runs" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("kind", [ServersSilent, ServersUnheard, ServerLost])
+def test_servers_that_are_gone_are_one_line(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the program was when it waited explains nothing."""
+    error = kind("VW 0 has waited\nfor a server")
+    assert report(error, started=True, arguments=()) == 1
+    assert capsys.readouterr().err == "hetpipe-train: VW 0 has waited for a server\n"
