@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit as CompilerLimit
+from torch._dynamo.exc import TorchDynamoException as CompilerError
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -23,27 +26,34 @@ from typing_extensions import Self
 __all__ = [
     "COMPILED_CALL",
     "GRAPH_GUARDS",
+    "CompilerError",
+    "CompilerLimit",
     "OperatorOverload",
     "ThreadDispatchMode",
     "arguments_of",
     "behind_compile",
     "behind_functorch",
     "call_uncompiled",
+    "compiled",
     "contents",
+    "cpp_compiler_error",
     "foreach_copy_",
     "graph_leaves",
     "graph_nodes",
     "has_any_hooks",
     "has_global_hooks",
     "has_hooks",
+    "inductor_modes",
     "keywords_of",
     "outputs_of",
     "pytree",
+    "run_without_data",
     "strided_parts",
     "version_counter",
     "without_hooks",
 ]
 
+C = TypeVar("C", bound=Callable[..., Any])
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
@@ -283,3 +293,66 @@ def graph_leaves(output: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = 
                 leaves.append(node.variable)
             pending.extend(following for following, _ in node.next_functions if following is not None)
     return leaves
+
+
+def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:
+    """``torch.compile(function, fullgraph=True, **options)``, where ``check`` sees each graph before its backend does.
+
+    Two kinds of guards are left out: on the process's state, such as its default dtype, which other threads change; and
+    on which object stands in for the ``forward`` of a module, which is another one in each copy.
+    """
+    backend = options.get("backend", "inductor")
+    further: dict[str, Any] = dict(options.get("options") or {})
+    if backend == "inductor":
+        mode = options.get("mode")
+        keywords: dict[str, Any] = {"config_patches": {**(inductor_modes()[mode] if mode else {}), **further}}
+    else:
+        keywords = {"options": further} if further else {}
+    compile_graph: Any = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
+
+    def checked(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        check(graph)
+        return compile_graph(graph, inputs, **keywords)
+
+    made: C = torch.compile(
+        function,
+        fullgraph=True,
+        dynamic=options.get("dynamic"),
+        backend=checked,
+        options={"guard_filter_fn": lambda guards: [not _is_needless(guard) for guard in guards]},
+    )
+    return made
+
+
+def _is_needless(guard: Any) -> bool:
+    replaced = guard.guard_type == "CLOSURE_MATCH" and guard.name.endswith(".forward")
+    return replaced or guard.guard_type == "GLOBAL_STATE"
+
+
+def run_without_data(graph: fx.GraphModule) -> None:
+    """Runs a graph that ``torch.compile`` has traced on tensors without data; to be called while it compiles."""
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    modes = [each.fake_mode for each in inputs if isinstance(each, FakeTensor)]
+    with torch.no_grad(), modes[0] if modes else nullcontext():
+        graph(*inputs)
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The options of inductor that each ``mode`` of ``torch.compile`` stands for."""
+    from torch._inductor import list_mode_options  # here, as it takes its time
+
+    modes: Any = list_mode_options  # torch has no types here
+    found: dict[str, dict[str, Any]] = modes()
+    return found
+
+
+def cpp_compiler_error() -> str | None:
+    """What torch says where it finds no C++ compiler for its code on CPUs; None if it finds one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return None

@@ -36,10 +36,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hetpipe.pipeline.graph_draws import GraphDraws, NoDropout, draw_in_graph
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random_operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach", "attached", "drawn", "may_draw"]
+__all__ = ["Chance", "RandomnessError", "attach", "attached", "counters", "drawn", "generator_of", "may_draw"]
 
 
 class Chance:
@@ -123,6 +124,12 @@ def may_draw(layer: nn.Module) -> bool:
     return any(map(_may_draw_itself, layer.modules()))
 
 
+def counters(layer: nn.Module) -> list[_Drawing]:
+    """What counts the random operations in a graph of ``layer``, which is attached: to be set to 0 before it runs."""
+    forwards = [vars(module).get("forward") for module in layer.modules()]
+    return [forward for forward in forwards if isinstance(forward, _Drawing)]
+
+
 def _may_draw_itself(module: nn.Module) -> bool:
     return not _is_torchs_own(module) or type(module) in _ACTIVE
 
@@ -142,8 +149,18 @@ def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[
     return _Positioned(layer, path) if drawing else layer
 
 
+def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generator:
+    """The generator of random operation ``ordinal`` of module ``path``, for the minibatch that this thread runs."""
+    draws = _thread.draws
+    if draws is None:
+        raise RandomnessError(f"Module '{path}' draws random numbers outside of a minibatch.")
+    return draws.chance.generator(draws.minibatch, path, ordinal, device)
+
+
 def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs ``operator``, random operation ``ordinal`` of module ``path``, which stands in a captured graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return draw_in_graph(path, ordinal, operator, *args, **kwargs)
     draws = _thread.draws
     if draws is None:
         return operator(*args, **kwargs)
@@ -228,8 +245,11 @@ class _Drawing(_Forward):
         super().__init__(module)
         self.names: dict[str, str] = {}  # this module's path by the path of the layer that it is run in
         self.active = _ACTIVE.get(type(module))
+        self.in_graph = 0  # random operations in the graph that is compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._in_graph(*args, **kwargs)
         draws = _thread.draws
         if draws is None or (self.active is not None and not self.active(self.module)):
             return self.forward(*args, **kwargs)
@@ -241,6 +261,20 @@ class _Drawing(_Forward):
                 return self.forward(*args, **kwargs)
         finally:
             draws.path = outer
+
+    def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        if self.active is not None and not self.active(self.module):
+            return self.forward(*args, **kwargs)
+        with GraphDraws(self._draw_in_graph):
+            return self.forward(*args, **kwargs)
+
+    def _draw_in_graph(self) -> tuple[str, int]:
+        """The name of the next random operation of a graph."""
+        if len(self.names) != 1:
+            raise NoDropout("a module that draws random numbers stands in several layers")
+        ordinal = self.in_graph
+        self.in_graph = ordinal + 1
+        return next(iter(self.names.values())), ordinal
 
     def name(self) -> str:
         if len(self.names) == 1:
@@ -257,6 +291,8 @@ class _Still(_Forward):
     """Of a module that draws nothing, inside one that may: spares its operators the mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.forward(*args, **kwargs)
         draws = _thread.draws
         if draws is None or not draws.path or not draws.suspend():
             return self.forward(*args, **kwargs)

@@ -128,6 +128,25 @@ class Crew(Generic[F]):
         with self.unlocked(), self.quiet.computing():
             yield
 
+    @contextmanager
+    def exclusively(self, number: int, who: str) -> Iterator[None]:
+        """Within it no user code runs, and no other thread computes; for ``who``, a stage that computes nothing yet.
+
+        Waits of others do not end meanwhile, however long it takes: it counts as user code.
+        """
+        ticket = Ticket(Rank.RESUME, number)
+        self.lock.request(ticket)
+        try:
+            self.patience.wait(ticket.wait, f"{who} for user code to pause")
+        except BaseException:
+            self.lock.abandon(ticket)
+            raise
+        try:
+            with self.quiet.alone():
+                yield
+        finally:
+            self.lock.release()
+
     def offer(self) -> None:
         """Lets whoever waits for the lock over user code go first."""
         if self.lock.wanted() and not self._lost_lock:

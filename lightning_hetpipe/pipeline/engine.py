@@ -79,6 +79,7 @@ class Engine(Crew[Minibatch]):
                 settings,
                 self.patience,
                 self.quiet,
+                self.exclusively,
                 self._done,
                 self.lanes,
             )

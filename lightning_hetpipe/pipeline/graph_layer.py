@@ -30,6 +30,11 @@ def here() -> torch.device:
     return _here.device
 
 
+def set_here(device: torch.device) -> None:
+    """From now on layers that run in this thread are on ``device``."""
+    _here.device = device
+
+
 class Code:
     """What a layer and its copies run.
 
@@ -85,7 +90,8 @@ class GraphLayer(nn.Module):
 
     def forward(self, values: tuple[Any, ...]) -> Any:
         variant, *given = values
-        _here.device = self.device
+        if not torch.compiler.is_dynamo_compiling():  # whoever runs compiled code has seen to it
+            _here.device = self.device
         run, names = self.code.variants[variant]
         return run(variant, self.device, *(getattr(self, name) for name in names), *given)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.chance import attach
+from lightning_hetpipe.pipeline.compilation import Compiled, Kind
 from lightning_hetpipe.pipeline.computed import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.memory import Counter, Kept
@@ -32,11 +33,13 @@ class Left:
         inputs: Leaves of its graph.
         outputs: Its ends.
         kept: The bytes of both, and of what the graph has saved.
+        kind: Of the call, where layers are compiled.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     kept: Kept
+    kind: Kind = None
 
 
 class LeftInputs:
@@ -50,6 +53,7 @@ class LeftInputs:
     def __init__(self, left: Left, value: Value) -> None:
         self.inputs = left.inputs
         self.kept = left.kept
+        self.kind = left.kind
         self.value = replace(value, tensors=())
         self.changes = [version_counter(tensor) for tensor in left.inputs]
 
@@ -75,27 +79,46 @@ class Part:
         self._calls = [
             [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
         ]
+        self.compiled: Compiled | None = None
+        if settings.compile is not None:
+            names = [layer.name for layer in layers]
+            fused = not settings.chance.deterministic
+            self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
         self._places = [places(modules) for modules in copies]
         self._computed_places = [computed_places(modules) for modules in copies]
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
-    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor]) -> tuple[Value, Left]:
+    def kind(self, minibatch: Minibatch, value: Value) -> Kind:
+        """What tells calls apart that torch compiles; None where it compiles none."""
+        if self.compiled is None:
+            return None
+        slot = self._ring.slots[self._ring.place(minibatch.version)]
+        return self.compiled.kind(value, slot.flags, minibatch.autocast(self._piece))
+
+    def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
+        """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
+        if self.compiled is None:
+            return False
+        new = self.compiled.is_new(kind)  # of which a backward may compute a forward again
+        return (self.compiled.is_new_backward(kind) or new) if backward else new
+
+    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor], kind: Kind) -> tuple[Value, Left]:
         """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
         index = self._ring.place(minibatch.version)
         self.buffers.before_forward(minibatch.number, self._places[index])
         kept = self.counter.known(inputs)
         if kept is not None:
-            result = self._compute(minibatch, index, value, inputs)
+            result = self._compute(minibatch, index, value, inputs, kind)
         else:
             result, kept = self.counter.kept(
                 inputs,
-                lambda: self._compute(minibatch, index, value, inputs),
+                lambda: self._compute(minibatch, index, value, inputs, kind),
                 lambda: [*self.parameters[index], *(getattr(*place) for place in self._places[index])],
             )
         self.buffers.after_forward(minibatch.number, self._places[index])
         self.computed.after_forward(minibatch.number, self._computed_places[index])
-        return Value.of(result), Left(inputs, tensors_of(result), kept)
+        return Value.of(result), Left(inputs, tensors_of(result), kept, kind)
 
     def again(self, minibatch: Minibatch, left: LeftInputs) -> list[Tensor]:
         """The outputs of the forward that has left ``left``, computed once more: on the same weights, buffers, random
@@ -108,9 +131,9 @@ class Part:
             )
         index = self._ring.place(minibatch.version)
         self.buffers.before_again(minibatch.number, self._places[index])
-        return tensors_of(self._compute(minibatch, index, left.value, left.inputs))
+        return tensors_of(self._compute(minibatch, index, left.value, left.inputs, left.kind))
 
-    def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor]) -> Any:
+    def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor], kind: Kind) -> Any:
         """What the layers in slot ``index`` make of ``inputs``, with the structure of ``value``."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
@@ -123,13 +146,17 @@ class Part:
         current = value.tree(own)
         if not torch.is_grad_enabled():  # a layer has left it so
             torch.set_grad_enabled(True)
+        autocast = minibatch.autocast(self._piece)
         with (
             self._settings.chance.minibatch(minibatch.number),
-            minibatch.autocast(self._piece).opened(alone=self._settings.in_flight == 1),
+            autocast.opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):
-            for call in self._calls[index]:
-                current = call(current)
+            if self.compiled is not None:
+                current = self.compiled(kind, index, current, autocast)
+            else:
+                for call in self._calls[index]:
+                    current = call(current)
         if before != [version_counter(tensor) for tensor in inputs]:
             raise SettingError(
                 f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"

@@ -1,8 +1,8 @@
 """Computing alone.
 
 While ``torch.export`` traces a module, operators in *other* threads give other last bits now and then (*measured* with
-torch 2.13: logits of a small GPT differed by 1e-6). So where a model is captured while minibatches are in flight,
-stages and the optimizer pause between two tasks.
+torch 2.13: logits of a small GPT differed by 1e-6). So where a model is captured or compiled while minibatches are in
+flight, stages and the optimizer pause between two tasks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Quiet:
         self._computes = _Computes(self)
         self._computing = 0
         self._wanted = 0  # threads that wait for the others to pause
-        self._alone = False
+        self._alone: int | None = None  # the thread that is
 
     def computing(self) -> AbstractContextManager[None]:
         """Within it this thread computes; begins when nobody is alone."""
@@ -33,15 +33,15 @@ class Quiet:
     def begin(self) -> None:
         """This thread computes from now on, until its :meth:`end`."""
         with self._lock:  # nearly always; the condition would cost ten times as much
-            if not self._alone:
+            if self._alone is None or self._alone == threading.get_ident():
                 self._computing += 1
                 return
-        self._patience.wait(self._joins, "a thread that is to compute for the capture of a model")
+        self._patience.wait(self._joins, "a thread that is to compute for one that computes alone")
 
     def _joins(self, seconds: float) -> bool:
         """Whether this thread computes from now on, as nobody has been alone, or not for longer than ``seconds``."""
         with self._condition:
-            if not self._condition.wait_for(lambda: not self._alone, seconds):
+            if not self._condition.wait_for(lambda: self._alone is None, seconds):
                 return False
             self._computing += 1
             return True
@@ -54,25 +54,25 @@ class Quiet:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no other thread computes."""
+        """Within it no other thread computes; this one may."""
 
         def begin(seconds: float) -> bool:
             with self._condition:
                 self._wanted += 1
                 try:
-                    if not self._condition.wait_for(lambda: not self._alone and self._computing == 0, seconds):
+                    if not self._condition.wait_for(lambda: self._alone is None and self._computing == 0, seconds):
                         return False
                 finally:
                     self._wanted -= 1
-                self._alone = True
+                self._alone = threading.get_ident()
                 return True
 
-        self._patience.wait(begin, "the capture of a model for what is being computed")
+        self._patience.wait(begin, "the capture or compilation of a model for what is being computed")
         try:
             yield
         finally:
             with self._condition:
-                self._alone = False
+                self._alone = None
                 self._condition.notify_all()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -63,6 +64,10 @@ it; for the loss, which the last stage has between forward and backward, the min
 """
 
 
+Exclusively = Callable[[int, str], AbstractContextManager[None]]
+"""Given a minibatch's number and who asks: within it no user code runs, and no other thread computes."""
+
+
 @dataclass(frozen=True)
 class StageSettings:
     """What all stages share.
@@ -74,6 +79,7 @@ class StageSettings:
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
         before_pass: For emulated devices, and for tests.
         recompute: Keep only the inputs of forwards, and compute these again for the backward.
+        compile: What ``torch.compile`` is given for the layers; None to run them as they are.
     """
 
     chance: Chance
@@ -82,6 +88,7 @@ class StageSettings:
     default_dtype: torch.dtype | None
     before_pass: BeforePass | None = None
     recompute: bool = False
+    compile: Mapping[str, Any] | None = None
 
 
 class Computes(Protocol):
@@ -158,6 +165,7 @@ class Stage:
         settings: StageSettings,
         patience: Patience,
         quiet: Quiet,
+        exclusively: Exclusively,
         done: Callable[[Task, Any, Mark | None], None],
         lanes: Lanes,
     ) -> None:
@@ -166,6 +174,7 @@ class Stage:
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.lane = lanes.on(device)
+        self.compile_seconds = 0.0
         self.memory = Memory()
         self._outside = lanes.outside
         self._published: dict[int, Mark | None] = {}
@@ -173,8 +182,10 @@ class Stage:
         self._settings = settings
         self._patience = patience
         self._quiet = quiet
+        self._exclusively = exclusively
         self._done = done
         self._doing: tuple[Task, float] | None = None
+        self._compiling = False
         self._left: dict[tuple[int, int], Left | LeftInputs] = {}
         self._worker: Worker[Task] | None = None
         self.copy_layers()
@@ -237,6 +248,8 @@ class Stage:
             return f"stage {self.index} is idle"
         task, since = doing
         segment = self._parts[task.instruction.segment.index].describe()
+        if self._compiling:
+            return f"stage {self.index} has compiled {segment} for {time.monotonic() - since:.1f} s"
         return (
             f"stage {self.index} has run the {task.instruction.work.value} of minibatch {task.minibatch.number}"
             f" ({segment}) for {time.monotonic() - since:.1f} s"
@@ -295,11 +308,13 @@ class Stage:
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, mark: Mark | None, again: bool) -> Value:
         self.lane.join(self._published[self.ring.place(minibatch.version)])
         self.lane.join(mark, value.tensors)
-        with self._computing(Work.FORWARD, minibatch):
+        part = self._parts[segment.index]
+        kind = part.kind(minibatch, value)
+        alone = self._alone(part, minibatch) if part.compiles(kind) else _NOTHING
+        with alone, self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
-            part = self._parts[segment.index]
             left: Left | LeftInputs
-            output, left = part.forward(minibatch, value, inputs)
+            output, left = part.forward(minibatch, value, inputs, kind)
             self.memory.hold(minibatch.number, segment.index, left.kept.all)
             if again:
                 left = LeftInputs(left, value)  # at once: a graph that is kept while the pass ends takes memory
@@ -311,10 +326,11 @@ class Stage:
         self, minibatch: Minibatch, segment: Segment, given: Gradients, mark: Mark | None
     ) -> tuple[Gradients, Mark | None]:
         self.lane.join(mark, [gradient for gradient in given if gradient is not None])
-        with self._computing(Work.BACKWARD, minibatch):
-            left = self._left.pop((minibatch.number, segment.index))
+        part = self._parts[segment.index]
+        left = self._left.pop((minibatch.number, segment.index))
+        alone = self._alone(part, minibatch) if part.compiles(left.kind, backward=True) else _NOTHING
+        with alone, self._computing(Work.BACKWARD, minibatch):
             given = [None if g is None else move(g, self.device) for g in given]
-            part = self._parts[segment.index]
             own = part.parameters[self.ring.place(minibatch.version)]
             if isinstance(left, LeftInputs):
                 outputs = part.again(minibatch, left)
@@ -341,6 +357,17 @@ class Stage:
         """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""
         return Loss(self, self._settings.before_pass, minibatch)
 
+    @contextmanager
+    def _alone(self, part: Part, minibatch: Minibatch) -> Iterator[None]:
+        """Around what may compile ``part``."""
+        with self._exclusively(minibatch.number, f"stage {self.index}, which is to compile {part.describe()},"):
+            self._compiling, started = True, time.perf_counter()
+            try:
+                yield
+            finally:
+                self._compiling = False
+                self.compile_seconds += time.perf_counter() - started
+
     def _computing(self, work: Work, minibatch: Minibatch) -> Pass:
         return Pass(self, self._quiet, self._settings.before_pass, _WORDS[work], minibatch.number)
 
@@ -350,6 +377,7 @@ class Stage:
             self.memory.release(minibatch.number, segment.index)
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _WORDS = {work: work.value for work in Work}  # to ask the enumeration takes as long as to add two small tensors
 
 

@@ -260,6 +260,7 @@ class Fit:
                 self._default_dtype(),
                 self._settings.before_pass,
                 self._settings.recompute,
+                self._settings.compile,
             ),
             self._settings.timeout,
             self._module,

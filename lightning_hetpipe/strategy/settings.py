@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -42,6 +42,7 @@ class FitSettings:
     before_pass: BeforePass | None
     virtual_worker: int = 0
     recompute: bool = False
+    compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
@@ -52,7 +53,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "plan": (None, "profiling and partitioning at the start of every run"),
     "cluster": (None, "the devices that it finds"),
     "allocation": ("auto", "the devices in their order"),
-    "compile": (False, "layers as they are"),
     "lr_correction": (None, "the optimizer's own learning rate"),
     "start_method": ("popen", "one process"),
 }

@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy import compiler, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
@@ -67,7 +67,7 @@ class HetPipeStrategy(VirtualWorkers):
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
-        plan, cluster, allocation, compile, lr_correction, start_method: of later releases.
+        plan, cluster, allocation, lr_correction, start_method: of later releases.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
 
     Attributes:
@@ -89,7 +89,7 @@ class HetPipeStrategy(VirtualWorkers):
         plan: Any = None,
         cluster: Any = None,
         allocation: str = "auto",
-        compile: bool = False,
+        compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
         timeline: bool | Sequence[int] = False,
         lr_correction: Any = None,
@@ -117,7 +117,6 @@ class HetPipeStrategy(VirtualWorkers):
             "plan": plan,
             "cluster": cluster,
             "allocation": allocation,
-            "compile": compile,
             "lr_correction": lr_correction,
             "start_method": start_method,
         }
@@ -127,6 +126,7 @@ class HetPipeStrategy(VirtualWorkers):
         self.in_flight = settings.count("in_flight", in_flight)
         self.module = settings.module_names(module)
         self.recompute = settings.switch("recompute", recompute)
+        self.compile = compiler.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None
         self._fit: Fit | Alone | None = None
@@ -176,6 +176,8 @@ class HetPipeStrategy(VirtualWorkers):
             settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
             if self._group is not None:
                 settings.check_together(trainer)
+            if self.compile is not None:
+                compiler.check(self.compile, self._devices())
         super().setup(trainer)
         asked, seed = self._fit_settings(), self._agreed(_run_seed())
         if not fitting:
@@ -310,6 +312,7 @@ class HetPipeStrategy(VirtualWorkers):
             choose_cuts=self._choose_cuts,
             before_pass=self._before_pass,
             recompute=self.recompute,
+            compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
             asked=self.asked,
