@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks import (
     capture_costs,
+    compile,
     engine_cost,
     import_time,
     recompute,
@@ -29,6 +30,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     schedule.NAME: schedule.run,
     **{name: partial(two_stages.run, name=name) for name in two_stages.TASKS},
     recompute.NAME: recompute.run,
+    compile.NAME: compile.run,
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,

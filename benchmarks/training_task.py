@@ -46,6 +46,8 @@ class Task:
     """For "strategy": seconds that the forward and the backward of each stage take; empty for as long as they do."""
     recompute: bool = False
     """For "strategy": whether forwards are computed again for their backwards."""
+    compile: bool = False
+    """For "strategy": whether stages run compiled layers."""
     timeline: bool = False
     """For "strategy": whether it records one."""
     wave: int | None = None

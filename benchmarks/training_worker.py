@@ -188,6 +188,7 @@ def train_with_strategy(task: Task) -> None:
         virtual_workers=task.workers,
         wsp=wsp,
         recompute=task.recompute,
+        compile=task.compile,
         timeline=task.timeline,
     )
     metrics = collected_metrics() if task.workers > 1 else None
@@ -202,6 +203,7 @@ def train_with_strategy(task: Task) -> None:
         notes["layers"] = [stage.layer_types.count("Linear") for stage in report.stages]
         notes["times"] = [stage.time_s for stage in report.stages]
         notes["activations_bytes"] = [stage.activations_bytes for stage in report.stages]
+        notes["compile_s"] = [round(stage.compile_s, 3) for stage in report.stages]
         notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
     if emulation is not None:
         notes["overruns"] = sum(stage.overruns for stage in emulation.stages)

@@ -314,7 +314,8 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
         check(graph)
         return compile_graph(graph, inputs, **keywords)
 
-    made: C = torch.compile(
+    compile_function: Any = torch.compile  # it does not say that it keeps the type
+    made: C = compile_function(
         function,
         fullgraph=True,
         dynamic=options.get("dynamic"),
@@ -325,8 +326,8 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
 
 
 def _is_needless(guard: Any) -> bool:
-    replaced = guard.guard_type == "CLOSURE_MATCH" and guard.name.endswith(".forward")
-    return replaced or guard.guard_type == "GLOBAL_STATE"
+    kind, name = str(guard.guard_type), str(guard.name)
+    return kind == "GLOBAL_STATE" or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
 
 
 def run_without_data(graph: fx.GraphModule) -> None:

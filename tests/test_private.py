@@ -22,7 +22,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -270,6 +270,63 @@ def test_compiled_modules() -> None:
     assert private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
     plain.compile(backend="eager")
     assert private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
+
+
+@guards("_dynamo")
+def test_graphs_of_compiled_code_are_checked() -> None:
+    seen: list[int] = []
+
+    def check(graph: fx.GraphModule) -> None:
+        private.run_without_data(graph)
+        seen.append(1)
+
+    def compute(x: Tensor) -> Tensor:
+        return x * 2 + torch.arange(3)
+
+    function = private.compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
+    assert torch.equal(function(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        function(torch.ones(3, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [1], "stages would compile anew whenever user code changes the default dtype"
+
+
+@guards("_dynamo")
+def test_errors_of_the_compiler() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    def refuse(graph: fx.GraphModule) -> None:
+        raise ArithmeticError("not this one")
+
+    # Else a layer that cannot be compiled would end training instead of running as it is.
+    for function, check in ((breaks, private.run_without_data), (torch.tanh, refuse)):
+        compiled = private.compiled(function, {"backend": "eager"}, check)
+        with pytest.raises(private.CompilerError):
+            compiled(torch.ones(2))
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    compiled = private.compiled(double, {"backend": "eager", "dynamic": False}, private.run_without_data)
+    for count in range(2, 10):
+        compiled(torch.ones(count))
+    with pytest.raises(private.CompilerLimit):
+        compiled(torch.ones(10))
+    torch.compiler.reset()
+
+
+@guards("_inductor", "_subclasses")
+def test_inductors_modes_and_its_compiler() -> None:
+    modes = private.inductor_modes()
+    assert modes["default"] == {}
+    assert modes["reduce-overhead"].get("triton.cudagraphs"), "modes with CUDA graphs would not be refused"
+    found = private.cpp_compiler_error()
+    assert found is None or "compiler" in found
 
 
 @guards("_C", "_functorch")

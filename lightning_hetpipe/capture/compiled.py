@@ -12,17 +12,22 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import COMPILED_CALL, behind_compile, call_uncompiled
 
 
-def look_through(root: nn.Module) -> list[Redirect]:
+def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
     """Lets compiled modules in ``root`` run as they were written, until the redirects are removed; warns of it.
+
+    Unless ``stages_compile`` their layers, in which case it changes little.
 
     Frozen ones stay compiled: they are no pieces.
     """
     found = {name: module for name, module in root.named_modules() if name and is_looked_through(module)}
     if found:
+        instead = (
+            "stages compile its layers themselves, as compile says, and evaluation runs them as they were written"
+            if stages_compile
+            else "its layers run as they were written, not compiled, unless you set compile=True"
+        )
         warnings.warn(
-            f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, its layers run as"
-            " they were written, not compiled",
-            stacklevel=2,
+            f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, {instead}", stacklevel=2
         )
     return [
         Redirect(module, COMPILED_CALL, _call) if behind_compile(module) is None else Redirect(module, "forward", _run)

@@ -77,7 +77,8 @@ class Compiled:
         fused: bool = True,
     ) -> None:
         register(generator_of)
-        torch.compiler.assume_constant_result(here)
+        constant: Any = torch.compiler.assume_constant_result  # torch has no types here
+        constant(here)
         self._names = list(names)
         self._layers = layers
         self._calls = calls

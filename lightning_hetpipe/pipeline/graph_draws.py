@@ -41,7 +41,8 @@ def register(generator_of: GeneratorOf) -> None:
     """Makes the operator known to torch; once, before anything is compiled."""
     if _registered:
         return
-    library = torch.library.Library(_NAME, "DEF")
+    new: Any = torch.library.Library  # torch has no types here
+    library = new(_NAME, "DEF")
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)  # never computed again in a backward
     library.define("kept(Tensor like, float keep, str path, int ordinal) -> Tensor", tags=tags)
 

@@ -24,6 +24,7 @@ class StageReport:
         memory_bytes: The most bytes of these three together at once; None as above.
         held: The most minibatches whose activations it held at once.
         device_bytes: The most bytes that torch had allocated at once on its device, for whomever; None on CPU.
+        compile_s: Seconds of the passes in which torch.compile may have been at work, which run alone.
     """
 
     device: str
@@ -38,6 +39,7 @@ class StageReport:
     memory_bytes: int | None
     held: int
     device_bytes: int | None
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)

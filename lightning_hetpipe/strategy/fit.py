@@ -112,7 +112,7 @@ class Fit:
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", self._run_validation),
             Redirect(self._module, BEFORE_TRANSFER, before_transfer),
-            *look_through(self._module),
+            *look_through(self._module, stages_compile=self._settings.compile is not None),
         ]
         if self._synchroniser is not None:
             self._cuts = Cuts(self._trainer, self._synchroniser, self._synchronising, self._computing)

@@ -64,6 +64,14 @@ class HetPipeStrategy(VirtualWorkers):
         recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
             there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
             forward at once, so that it has nothing to gain and computes once.
+        compile: Whether stages run their layers compiled by ``torch.compile``: True for its inductor, which needs a C++
+            compiler for stages on a CPU; the name of another backend; or some of its arguments ``backend``, ``mode``,
+            ``dynamic`` and ``options``. Each stage is compiled in its first minibatch (which may take minutes, in which
+            all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
+            what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
+            warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
+            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other cuts. A
+            weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.

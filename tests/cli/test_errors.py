@@ -62,7 +62,14 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
             "strategy.wsp.servers=['nowhere'] holds 'nowhere', which is not host:port",
         ),
         (["strategy.virtual_workers=two"], "strategy.virtual_workers=two must be a whole number."),
-        (["strategy.compile=true"], "strategy.compile=true is not available yet: this release has layers as they are;"),
+        (
+            ["strategy.compile=nothing"],
+            "strategy.compile=nothing is no backend of torch.compile here; name one of aot_",
+        ),
+        (
+            ["strategy.compile={fullgraph: true}"],
+            "strategy.compile={'fullgraph': True} must be True or False, the name",
+        ),
         (["trainer.max_epochs=abc"], "trainer.max_epochs=abc must be a whole number or null."),
         (["data.batch_size=abc"], "data.batch_size=abc must be a whole number."),
         (["data.batch_size=0"], "data.batch_size=0 must be at least 1"),

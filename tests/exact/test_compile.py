@@ -111,6 +111,13 @@ def test_pieces(in_flight: int) -> None:
     check(Pieces(), vectors(26, 4), even(8, 3, in_flight, compile="aot_eager"))
 
 
+def test_what_the_user_has_compiled_is_compiled_by_stages() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    net.compile(backend="eager")
+    with pytest.warns(UserWarning, match="'net' is compiled .* stages compile its layers themselves"):
+        fit(Task(net), vectors(24, 4), strategy=Pinned((0, 2), 2, compile="eager"), max_epochs=1)
+
+
 class Backend:
     """Counts what it compiles, and calls ``meanwhile`` each time."""
 
@@ -166,8 +173,11 @@ def test_while_one_compiles_nothing_else_runs() -> None:
 
 def test_a_compilation_is_no_stall() -> None:
     """It takes minutes for a large model; the others wait for longer than `timeout`."""
-    waited = threading.Event()
-    strategy = Pinned((0, 2), 3, compile={"backend": Backend(lambda: bool(waited.wait(0.3)) or None)}, timeout=0.1)
+
+    def take_long() -> None:
+        threading.Event().wait(0.3)
+
+    strategy = Pinned((0, 2), 3, compile={"backend": Backend(take_long)}, timeout=0.1)
     check(drawing(), vectors(24, 4), strategy)
 
 
@@ -206,8 +216,8 @@ def test_an_error_of_a_layer_comes_through() -> None:
 @pytest.mark.slow
 def test_kinds_of_inputs_beyond_torchs_limit_run_uncompiled() -> None:
     """It keeps eight, and with dynamic=False each number of samples is one."""
-    data = [(torch.randn(count, 6), torch.randint(CLASSES, (count,))) for count in range(1, 13)]
-    loader = DataLoader(data, batch_size=None)
+    data: Any = [(torch.randn(count, 6), torch.randint(CLASSES, (count,))) for count in range(1, 13)]
+    loader: Any = DataLoader(data, batch_size=None)
     strategy = Pinned((0, 2), 2, compile={"backend": "eager", "dynamic": False})
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, CLASSES))
     with pytest.warns(UserWarning, match="too many kinds"):

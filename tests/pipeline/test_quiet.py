@@ -44,13 +44,28 @@ def test_one_is_alone() -> None:
 
 @pytest.mark.parametrize(
     ("first", "then", "who"),
-    [("computing", "alone", "the capture of a model"), ("alone", "computing", "a thread that is to compute")],
+    [
+        ("computing", "alone", "the capture or compilation of a model"),
+        ("alone", "computing", "a thread that is to compute"),
+    ],
 )
 def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> None:
     one = quiet(0.05)
+    held, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with getattr(one, first)():
+            held.set()
+            assert ended.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
     stalled = pytest.raises(PipelineStalled, match=f"{who} .* has waited for 0.05 s")
-    with getattr(one, first)(), stalled, getattr(one, then)():
+    with stalled, getattr(one, then)():
         pytest.fail("both at once")
+    ended.set()
+    thread.join(20)
 
 
 def test_an_error_ends_it() -> None:
@@ -58,3 +73,16 @@ def test_an_error_ends_it() -> None:
     for state in (one.alone, one.computing, one.alone):
         with pytest.raises(ZeroDivisionError), state():
             raise ZeroDivisionError
+
+
+def test_who_is_alone_computes() -> None:
+    """As a stage does in the pass in which it compiles."""
+    one = quiet(0.05)
+    with one.alone():
+        with one.computing():
+            pass
+        other = threading.Thread(target=one.computing().__enter__)
+        with one.computing():
+            other.start()
+    other.join(20)
+    assert not other.is_alive()

@@ -66,8 +66,6 @@ LATER_VALUES: list[tuple[str, Any]] = [
     ("plan", "plan.json"),
     ("cluster", object()),
     ("allocation", "np"),
-    ("compile", True),
-    ("compile", 0),
     ("lr_correction", "theorem"),
     ("start_method", "spawn"),
 ]
