@@ -6,15 +6,16 @@ having Nm versions. What makes other code is another *kind* of call: other sizes
 autocast. Torch decides; after the first other size it makes code for any size.
 
 While torch's compiler works it changes state of the whole process, and restores what it found: random state, the
-default dtype. Operators in other threads may give other last bits meanwhile, as they do where a model is captured, see
-:mod:`~lightning_hetpipe.pipeline.quiet`. So the first forward and the first backward of each kind run alone: no stage
-computes, and no user code runs.
+default dtype. And in all threads ``torch.compiler.is_compiling()`` is true, by which torch's optimizers decide how they
+compute (*measured*: weights after an AdamW step that overlapped differed by 1e-7). So the first forward and the first
+backward of each kind run alone: no stage computes, and no user code runs. See
+:mod:`~lightning_hetpipe.pipeline.quiet`.
 
 Guards look at the process's default dtype, and would compile anew whenever user code changes it in another thread. They
 are left out for that; what they would see besides is the same for every call of a stage, but for autocast, and each
 state of that has code of its own.
 
-What a layer that cannot be compiled does to the others: its segment is compiled in several graphs, around it.
+Where a layer cannot be compiled, it runs as it is, and those before and behind it are compiled by themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_hetpipe.pipeline.ring import Flags
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.private import CompilerError, CompilerLimit, compiled
 
-REMEMBERED = 256
+REMEMBERED = 1024
 """How many kinds of calls a segment remembers."""
 
 Kind = Hashable
@@ -92,18 +93,19 @@ class Compiled:
         self._backwards: dict[Kind, None] = {}
         self._regroup(self._cannot)
 
-    def kind(self, value: Value, flags: Flags | None, autocast: Autocast) -> Kind:
-        """What tells calls apart for which torch may compile anew."""
+    def kind(self, slot: int, value: Value, flags: Flags | None, autocast: Autocast) -> Kind:
+        """What tells calls apart for which torch may compile anew: among others the slot, for what its guards may make
+        of copies of a user's objects."""
         tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
         others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
-        return tensors, value.requires_grad, others, flags, autocast
+        return slot, tensors, value.requires_grad, others, flags, autocast
 
     def is_new(self, kind: Kind) -> bool:
         """Whether no forward of that kind has been computed."""
         return kind not in self._forwards
 
-    def is_new_backward(self, kind: Kind) -> bool:
-        """Whether no backward of that kind has been computed; from now on one has."""
+    def begins_backward(self, kind: Kind) -> bool:
+        """Whether this backward of that kind is the first."""
         if kind in self._backwards:
             return False
         _remember(self._backwards, kind, None)

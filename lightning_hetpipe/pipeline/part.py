@@ -93,15 +93,15 @@ class Part:
         """What tells calls apart that torch compiles; None where it compiles none."""
         if self.compiled is None:
             return None
-        slot = self._ring.slots[self._ring.place(minibatch.version)]
-        return self.compiled.kind(value, slot.flags, minibatch.autocast(self._piece))
+        slot = self._ring.place(minibatch.version)
+        return self.compiled.kind(slot, value, self._ring.slots[slot].flags, minibatch.autocast(self._piece))
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
         """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
         if self.compiled is None:
             return False
-        new = self.compiled.is_new(kind)  # of which a backward may compute a forward again
-        return (self.compiled.is_new_backward(kind) or new) if backward else new
+        new = self.compiled.is_new(kind)  # a backward may compute its forward again
+        return (self.compiled.begins_backward(kind) or new) if backward else new
 
     def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor], kind: Kind) -> tuple[Value, Left]:
         """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
