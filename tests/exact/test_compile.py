@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,12 +232,18 @@ def test_inductor(name: str) -> None:
     if (reason := cpp_compiler_error()) is not None:
         pytest.skip(f"torch's inductor needs a C++ compiler: {reason}")
     make_task, make_loader = MODELS[name]
-    records = []
+    records, before = [], children()
     for compiled, seed in ((False, 0), (True, 1), (True, 2)):
         torch.manual_seed(1)
         strategy = delayed(even(LAYERS[name], 3, 4, compile=compiled), seed)
         records.append(fit(make_task(ADAMW), make_loader(26, 3), strategy=strategy))
+    assert children() == before, "inductor's workers"
     plain, one, other = records
     assert_same(one, other)
     for expected, found in zip(plain.outputs, one.outputs, strict=True):
         torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-3, atol=1e-4)
+
+
+def children() -> set[str]:
+    """The processes that this one has started, where the system says it."""
+    return {number for path in Path("/proc/self/task").glob("*/children") for number in path.read_text().split()}
