@@ -16,6 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
 
@@ -39,6 +40,18 @@ class StageTimes:
     def total(self) -> float:
         """Of a turn: forward, loss and backward are one task there."""
         return self.forward + self.backward + self.loss
+
+
+class Load(NamedTuple):
+    """What a stage holds at one time.
+
+    Attributes:
+        held: Minibatches whose activations it holds: from the start of their forward to the end of their backward.
+        waiting: Minibatches whose gradients wait for Lightning's step, from the end of their backward.
+    """
+
+    held: int
+    waiting: int
 
 
 @dataclass(frozen=True)
