@@ -5,16 +5,22 @@ Time only moves from event to event, so that a run of hours takes no longer than
 - Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
   minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`.
 - Minibatch p starts when version p - Nm is published, and the first Nm at once (law L1).
+- What a stage is sent arrives as part of the task that needs it, as the engine moves it: a link keeps the stage that
+  receives busy, and so counts towards T_max.
 - Lightning's thread takes the minibatches in order: each step lasts ``step`` seconds (hooks, optimizer), and one that
   ends a wave another ``synchronise`` (law L3), in which the pipeline goes on with what is in flight.
+- With ``jitter`` every task takes longer or shorter by a factor of its own, drawn for the ``seed``, the stage, the task
+  and the minibatch: the same for the same seed, whatever else changes.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,19 +33,27 @@ class StageTimes:
 
     Attributes:
         forward, backward: Of its layers.
-        receive: Until what the stage before it sends has arrived; as long again for a gradient from the stage behind.
+        receive: Until what the stage before it sends has arrived.
         loss: Of the user's code between forward and backward, on the last stage.
+        receive_gradient: Until the gradient that the stage behind it sends has arrived.
     """
 
     forward: float
     backward: float
     receive: float = 0.0
     loss: float = 0.0
+    receive_gradient: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of a turn: forward, loss and backward are one task there."""
-        return self.forward + self.backward + self.loss
+        """Of all that a minibatch takes here; that of the slowest stage is T_max."""
+        return self.receive + self.forward + self.loss + self.receive_gradient + self.backward
+
+    def of(self, work: Work) -> float:
+        """Of one task; at the turn forward, loss and backward are one."""
+        if work is Work.FORWARD:
+            return self.receive + self.forward
+        return self.receive_gradient + self.backward if work is Work.BACKWARD else self.total
 
 
 class Load(NamedTuple):
@@ -91,6 +105,23 @@ class Simulation:
         began = self.published[edge - 1] if edge else 0.0
         return (last - edge) / (self.published[last - 1] - began)
 
+    def loads(self, stage: int) -> Iterator[tuple[float, Load]]:
+        """What ``stage`` holds from when on, whenever that changes; of changes at one time each in its turn."""
+        done = {span.minibatch: span.end for span in self.spans if span.stage == 0 and span.work is not Work.FORWARD}
+        changes: list[tuple[float, int, int, int]] = []
+        for span in self.spans:
+            if span.stage == stage:
+                if span.work is not Work.BACKWARD:
+                    changes.append((span.start, 2, 1, 0))
+                if span.work is not Work.FORWARD:
+                    changes.append((span.end, 0, -1, 1))
+                    before = self.published[span.minibatch - 2] if span.minibatch > 1 else 0.0
+                    changes.append((max(before, done[span.minibatch]), 1, 0, -1))  # Lightning's step takes them
+        held = waiting = 0
+        for when, _, more, wait in sorted(changes):
+            held, waiting = held + more, waiting + wait
+            yield when, Load(held, waiting)
+
     def busy(self, stage: int) -> float:
         """The fraction of all time in which ``stage`` computed."""
         return sum(span.end - span.start for span in self.spans if span.stage == stage) / self.published[-1]
@@ -104,6 +135,8 @@ def simulate(
     step: float = 0.0,
     wave: int | None = None,
     synchronise: float = 0.0,
+    jitter: float = 0.0,
+    seed: int = 0,
 ) -> Simulation:
     """Runs ``minibatches`` through a pipeline that starts empty.
 
@@ -114,13 +147,18 @@ def simulate(
         step: Seconds of Lightning's thread for each.
         wave: W; by default Nm.
         synchronise: Seconds that Lightning's thread waits at the end of each wave.
+        jitter: By how much tasks differ, as the standard deviation of the logarithm of their factors (about 0.05 for 5
+            %); they are log-normal, and 1 on average.
+        seed: What the factors are drawn for.
 
     Raises:
         ValueError: for numbers that no pipeline has.
     """
-    if not stages or in_flight < 1 or minibatches < 1 or (wave is not None and wave < 1):
-        raise ValueError(f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}")
-    return _Run(stages, in_flight, minibatches, step, wave or in_flight, synchronise).simulation()
+    if not stages or in_flight < 1 or minibatches < 1 or (wave is not None and wave < 1) or jitter < 0:
+        raise ValueError(
+            f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
+        )
+    return _Run(stages, in_flight, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
 
 
 @dataclass
@@ -142,6 +180,8 @@ class _Run:
     step: float
     wave: int
     synchronise: float
+    jitter: float
+    seed: int
 
     def __post_init__(self) -> None:
         self._route = route(segments([len(self.times)], range(len(self.times))))
@@ -179,16 +219,12 @@ class _Run:
         heapq.heappush(self._events, (when, next(self._order), number, index))
 
     def _start(self, now: float, index: int) -> None:
-        stage, times = self._stages[index], self.times[index]
+        stage = self._stages[index]
         if stage.busy or not stage.queue:
             return
         number, instruction = stage.queue.popleft()
         work = self._route[instruction].work
-        seconds = {
-            Work.FORWARD: times.forward,
-            Work.BACKWARD: times.backward,
-            Work.TURN: times.total,
-        }[work]
+        seconds = self.times[index].of(work) * self._factor(index, work, number)
         stage.busy = True
         if work is not Work.BACKWARD:
             stage.held += 1
@@ -204,13 +240,17 @@ class _Run:
         if instruction.work is not Work.FORWARD:
             stage.held -= 1
         if index + 1 < len(self._route):
-            there = self._segment(index + 1).stage
-            link = max(here, there) if here != there else None  # that before the later of the two
-            self._ready(now + (self.times[link].receive if link is not None else 0.0), number, index + 1)
+            self._ready(now, number, index + 1)
         else:
             self._complete[number] = now
             self._publish()
         self._start(now, here)
+
+    def _factor(self, stage: int, work: Work, number: int) -> float:
+        if not self.jitter:
+            return 1.0
+        drawn = random.Random(f"{self.seed} {stage} {work.value} {number}").gauss(0.0, self.jitter)
+        return math.exp(drawn - self.jitter**2 / 2)
 
     def _publish(self) -> None:
         """Lightning's thread goes on as far as it can."""

@@ -143,7 +143,9 @@ def _parts(span: Any, times: StageTimes) -> Iterator[Span]:
     if span.work is not Work.TURN:
         yield Span(span.stage, span.work.value, span.minibatch, span.start, span.end)
         return
-    loss, backward = span.start + times.forward, span.start + times.forward + times.loss
+    share = (span.end - span.start) / times.total if times.total else 0.0  # jitter stretches a turn as a whole
+    loss = span.start + share * (times.receive + times.forward)
+    backward = loss + share * times.loss
     yield Span(span.stage, FORWARD, span.minibatch, span.start, loss)
     if times.loss:
         yield Span(span.stage, LOSS, span.minibatch, loss, backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ EQUAL = [StageTimes(1.0, 2.0)] * 4
 
 seconds = st.integers(0, 5).map(float)
 some_stages = st.lists(
-    st.builds(StageTimes, seconds.map(lambda s: s + 1), seconds, seconds, seconds), min_size=1, max_size=5
+    st.builds(StageTimes, seconds.map(lambda s: s + 1), seconds, seconds, seconds, seconds), min_size=1, max_size=5
 )
 
 
@@ -55,13 +56,84 @@ def test_one_stage_alternates() -> None:
     assert run.held == (1,)
 
 
-def test_links_delay_values_and_gradients() -> None:
-    run = simulate([StageTimes(1.0, 2.0), StageTimes(1.0, 2.0, receive=0.25)], 1, 1)
+def test_receiving_is_part_of_the_task_that_needs_it() -> None:
+    run = simulate([StageTimes(1.0, 2.0, receive_gradient=0.5), StageTimes(1.0, 2.0, receive=0.25)], 1, 1)
     assert [(span.stage, span.start, span.end) for span in run.spans] == [
         (0, 0.0, 1.0),
-        (1, 1.25, 4.25),
-        (0, 4.5, 6.5),
+        (1, 1.0, 4.25),
+        (0, 4.25, 6.75),
     ]
+
+
+def test_links_count_towards_the_bottleneck() -> None:
+    """T_max is forward + backward + transfers: the links of one stage keep that stage busy, and no other."""
+    stages = [StageTimes(1.0, 2.0), StageTimes(1.0, 2.0, receive=0.25, receive_gradient=0.75), StageTimes(1.0, 2.0)]
+    assert stages[1].total == 4.0
+    assert simulate(stages, 6, 240).rate(60) * 4 == pytest.approx(1.0, rel=0.01)
+
+
+def test_jitter_is_drawn_for_the_seed() -> None:
+    one, same, other = (simulate(EQUAL, 4, 60, jitter=0.1, seed=seed) for seed in (1, 1, 2))
+    assert one == same != other
+    ratios = [(span.end - span.start) / EQUAL[0].of(span.work) for span in one.spans]
+    assert min(ratios) < 0.9 < 1.1 < max(ratios)
+    assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.02)
+
+
+def test_jitter_of_a_task_does_not_depend_on_what_else_there_is() -> None:
+    few, many = (simulate(EQUAL, in_flight, 30, jitter=0.2) for in_flight in (2, 5))
+    lengths = [{(s.stage, s.work, s.minibatch): round(s.end - s.start, 9) for s in run.spans} for run in (few, many)]
+    assert lengths[0] == lengths[1]
+
+
+def test_fewer_in_flight_lose_more_to_jitter() -> None:
+    shares = [simulate(EQUAL, n, 600, jitter=0.3).rate(60) / simulate(EQUAL, n, 600).rate(60) for n in (4, 8)]
+    assert shares[0] < shares[1] < 1
+
+
+def test_what_a_stage_holds_over_time() -> None:
+    """The last stage's gradient waits until the first has its own, and Lightning takes both."""
+    run = simulate([StageTimes(1.0, 2.0), StageTimes(1.0, 1.0)], 2, 2, step=0.5)
+    assert list(run.loads(0)) == [
+        (0.0, (1, 0)),
+        (1.0, (2, 0)),
+        (5.0, (1, 1)),  # the backward of the first has ended,
+        (5.0, (1, 0)),  # and its gradient is taken at once
+        (7.0, (0, 1)),
+        (7.0, (0, 0)),
+    ]
+    assert list(run.loads(1)) == [
+        (1.0, (1, 0)),
+        (3.0, (0, 1)),
+        (3.0, (1, 1)),
+        (5.0, (0, 2)),
+        (5.0, (0, 1)),
+        (7.0, (0, 0)),
+    ]
+
+
+@given(stages=some_stages, in_flight=st.integers(1, 7), step=seconds)
+def test_loads_are_as_many_as_held_and_end_with_nothing(stages: list[StageTimes], in_flight: int, step: float) -> None:
+    run = simulate(stages, in_flight, 20, step=step)
+    for index in range(len(stages)):
+        loads = [load for _, load in run.loads(index)]
+        assert max(load.held for load in loads) == run.held[index]
+        assert all(load.held + load.waiting <= in_flight and min(load) >= 0 for load in loads), "L1"
+        assert loads[-1] == (0, 0)
+
+
+def test_four_uneven_stages_reach_on_average_what_the_design_says() -> None:
+    """DESIGN, section 9: of 1/T_max at Nm = 2, 3, 4, 5 and 6, over random stages; T_max is at one of them."""
+    draw = random.Random(0)
+    pipelines = []
+    for _ in range(60):
+        times = [draw.uniform(0.5, 1.0) for _ in range(4)]
+        pipelines.append([StageTimes(t / 3, 2 * t / 3) for t in times])
+    reached = []
+    for in_flight in (2, 3, 4, 5, 6):
+        shares = [simulate(each, in_flight, 90).rate(30) * max(times.total for times in each) for each in pipelines]
+        reached.append(sum(shares) / len(shares))
+    assert reached == pytest.approx([0.57, 0.79, 0.983, 0.999, 1.0], abs=0.02)
 
 
 @given(stages=some_stages, in_flight=st.integers(1, 7), step=seconds, wave=st.integers(1, 9), synchronise=seconds)
@@ -76,19 +148,18 @@ def test_the_laws(stages: list[StageTimes], in_flight: int, step: float, wave: i
             numbers = [span.minibatch for span in spans if span.work is work]
             assert numbers in ([], list(range(1, minibatches + 1))), "L2: in order of p"
         assert run.held[index] <= in_flight
-        own = times.forward + times.backward + (times.loss if index + 1 == len(stages) else 0.0)
+        own = times.total if index + 1 == len(stages) else times.of(Work.FORWARD) + times.of(Work.BACKWARD)
         assert run.rate() * own <= 1 + 1e-9, "no faster than the bottleneck"
     starts = {span.minibatch: span.start for span in run.spans if span.stage == 0 and span.work is not Work.BACKWARD}
     for number in range(in_flight + 1, minibatches + 1):
         assert starts[number] >= run.published[number - in_flight - 1], "L1: its version is there"
     if in_flight == 1:  # nothing overlaps
-        alone = sum(times.forward + times.backward + 2 * times.receive for times in stages)
-        alone += stages[-1].loss - 2 * stages[0].receive
+        alone = sum(times.of(Work.FORWARD) + times.of(Work.BACKWARD) for times in stages) + stages[-1].loss
         waits = minibatches // wave * synchronise
         assert run.published[-1] == pytest.approx(minibatches * (alone + step) + waits)
 
 
-@pytest.mark.parametrize("wrong", [{"stages": []}, {"in_flight": 0}, {"minibatches": 0}, {"wave": 0}])
+@pytest.mark.parametrize("wrong", [{"stages": []}, {"in_flight": 0}, {"minibatches": 0}, {"wave": 0}, {"jitter": -1}])
 def test_what_no_pipeline_has_is_refused(wrong: dict[str, object]) -> None:
     given: dict[str, object] = {"stages": EQUAL, "in_flight": 2, "minibatches": 4, "wave": 2} | wrong
     with pytest.raises(ValueError, match="Nm = "):
