@@ -17,7 +17,7 @@ PRIVATE_FILES = ["private.py", "strategy/private.py"]
 """The files that may touch private names of torch and Lightning."""
 
 BELOW: dict[str, set[str]] = {
-    "__init__": {"strategy"},
+    "__init__": {"strategy", "planning"},
     "cli": {
         "strategy",
         "server",

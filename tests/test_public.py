@@ -20,14 +20,11 @@ from tests.strategy.refusing import Learner, batches, quiet_trainer
 
 
 def test_the_root_exports_these_names_and_no_others() -> None:
-    assert lightning_hetpipe.__all__ == ["HetPipeStrategy", "WSPCallback"]
+    names = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "WSPCallback"]
+    assert sorted(lightning_hetpipe.__all__) == names
     public = {name for name, value in vars(lightning_hetpipe).items() if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(lightning_hetpipe, name))}
-    assert public - modules == {
-        "HetPipeStrategy",
-        "WSPCallback",
-        "StrategyRegistry",
-    }  # Lightning's, which it registers with
+    assert public - modules == {*names, "StrategyRegistry"}  # Lightning's, which it registers with
 
 
 def test_the_arguments_of_the_strategy_and_their_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+from lightning_hetpipe.planning.units import in_bytes
 
 
 def laid_out(status: Mapping[str, Any]) -> str:
@@ -59,14 +59,6 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_shown(key, each) for each in value) or "none"
     return _printable(f"{value:.3g}" if isinstance(value, float) else str(value))
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes, for people."""
-    size, unit = float(count), 0
-    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{count} {_UNITS[0]}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
 def _printable(text: str) -> str:

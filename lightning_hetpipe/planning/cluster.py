@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.planning.catalogue import canonical, known
+from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, seconds_of
+
+T = TypeVar("T")
+
+_SEVERAL = re.compile(r"([1-9]\d*)[x*](?=[A-Za-z])(.+)")
 
 
-@dataclass(frozen=True)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+@dataclass(frozen=True, init=False)
 class Device:
     """One device.
 
-    Attributes:
+    Args:
         name: What it is, such as "RTX-3090": devices of one name are of one type. A profile has times by it.
-        memory: Bytes that it has; None where that is no limit.
+        memory: Bytes that it has, or text such as "24 GiB"; None where that is not said.
         speed: How many times faster than what the profile's times are of.
 
     Raises:
@@ -24,34 +39,49 @@ class Device:
     """
 
     name: str
-    memory: int | None = None
-    speed: float = 1.0
+    memory: int | None
+    speed: float
 
-    def __post_init__(self) -> None:
-        if not self.name or not isinstance(self.name, str):
-            raise SettingError(f"Device(name={self.name!r}) must be a name, such as 'RTX-3090'")
-        if self.memory is not None and not _is_positive(self.memory):
-            raise SettingError(f"Device({self.name!r}, memory={self.memory!r}) must be bytes, more than 0, or None")
-        if not _is_positive(self.speed):
-            raise SettingError(f"Device({self.name!r}, speed={self.speed!r}) must be a number more than 0")
+    def __init__(self, name: str, memory: int | str | None = None, speed: float = 1.0) -> None:
+        if not name or not isinstance(name, str):
+            raise SettingError(f"Device(name={name!r}) must be a name, such as 'RTX-3090'")
+        if isinstance(memory, str):
+            memory = bytes_of(memory, f"Device({name!r}).memory")
+        if memory is not None and not (_is_positive(memory) and isinstance(memory, int)):
+            raise SettingError(f"Device({name!r}, memory={memory!r}) must be bytes, more than 0, or None")
+        if not _is_positive(speed):
+            raise SettingError(f"Device({name!r}, speed={speed!r}) must be a number more than 0")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "speed", speed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Link:
-    """What connects devices: ``bandwidth`` in bytes/s, ``latency`` in seconds.
+    """What connects devices.
+
+    Args:
+        bandwidth: Bytes/s, or text such as "12 GB/s" or "200 Mbit/s".
+        latency: Seconds, or text such as "10 us".
 
     Raises:
         SettingError: for numbers that no link has.
     """
 
     bandwidth: float
-    latency: float = 0.0
+    latency: float
 
-    def __post_init__(self) -> None:
-        if not (_is_positive(self.bandwidth) or self.bandwidth == math.inf):
-            raise SettingError(f"Link(bandwidth={self.bandwidth!r}) must be bytes per second, more than 0")
-        if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
-            raise SettingError(f"Link(latency={self.latency!r}) must be seconds, 0 or more")
+    def __init__(self, bandwidth: float | str, latency: float | str = 0.0) -> None:
+        if isinstance(bandwidth, str):
+            bandwidth = bandwidth_of(bandwidth, "Link.bandwidth")
+        if isinstance(latency, str):
+            latency = seconds_of(latency, "Link.latency")
+        if not (_is_positive(bandwidth) or (_is_number(bandwidth) and bandwidth == math.inf)):
+            raise SettingError(f"Link(bandwidth={bandwidth!r}) must be bytes per second, more than 0")
+        if not (_is_number(latency) and 0 <= latency < math.inf):
+            raise SettingError(f"Link(latency={latency!r}) must be seconds, 0 or more")
+        object.__setattr__(self, "bandwidth", bandwidth)
+        object.__setattr__(self, "latency", latency)
 
     def seconds(self, nbytes: int) -> float:
         """How long ``nbytes`` take; nothing takes no time."""
@@ -71,34 +101,67 @@ class Spot:
     device: Device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Node:
-    """A machine: its ``devices``, and the ``link`` between any two of them."""
+    """A machine.
+
+    Args:
+        name: Of its own in a cluster.
+        devices: In order; a name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, a mapping for one
+            with these arguments.
+        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments.
+
+    Raises:
+        SettingError: for a node without devices.
+    """
 
     name: str
-    devices: Sequence[Device]
-    link: Link = NO_LINK
+    devices: tuple[Device, ...]
+    link: Link
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
-        if not self.devices:
-            raise SettingError(f"Node({self.name!r}) has no devices; give it at least one Device")
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[Device | Mapping[str, Any] | str],
+        link: Link | Mapping[str, Any] | str = NO_LINK,
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
+        if isinstance(devices, str) or not devices:
+            raise SettingError(
+                f"Node({name!r}, devices={devices!r}) must be a list of at least one Device, or its name"
+            )
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
+        object.__setattr__(self, "link", _link(link))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Cluster:
-    """Some ``nodes``, and the ``link`` between any two of them."""
+    """Machines.
 
-    nodes: Sequence[Node]
-    link: Link = field(default=NO_LINK)
+    Args:
+        nodes: In order; a ``Node`` each, or a mapping with its arguments.
+        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments.
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(self.nodes))
-        if not self.nodes:
+    Raises:
+        SettingError: for a cluster without nodes, or with two of one name.
+    """
+
+    nodes: tuple[Node, ...]
+    link: Link
+
+    def __init__(
+        self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str = NO_LINK
+    ) -> None:
+        if not nodes:
             raise SettingError("Cluster(nodes=[]) has no nodes; give it at least one Node")
-        names = [node.name for node in self.nodes]
+        nodes = [_made(Node, node, "name", "devices", "link") for node in nodes]
+        names = [node.name for node in nodes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
+        object.__setattr__(self, "nodes", tuple(nodes))
+        object.__setattr__(self, "link", _link(link))
 
     @property
     def spots(self) -> tuple[Spot, ...]:
@@ -111,10 +174,75 @@ class Cluster:
             return self.link
         return NO_LINK if one.number == other.number else self.nodes[one.node].link
 
+    def with_memory(self, bytes_by_name: Mapping[str, int]) -> Cluster:
+        """With the memory of devices that do not say theirs: from ``bytes_by_name``, else from the catalogue.
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        What neither knows stays without a limit.
+        """
+        known_bytes = {canonical(name): nbytes for name, nbytes in bytes_by_name.items()}
+
+        def filled(device: Device) -> Device:
+            if device.memory is not None:
+                return device
+            name, gpu = canonical(device.name), known(device.name)
+            return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.memory))
+
+        return self._each(filled)
+
+    def over(self, found: Cluster) -> Cluster:
+        """This one as declared for the machines of ``found``: what it does not say of a device is as found.
+
+        Nodes and their devices stand for one another by their places.
+
+        Raises:
+            SettingError: where there are more or fewer than were found.
+        """
+        if len(self.nodes) != len(found.nodes):
+            raise SettingError(f"the cluster declares {_count(self.nodes, 'node')}, and {len(found.nodes)} are there")
+        nodes = []
+        for node, there in zip(self.nodes, found.nodes, strict=True):
+            if len(node.devices) != len(there.devices):
+                raise SettingError(
+                    f"the cluster's node '{node.name}' declares {_count(node.devices, 'device')}, and"
+                    f" {len(there.devices)} are there ({', '.join(device.name for device in there.devices)})"
+                )
+            pairs = zip(node.devices, there.devices, strict=True)
+            devices = [replace(one, memory=other.memory) if one.memory is None else one for one, other in pairs]
+            nodes.append(Node(node.name, devices, there.link if node.link == NO_LINK else node.link))
+        return Cluster(nodes, found.link if self.link == NO_LINK else self.link)
+
+    def _each(self, change: Callable[[Device], Device]) -> Cluster:
+        return Cluster([Node(node.name, [*map(change, node.devices)], node.link) for node in self.nodes], self.link)
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
+    if isinstance(given, str):
+        match = _SEVERAL.fullmatch(given)
+        return [Device(given)] if match is None else [Device(match[2])] * int(match[1])
+    return [_made(Device, given, "name", "memory", "speed")]
+
+
+def _link(given: Link | Mapping[str, Any] | str) -> Link:
+    return Link(given) if isinstance(given, str) else _made(Link, given, "bandwidth", "latency")
+
+
+def _made(kind: type[T], given: Any, *arguments: str) -> T:
+    """``given``, or what it says in a configuration: Hydra itself makes mappings of dataclasses that are in a list."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        other = {"Device": "a name such as 'RTX-3090'", "Link": "a bandwidth such as '12 GB/s'"}.get(kind.__name__)
+        raise SettingError(f"{given!r} must be a {kind.__name__}" + (f", or {other}" if other else ""))
+    for key in given:
+        if key not in arguments:
+            raise SettingError(
+                f"a {kind.__name__} has no '{key}'; it has {', '.join(arguments)}{nearest(key, arguments)}"
+            )
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise SettingError(f"a {kind.__name__} cannot be made of {dict(given)}: {error}") from error
+
+
+def _count(items: Sequence[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.catalogue import canonical, known
 from lightning_hetpipe.planning.cluster import Device
 
 
@@ -45,8 +47,12 @@ class Profile:
         model: What it is of, for people.
         samples: In a minibatch.
         layers: In order.
-        times: For each device's name, of each layer.
+        times: For each device's name, of each layer; medians.
         memory: Bytes that each of these devices has, where the profile knows.
+        estimated: Names of the devices whose times were not measured, and of which device's they were made.
+
+    Raises:
+        SettingError: for a device whose times are not one for each layer.
     """
 
     model: str
@@ -54,6 +60,17 @@ class Profile:
     layers: Sequence[LayerBytes]
     times: Mapping[str, Sequence[Times]]
     memory: Mapping[str, int]
+    estimated: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "times", {name: tuple(times) for name, times in self.times.items()})
+        for name, times in self.times.items():
+            if len(times) != len(self.layers):
+                raise SettingError(
+                    f"the profile of {self.model} has {len(times)} times of '{name}' and {len(self.layers)} layers; one"
+                    " for each is needed"
+                )
 
     def times_on(self, device: Device) -> Sequence[Times]:
         """Of each layer on ``device``: those of its name, or of the only device that was profiled; by its speed.
@@ -61,13 +78,58 @@ class Profile:
         Raises:
             SettingError: if there is neither.
         """
-        if device.name in self.times:
-            known = self.times[device.name]
+        if (name := self.name_of(device)) is not None:
+            measured = self.times[name]
         elif len(self.times) == 1:
-            (known,) = self.times.values()
+            (measured,) = self.times.values()
         else:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
                 f" {', '.join(sorted(self.times))}"
             )
-        return [each.divided(device.speed) for each in known]
+        return [each.divided(device.speed) for each in measured]
+
+    def name_of(self, device: Device) -> str | None:
+        """What this profile calls ``device``, which may be written differently; None if it has no times of it."""
+        if device.name in self.times:
+            return device.name
+        mine = {canonical(name): name for name in self.times}
+        return mine.get(canonical(device.name))
+
+    def with_estimates(self, devices: Sequence[Device], precision: str = "32") -> Profile:
+        """With times of those ``devices`` of which it has none and that the catalogue knows.
+
+        They are made from those of the profiled GPU whose speed is nearest, by
+        :func:`~lightning_hetpipe.planning.catalogue.relative_speed`, and listed in ``estimated``. A profile without a
+        GPU that the catalogue knows, and a device that says its speed, stay as they are.
+        """
+        bases = {name: gpu.speed(precision) for name in self.times if (gpu := known(name)) is not None}
+        times, estimated = dict(self.times), dict(self.estimated)
+        for device in devices:
+            gpu = known(device.name)
+            if device.speed != 1.0 or gpu is None or not bases or self.name_of(device) is not None:
+                continue
+            speed = gpu.speed(precision)
+            base = min(bases, key=lambda name: abs(math.log(speed / bases[name])))
+            faster = speed / bases[base]
+            times[device.name] = [each.divided(faster) for each in self.times[base]]
+            estimated[device.name] = base
+        return replace(self, times=times, estimated=estimated)
+
+    def joined(self, other: Profile) -> Profile:
+        """With the times and memory of ``other``, a profile of the same layers on other devices, which wins.
+
+        Raises:
+            SettingError: if it is of other layers, or of minibatches of another size.
+        """
+        if (other.layers, other.samples) != (self.layers, self.samples):
+            raise SettingError(
+                f"the profiles of {self.model} and {other.model} are of different layers or minibatches; profile anew"
+            )
+        kept = {name: base for name, base in self.estimated.items() if name not in other.times}
+        return replace(
+            self,
+            times={**self.times, **other.times},
+            memory={**self.memory, **other.memory},
+            estimated={**kept, **other.estimated},
+        )

@@ -1,0 +1,96 @@
+"""The GPUs that are known by name, however it is written, and how far estimates from data sheets are off."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import pytest
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.catalogue import canonical, find, gpus, known, relative_speed
+from lightning_hetpipe.planning.profile_file import load
+from tests.planning.reference import MISSING, OPT_350M
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Titan-RTX", "Titan-RTX"),
+        ("TITAN RTX", "Titan-RTX"),
+        ("NVIDIA TITAN RTX", "Titan-RTX"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("rtx3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX-3090-Ti"),
+        ("GeForce GTX 1080 Ti", "GTX-1080-Ti"),
+        ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("Tesla V100-PCIE-32GB", "V100-PCIe-32"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80"),
+        ("NVIDIA H100 80GB HBM3", "H100-80"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("Quadro RTX 8000", "Quadro-RTX-8000"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_names_as_people_and_torch_write_them(written: str, name: str) -> None:
+    assert find(written).name == canonical(written) == name
+
+
+def test_every_name_and_alias_means_one_gpu() -> None:
+    for gpu in gpus().values():
+        assert [find(name).name for name in (gpu.name, *gpu.aliases)] == [gpu.name] * (1 + len(gpu.aliases))
+
+
+def test_every_entry_is_complete_and_plausible() -> None:
+    """A figure in another unit, or with sparsity, would stand out."""
+    assert {"GTX-1080-Ti", "RTX-2080-Ti", "RTX-3090", "RTX-4090", "RTX-5090", "A100-80", "H200", "B200"} <= set(gpus())
+    for gpu in gpus().values():
+        assert 4 <= gpu.memory / 2**30 <= 192
+        assert 1e11 <= gpu.bandwidth <= 1e13
+        assert 1e12 <= gpu.fp32 <= 2e14
+        assert gpu.tf32 is None or 1 <= gpu.tf32 / gpu.fp32 <= 16
+        assert gpu.half is None or 1.9 <= gpu.half / gpu.fp32 <= 31
+        assert gpu.source
+
+
+@pytest.mark.parametrize(("wrong", "says"), [("RTX-3O90", "did you mean 'RTX-3090'?"), ("abacus", "it has GTX-1060, ")])
+def test_an_unknown_name_is_refused_with_the_nearest(wrong: str, says: str) -> None:
+    with pytest.raises(SettingError, match=f"'{wrong}' is no GPU of the catalogue; ") as refused:
+        find(wrong)
+    assert says in str(refused.value)
+    assert known(wrong) is None
+    assert canonical(wrong) == wrong
+
+
+def test_relative_speeds_agree_with_each_other() -> None:
+    for one, other, third in permutations(["GTX-1080-Ti", "V100-16", "RTX-4090", "H200"], 3):
+        through = relative_speed(one, other) * relative_speed(other, third)
+        assert relative_speed(one, third) == pytest.approx(through)
+    assert relative_speed("TITAN RTX", "Titan-RTX") == 1
+
+
+def test_precision_matters_where_there_are_tensor_cores() -> None:
+    assert relative_speed("A100-40", "GTX-1080-Ti", "16") > relative_speed("A100-40", "GTX-1080-Ti")
+    assert relative_speed("A100-40", "GTX-1080-Ti") > relative_speed("A100-40", "GTX-1080-Ti", "32-highest")
+    with pytest.raises(SettingError, match="precision='8' must be one of 32, 32-highest, 16"):
+        find("V100").speed("8")
+
+
+@pytest.mark.skipif(not OPT_350M.exists(), reason=MISSING)
+def test_the_error_of_estimates_is_what_the_documentation_says() -> None:
+    """All pairs of seven GPUs on which others have measured OPT-350M; that "RTX-2080" has a Ti's 11 GiB."""
+    profile = load(OPT_350M)
+    assert profile.memory["RTX-2080"] == find("RTX-2080-Ti").memory != find("RTX-2080").memory
+    name = {each: each for each in profile.times} | {"RTX-2080": "RTX-2080-Ti"}
+    seconds = {each: sum(t.forward + t.backward for t in times) for each, times in profile.times.items()}
+    off = {
+        (one, other): abs(math.log(relative_speed(name[one], name[other]) * seconds[one] / seconds[other]))
+        for one, other in permutations(seconds, 2)
+    }
+    assert len(off) == 42
+    mean, worst = math.exp(sum(off.values()) / len(off)), math.exp(max(off.values()))
+    assert f"factor of {mean:.2f} on average, and of {worst:.2f} at worst" in " ".join(
+        (relative_speed.__doc__ or "").split()
+    )

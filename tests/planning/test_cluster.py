@@ -1,0 +1,102 @@
+"""Devices, links, nodes and clusters: made by hand, in units, by Hydra, and what is declared over what was found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hydra.utils import instantiate
+
+from lightning_hetpipe import Cluster, Device, Link, Node
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.cluster import NO_LINK
+
+
+def test_units() -> None:
+    assert Device("RTX-3090", "24 GiB") == Device("RTX-3090", 24 << 30)
+    assert Link("12 GB/s", "10 us") == Link(12e9, 1e-5)
+    assert Link("200 Mbit/s").seconds(25_000_000) == pytest.approx(1.0)
+    assert replace(Device("a", "1 KiB"), speed=2) == Device("a", 1024, 2)
+
+
+def test_names_stand_for_devices() -> None:
+    box = Node("box", ["2xRTX-3090", Device("old", "4 GiB"), "GTX-1080-Ti", "2*T4"], "12 GB/s")
+    assert [device.name for device in box.devices] == ["RTX-3090", "RTX-3090", "old", "GTX-1080-Ti", "T4", "T4"]
+    assert box.link == Link(12e9)
+
+
+def test_spots_and_links() -> None:
+    cluster = Cluster([Node("a", ["x", "y"], Link(5)), Node("b", ["z"])], Link(1))
+    x, y, z = cluster.spots
+    assert [(spot.node, spot.number, spot.device.name) for spot in (x, y, z)] == [(0, 0, "x"), (0, 1, "y"), (1, 0, "z")]
+    assert cluster.link_between(x, y) == Link(5)
+    assert cluster.link_between(y, z) == Link(1)
+    assert cluster.link_between(x, x) == NO_LINK
+
+
+def test_hydra_makes_one_of_plain_values() -> None:
+    section: dict[str, Any] = {
+        "_target_": "lightning_hetpipe.Cluster",
+        "link": {"_target_": "lightning_hetpipe.Link", "bandwidth": "10 Gbit/s", "latency": "50 us"},
+        "nodes": [
+            {
+                "_target_": "lightning_hetpipe.Node",
+                "name": "box",
+                "devices": ["RTX-3090", {"_target_": "lightning_hetpipe.Device", "name": "mine", "memory": "6 GiB"}],
+                "link": "12 GB/s",
+            }
+        ],
+    }
+    made = Cluster([Node("box", ["RTX-3090", Device("mine", 6 << 30)], Link(12e9))], Link(1.25e9, 5e-5))
+    assert instantiate(section, _convert_="all") == made
+    assert instantiate(section) == made
+    del section["nodes"][0]["_target_"], section["nodes"][0]["devices"][1]["_target_"], section["link"]["_target_"]
+    assert instantiate(section) == made
+
+
+def test_memory_that_is_not_said() -> None:
+    """What a profile knows comes first, then the catalogue; what was said stays."""
+    cluster = Cluster([Node("n", [Device("TITAN RTX"), "RTX-2080", Device("RTX-3090", "1 GiB"), "abacus"])])
+    memories = [spot.device.memory for spot in cluster.with_memory({"RTX-2080": 11 << 30, "RTX-3090": 2}).spots]
+    assert memories == [24 << 30, 11 << 30, 1 << 30, None]
+
+
+def test_declared_over_found() -> None:
+    found = Cluster([Node("here", [Device("RTX-3090", 10), Device("T4", 20)], Link(7))])
+    declared = Cluster([Node("box", [Device("slow 3090", speed=0.5), Device("T4", 15)])])
+    assert declared.over(found) == Cluster([Node("box", [Device("slow 3090", 10, 0.5), Device("T4", 15)], Link(7))])
+    with pytest.raises(SettingError, match=r"node 'box' declares 1 device, and 2 are there \(RTX-3090, T4\)"):
+        Cluster([Node("box", ["T4"])]).over(found)
+    with pytest.raises(SettingError, match="the cluster declares 2 nodes, and 1 are there"):
+        Cluster([Node("a", ["T4"]), Node("b", ["T4"])]).over(found)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Device(""), r"Device\(name=''\) must be a name"),
+        (lambda: Device("a", 0), r"Device\('a', memory=0\) must be bytes, more than 0, or None"),
+        (lambda: Device("a", True), "must be bytes"),
+        (lambda: Device("a", "24 gigs"), r"Device\('a'\).memory='24 gigs' has the unit 'gigs', which is none of"),
+        (lambda: Device("a", speed=math.inf), r"Device\('a', speed=inf\) must be a number more than 0"),
+        (lambda: Link(0), r"Link\(bandwidth=0\) must be bytes per second, more than 0"),
+        (lambda: Link("fast"), "Link.bandwidth='fast' must be a number and a unit, such as '12 GB/s'"),
+        (lambda: Link(1, -1), r"Link\(latency=-1\) must be seconds, 0 or more"),
+        (lambda: Node("n", []), r"Node\('n', devices=\[\]\) must be a list of at least one Device, or its name"),
+        (lambda: Node("n", "T4"), r"Node\('n', devices='T4'\) must be a list"),
+        (lambda: Node("n", ["T4"], link=cast(Any, 3)), "3 must be a Link, or a bandwidth such as '12 GB/s'"),
+        (
+            lambda: Node("n", [{"name": "a", "memry": 1}]),
+            "a Device has no 'memry'; it has name, .*; did you mean 'memory'",
+        ),
+        (lambda: Node("n", [{"memory": 1}]), "a Device cannot be made of {'memory': 1}: .*missing .*'name'"),
+        (lambda: Cluster([cast(Any, "n")]), "'n' must be a Node"),
+        (lambda: Cluster([]), "has no nodes; give it at least one Node"),
+        (lambda: Cluster([Node("n", ["a"]), Node("n", ["b"])]), "two nodes of the Cluster are named 'n'"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        make()

@@ -1,0 +1,54 @@
+"""Amounts as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bytes, seconds_of
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24 GiB", 24 << 30), ("24GiB", 24 << 30), ("1.5 KiB", 1536), ("512 MB", 512_000_000), ("1024", 1024), ("7 B", 7)],
+)
+def test_bytes(text: str, count: int) -> None:
+    assert bytes_of(text, "memory") == count
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("12 GB/s", 12e9), ("200 Mbit/s", 25e6), ("1 GiB/s", 2**30), ("1e9", 1e9), ("3 B/s", 3)]
+)
+def test_bandwidths(text: str, rate: float) -> None:
+    assert bandwidth_of(text, "bandwidth") == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10 us", 1e-5), ("10 µs", 1e-5), ("0.5 ms", 5e-4), ("2", 2), ("3 ns", 3e-9)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text, "latency") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("much", "memory='much' must be a number and a unit, such as '24 GiB' or '512 MB'"),
+        ("-3 GiB", "memory='-3 GiB' must be a number and a unit"),
+        ("24 gib", "memory='24 gib' has the unit 'gib', which is none of B, kB, KB, MB, .*; did you mean 'GiB'?"),
+        ("24 GB/s", "has the unit 'GB/s', which is none of"),
+    ],
+)
+def test_what_is_no_amount_is_refused_with_an_example(text: str, says: str) -> None:
+    with pytest.raises(SettingError, match=says.replace("?", r"\?")):
+        bytes_of(text, "memory")
+
+
+def test_bytes_for_people() -> None:
+    assert [in_bytes(n) for n in (0, 1023, 1536, 24 << 30, 3 << 50)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "24.0 GiB",
+        "3072.0 TiB",
+    ]
