@@ -97,7 +97,9 @@ def test_the_order_has_no_circle() -> None:
 def test_pure_packages_import_neither_lightning_nor_threads_nor_sockets(file: str) -> None:
     found = {module.split(".")[0] for module, _ in imports(file)}
     assert not found & IMPURE
-    assert found <= {*sys.stdlib_module_names, "lightning_hetpipe"}
+    # Where the partition is looked for among millions of sums, numpy adds them; torchmetrics brings it along.
+    allowed = {"numpy"} if part_of(file) == "planning" else set()
+    assert found <= {*sys.stdlib_module_names, "lightning_hetpipe", *allowed}
 
 
 def is_private(name: str) -> bool:

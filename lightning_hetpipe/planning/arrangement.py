@@ -1,0 +1,345 @@
+"""Finds in which order devices stand in the pipeline, so that the slowest stage can be as fast as possible.
+
+Devices of one kind are interchangeable, so that an arrangement is a sequence of kinds. It is built from the last stage
+to the first. A *state* is what is left of each kind, and which kind (of group) was placed last. For a given T, a state
+knows for each boundary b the least that its foremost stage takes if it starts at b, all stages behind it take T at the
+most, and every stage has room: what this stage will receive from the one before it comes on top, and is not known until
+that one's device is. Placing another device needs only that least. So whether there is an arrangement for T is found in
+(states x kinds x layers) steps, and the least T by bisection over whole ticks: exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetpipe.planning.costs import NEVER, Costs, Room, Ticks
+
+State: TypeAlias = tuple[Any, int]
+"""What is left, as its rules have it, and the group of the kind that was placed last."""
+
+Rows: TypeAlias = NDArray[np.intp]
+
+MOST = 40_000_000
+"""States times layers that are looked through for one T, at the most: some seconds."""
+
+SHRINKS = 20
+"""Bisections in an order that was found, before others are looked for."""
+
+NEAR = 1 << 12
+"""What part of T_max is near to it."""
+
+ANY = NEVER // 4
+"""More ticks than any stage takes."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The ``kinds`` of the stages, from the first on, the first layer of each, and T_max in ticks."""
+
+    kinds: tuple[int, ...]
+    cuts: tuple[int, ...]
+    bottleneck: int
+
+
+class Rules:
+    """Which devices may stand where. ``start`` is what is left before any is placed."""
+
+    start: Any
+
+    def next(self, state: State) -> Iterable[tuple[int, Any]]:
+        """The kinds that may stand before ``state``, and what is left then."""
+        raise NotImplementedError
+
+
+class AnyOrder(Rules):
+    """Every order; as many of each kind as there are."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.start = tuple(len(kind.spots) for kind in costs.kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        left = state[0]
+        for kind, count in enumerate(left):
+            if count:
+                yield kind, (*left[:kind], count - 1, *left[kind + 1 :])
+
+
+class NodesTogether(AnyOrder):
+    """Every order in which those of a group, such as a node, stand together."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self._groups = [kind.group for kind in costs.kinds]
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        left, group = state
+        others = tuple(0 if own == group else count for own, count in zip(self._groups, left, strict=True))
+        for kind, own in enumerate(self._groups):
+            rest = left if own == group or left == self.start else others
+            if rest[kind]:
+                yield kind, (*rest[:kind], rest[kind] - 1, *rest[kind + 1 :])
+
+
+class GivenOrder(Rules):
+    """The order of the kinds, one device each; some may be left out."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.start = len(costs.kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        for kind in range(state[0]):
+            yield kind, kind
+
+
+class Fixed(Rules):
+    """These kinds, from the first stage on; of the first some may be left out."""
+
+    def __init__(self, kinds: Sequence[int]) -> None:
+        self.start = tuple(kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        if left := state[0]:
+            yield left[-1], left[:-1]
+
+
+class TooMany(Exception):
+    """There are more states than can be looked through."""
+
+
+@dataclass
+class _Step:
+    """All ways to place a device of ``kind`` before the states of one depth."""
+
+    kind: int
+    width: int = 0
+    sources: dict[int, list[tuple[Rows, Rows]]] = field(default_factory=dict)
+    """By the group behind it: which row goes where among ``width``; twice to one place in different pairs only."""
+    targets: list[tuple[Rows, Rows]] = field(default_factory=list)
+    """Which of these goes to which row of the next depth."""
+
+
+class Arrangements:
+    """All that ``rules`` allow."""
+
+    def __init__(self, costs: Costs, rules: Rules) -> None:
+        self._costs = costs
+        self._rules = rules
+        groups = [kind.group for kind in costs.kinds]
+        rows: dict[State, int] = {}
+        first: list[tuple[int, int]] = []
+        for kind, left in rules.next((rules.start, -1)):
+            first.append((kind, rows.setdefault((left, groups[kind]), len(rows))))
+        self._first = first
+        self._depths = [rows]
+        self._steps: list[list[_Step]] = []
+        count = len(rows)
+        while True:
+            steps, after = _steps(rows, rules, groups)
+            if not after:
+                break
+            count += len(after)
+            if count * (costs.layers + 1) > MOST:
+                raise TooMany
+            self._steps.append(steps)
+            self._depths.append(after)
+            rows = after
+
+    def find(self, most: int, room: Room) -> Arrangement | None:
+        """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
+        n = self._costs.layers
+        own = np.full((len(self._depths[0]), n + 1), NEVER)
+        for kind, row in self._first:
+            before = self._costs.before[kind]
+            take = before[-1] - before
+            reach = room.reach(kind, 0)
+            fits = take <= most if reach is None else (take <= most) & (reach == n)
+            own[row] = np.minimum(own[row], np.where(fits, take, NEVER))
+        own[:, n] = NEVER
+        found = [own]
+        for depth in range(len(self._depths)):
+            if (found[-1][:, 0] <= most).any():
+                return self._trace(found, most, room)
+            if depth == len(self._steps) or not (found[-1] <= most).any():
+                return None
+            found.append(self._placed(found[-1], depth, most, room))
+        return None
+
+    def _placed(self, behind: Ticks, depth: int, most: int, room: Room) -> Ticks:
+        costs = self._costs
+        own = np.full((len(self._depths[depth + 1]), costs.layers + 1), NEVER)
+        for step in self._steps[depth]:
+            ends = np.full((step.width, costs.layers + 1), NEVER)
+            for group, pairs in step.sources.items():
+                hop = self._hop(step.kind, group)
+                here = costs.before[step.kind] + hop
+                for sources, places in pairs:
+                    take = np.where(behind[sources] <= most - hop, here, NEVER)
+                    ends[places] = np.minimum(ends[places], take)
+            starts = self._starts(ends, step.kind, depth + 1, most, room)
+            for places, targets in step.targets:
+                own[targets] = np.minimum(own[targets], starts[places])
+        return own
+
+    def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
+        """Of the ticks before each end, what a stage takes at the least by its start: over all ends that it may have"""
+        before = self._costs.before[kind]
+        reach = room.reach(kind, distance)
+        least = np.full_like(ends, NEVER)
+        longest = np.searchsorted(before, before + most, side="right") - 1
+        if reach is None or (reach >= longest).all():
+            least[:, :-1] = np.minimum.accumulate(ends[:, :0:-1], axis=1)[:, ::-1]
+        else:
+            _least_within(ends, np.minimum(reach, longest), least)
+        take = least - before
+        take[take > most] = NEVER
+        return take
+
+    def _hop(self, kind: int, group: int) -> Ticks:
+        other = next(index for index, each in enumerate(self._costs.kinds) if each.group == group)
+        return self._costs.hop(kind, other)
+
+    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Arrangement:
+        """The way to a state whose foremost stage starts at 0."""
+        groups = [kind.group for kind in self._costs.kinds]
+        row, start = int(np.argmin(found[-1][:, 0])), 0
+        kinds, cuts = [], [0]
+        for depth in range(len(found) - 1, 0, -1):
+            here, take = list(self._depths[depth])[row], int(found[depth][row, start])
+            kind, row, start = next(
+                (kind, source, end)
+                for state, source in self._depths[depth - 1].items()
+                for kind, left in self._rules.next(state)
+                if (left, groups[kind]) == here
+                for end in [self._end(found[depth - 1][source], kind, state[1], start, depth, take, most, room)]
+                if end is not None
+            )
+            kinds.append(kind)
+            cuts.append(start)
+        take, before = int(found[0][row, start]), self._costs.before
+        kinds.append(next(k for k, place in self._first if place == row and before[k][-1] - before[k][start] == take))
+        return Arrangement(tuple(kinds), tuple(cuts), self._costs.bottleneck(kinds, cuts))
+
+    def _end(
+        self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
+    ) -> int | None:
+        """Where the stage before ``behind`` ends, if it starts at ``start`` and takes ``take`` ticks."""
+        reach, hop, before = room.reach(kind, distance), self._hop(kind, group), self._costs.before[kind]
+        last = self._costs.layers if reach is None else int(reach[start])
+        window = slice(start + 1, last + 1)
+        good = (behind[window] <= most - hop[window]) & (before[window] + hop[window] - before[start] == take)
+        ends = np.flatnonzero(good)
+        return start + 1 + int(ends[0]) if len(ends) else None
+
+
+def _steps(rows: dict[State, int], rules: Rules, groups: Sequence[int]) -> tuple[list[_Step], dict[State, int]]:
+    """How to place one device more before the states ``rows``, and the states that there are then."""
+    after: dict[State, int] = {}
+    by_kind: dict[int, tuple[dict[Any, int], dict[int, list[tuple[int, int]]]]] = {}
+    for state, source in rows.items():
+        for kind, left in rules.next(state):
+            places, pairs = by_kind.setdefault(kind, ({}, {}))
+            place = places.setdefault(left, len(places))
+            pairs.setdefault(state[1], []).append((source, place))
+    steps = []
+    for kind, (places, pairs) in by_kind.items():
+        targets = [(place, after.setdefault((left, groups[kind]), len(after))) for left, place in places.items()]
+        sources = {group: list(_apart(each)) for group, each in pairs.items()}
+        steps.append(_Step(kind, len(places), sources, list(_apart(targets))))
+    return steps, after
+
+
+def _apart(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[Rows, Rows]]:
+    """``pairs`` of rows as arrays, in none of which two go to the same row."""
+    rounds: list[dict[int, int]] = []
+    seen: dict[int, int] = {}
+    for source, target in pairs:
+        number = seen[target] = seen.get(target, -1) + 1
+        if number == len(rounds):
+            rounds.append({})
+        rounds[number][target] = source
+    for each in rounds:
+        yield np.array(list(each.values()), dtype=np.intp), np.array(list(each), dtype=np.intp)
+
+
+def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
+    """Puts into ``least`` at b the least of ``values`` from b + 1 to ``last[b]``, where there are any.
+
+    From a table of the least of 1, 2, 4, ... neighbours, of which two cover any window.
+    """
+    counts = last - np.arange(len(last))
+    level, width, table = 0, 1, values
+    while (at := np.flatnonzero(counts >= width)).size:
+        if level:
+            half = width // 2
+            table = np.minimum(table[:, :-half], table[:, half:])
+        at = at[counts[at] < 2 * width]
+        least[:, at] = np.minimum(table[:, at + 1], table[:, last[at] - width + 1])
+        level, width = level + 1, 2 * width
+
+
+def least_bottleneck(costs: Costs, rules: Rules, room: Room, at_least: int = 0) -> Arrangement | None:
+    """The arrangement whose T_max is the least; None if no stages have room.
+
+    Args:
+        costs: Of the stages.
+        rules: Which devices may stand where.
+        room: Of each device.
+        at_least: Ticks that it is known to take.
+
+    Raises:
+        TooMany: where there are too many states to look through.
+    """
+    arrangements = Arrangements(costs, rules)
+    low = max(at_least, _bound(costs)) - 1  # nothing is as fast as this
+    best = arrangements.find(ANY, room)
+    if best is None:
+        return None
+
+    def try_with(most: int) -> None:
+        nonlocal low, best
+        found = arrangements.find(most, room)
+        if found is None:
+            low = most
+        else:
+            best = _shrunk(costs, room, low, found)
+
+    gap = max(1, low // 64)
+    while low + gap < best.bottleneck:
+        before = low
+        try_with(low + gap)
+        if low == before:
+            break
+        gap *= 2
+    while low + 1 < best.bottleneck:
+        try_with((low + best.bottleneck) // 2)
+        # The best of an order is as often as not the best of all: asked once they are near.
+        if low + 1 < best.bottleneck <= low + 1 + low // NEAR:
+            try_with(best.bottleneck - 1)
+    return best
+
+
+def _shrunk(costs: Costs, room: Room, low: int, best: Arrangement) -> Arrangement:
+    """``best`` with better cuts: looked for in its own order, where that costs little."""
+    own = Arrangements(costs, Fixed(best.kinds))
+    for _ in range(SHRINKS):
+        if low + 1 >= best.bottleneck:
+            break
+        middle = (low + best.bottleneck) // 2
+        found = own.find(middle, room)
+        if found is None:
+            low = middle
+        else:
+            best = found
+    return best
+
+
+def _bound(costs: Costs) -> int:
+    """Ticks that no arrangement is faster than."""
+    fastest = np.min([np.diff(before) for before in costs.before], axis=0)
+    devices = sum(len(kind.spots) for kind in costs.kinds)
+    return max(int(fastest.max()), -(-int(fastest.sum()) // devices))

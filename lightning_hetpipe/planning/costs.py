@@ -1,0 +1,193 @@
+"""What stages cost on which devices: time in whole ticks, so that sums are exact and equal means equal, and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Spot
+from lightning_hetpipe.planning.memory import more
+from lightning_hetpipe.planning.profile import LayerBytes, Profile
+from lightning_hetpipe.planning.simulate import Load
+
+Ticks: TypeAlias = NDArray[np.int64]
+"""By boundary: number b lies before layer b, and number n behind the last."""
+
+NEVER = 2**62
+"""More ticks than anything takes."""
+
+TOTAL = 2**50
+"""About how many ticks all of the model takes on its slowest device, transfers included: what makes a tick."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Devices that are the same in all that matters: what they are, and what links them to the others.
+
+    Attributes:
+        spots: Those that there are, in the order in which they were given.
+        group: Kinds of one group are linked to any third alike.
+    """
+
+    spots: tuple[Spot, ...]
+    group: int
+
+    @property
+    def device(self) -> Device:
+        return self.spots[0].device
+
+
+def kinds_of(cluster: Cluster, spots: Sequence[Spot], apart: bool = False) -> tuple[Kind, ...]:
+    """The kinds of ``spots``, in the order of their first ones; ``apart`` makes each spot one of its own.
+
+    Nodes matter only where not all links are the same.
+    """
+    pairs = [(one, other) for index, one in enumerate(spots) for other in spots[:index]]
+    alike = len({cluster.link_between(*pair) for pair in pairs}) <= 1
+    found: dict[tuple[object, ...], list[Spot]] = {}
+    for index, spot in enumerate(spots):
+        group = 0 if alike else spot.node
+        found.setdefault((group, spot.device, index if apart else -1), []).append(spot)
+    return tuple(Kind(tuple(those), 0 if alike else those[0].node) for those in found.values())
+
+
+class Costs:
+    """Those of the layers of ``profile`` on ``kinds`` of devices.
+
+    Attributes:
+        layers: n.
+        kinds: The devices.
+        tick: Seconds.
+        before: Of each kind, ticks of the layers before each boundary, forward and backward.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind]) -> None:
+        self.layers = len(profile.layers)
+        self.kinds = tuple(kinds)
+        self._cluster = cluster
+        self._outputs = [layer.output for layer in profile.layers]
+        seconds = [[each.forward + each.backward for each in profile.times_on(kind.device)] for kind in kinds]
+        links = {self.link(one, other) for one in kinds for other in kinds}
+        most = max(map(sum, seconds)) + 2 * max(sum(map(link.seconds, self._outputs)) for link in links)
+        self.tick = 2.0 ** math.ceil(math.log2(most / TOTAL)) if most else 1.0
+        self.before = [self._sums(each) for each in seconds]
+        self._hops = {link: self._hop(link) for link in links}
+
+    def link(self, one: Kind, other: Kind) -> Link:
+        """Between a device of each."""
+        return self._cluster.link_between(one.spots[0], other.spots[-1])
+
+    def hop(self, one: int, other: int) -> Ticks:
+        """By boundary, what crosses it takes between kinds ``one`` and ``other``, one way."""
+        return self._hops[self.link(self.kinds[one], self.kinds[other])]
+
+    def stage(self, kinds: Sequence[int], index: int) -> Ticks:
+        """Of stage ``index`` of those on ``kinds``: ticks by its first boundary (rows) and its last (columns)."""
+        own = self.before[kinds[index]]
+        take = own[None, :] - own[:, None]
+        if index:
+            take = take + self.hop(kinds[index - 1], kinds[index])[:, None]
+        if index + 1 < len(kinds):
+            take = take + self.hop(kinds[index], kinds[index + 1])[None, :]
+        return np.where(np.tri(len(own), dtype=bool), NEVER, take)
+
+    def bottleneck(self, kinds: Sequence[int], cuts: Sequence[int]) -> int:
+        """T_max in ticks of stages that start at ``cuts``."""
+        ends = [*cuts[1:], self.layers]
+        slowest = 0
+        for index, (start, end) in enumerate(zip(cuts, ends, strict=True)):
+            own = self.before[kinds[index]]
+            take = int(own[end] - own[start])
+            take += int(self.hop(kinds[index - 1], kinds[index])[start]) if index else 0
+            take += int(self.hop(kinds[index], kinds[index + 1])[end]) if index + 1 < len(kinds) else 0
+            slowest = max(slowest, take)
+        return slowest
+
+    def _sums(self, seconds: Iterable[float]) -> Ticks:
+        ticks = np.array([0, *(round(each / self.tick) for each in seconds)], dtype=np.int64)
+        return np.cumsum(ticks)
+
+    def _hop(self, link: Link) -> Ticks:
+        ticks = [round(link.seconds(output) / self.tick) for output in self._outputs[:-1]]
+        return np.array([0, *ticks, 0], dtype=np.int64)
+
+
+class Room:
+    """How far a stage may go before its device's memory is full.
+
+    Args:
+        layers: The model's.
+        kinds: Of devices.
+        in_flight: Nm.
+        state: The optimizer's bytes for each byte of the weights.
+        recompute: Whether forwards are computed again.
+        loads: By the distance from the last stage, what a stage there holds at the most; beyond, as the last of them.
+        besides: Bytes that each device has besides, to see by how much plans do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        kinds: Sequence[Kind],
+        in_flight: int,
+        state: float,
+        recompute: bool,
+        loads: Sequence[Load],
+        besides: int = 0,
+    ) -> None:
+        self._layers = layers
+        self._limits = [kind.device.memory for kind in kinds]
+        self._in_flight = in_flight
+        self._state = state
+        self._recompute = recompute
+        self._loads = loads
+        self._besides = besides
+        self._known: dict[tuple[Load, int], Ticks | None] = {}
+
+    def reach(self, kind: int, distance: int) -> Ticks | None:
+        """By the boundary at which a stage starts, the last at which it may end; None where memory is no limit.
+
+        Args:
+            kind: Of its device.
+            distance: From the last stage, which is at 0.
+        """
+        load = self._loads[min(distance, len(self._loads) - 1)]
+        limit = self._limits[kind]
+        if limit is None:
+            return None
+        key = load, limit
+        if key not in self._known:
+            fits = self._bytes(load) <= limit + self._besides
+            # A longer stage takes no less, so that of each start's ends those that fit come first.
+            ends = np.arange(len(fits)) + np.count_nonzero(fits, axis=1)
+            self._known[key] = None if (ends == len(fits) - 1).all() else ends
+        return self._known[key]
+
+    def _bytes(self, load: Load) -> NDArray[np.float64]:
+        """By the first boundary (rows) and the last (columns); infinite where that is no stage."""
+        weights, kept, largest, inputs = self._sizes
+        activations = load.held * inputs + (kept - inputs) * bool(load.held) if self._recompute else load.held * kept
+        total = (2 + self._in_flight + load.waiting) * weights + np.floor(self._state * weights)
+        return np.where(np.tri(len(weights), dtype=bool), np.inf, total + activations + largest)
+
+    @cached_property
+    def _sizes(self) -> tuple[NDArray[np.float64], ...]:
+        """As of :class:`~lightning_hetpipe.planning.memory.Sizes`: weights, kept, largest; and inputs, by row."""
+        layers, n = self._layers, len(self._layers)
+        weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])
+        added = np.cumsum([0.0, 0.0, *(more(one, other) for one, other in pairwise(layers))])  # since the first
+        first = np.array([*(layer.kept for layer in layers), 0.0])
+        starts = np.append(added[1:], 0.0)
+        kept = added[None, :] - starts[:, None] + first[:, None]
+        largest = np.zeros((n + 1, n + 1))
+        for start in range(n):
+            largest[start, start + 1 :] = np.maximum.accumulate([float(layer.kept) for layer in layers[start:]])
+        inputs = np.array([0.0, *(layer.output for layer in layers[:-1]), 0.0])[:, None]
+        return weights[None, :] - weights[:, None], kept, largest, inputs
