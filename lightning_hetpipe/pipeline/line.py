@@ -31,6 +31,7 @@ class Line:
         timeout: Seconds until a wait in which nothing moves ends.
         before_pass: As ``StageSettings.before_pass``.
         default_dtype: As ``StageSettings.default_dtype``.
+        recompute: As ``StageSettings.recompute``.
         device: Of all stages.
         lanes: As an engine's.
     """
@@ -43,12 +44,13 @@ class Line:
         timeout: float = 60.0,
         before_pass: BeforePass | None = None,
         default_dtype: torch.dtype | None = None,
+        recompute: bool = False,
         device: torch.device = CPU,
         lanes: Lanes | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
-        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass)
+        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass, recompute)
         self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, lanes=lanes)
 
     def call(self, value: Any, piece: int = 0) -> Any:

@@ -142,6 +142,6 @@ def stage_memory(
     each, once = (sizes.inputs, sizes.kept - sizes.inputs) if recompute else (sizes.kept, 0)
     weights = sizes.parameters
     gradients, activations = max(
-        (((1 + load.waiting) * weights, load.held * each + (once if load.held else 0)) for load in loads), key=sum
+        (((1 + load.waiting) * weights, load.held * each + load.whole * once) for load in loads), key=sum
     )
     return StageMemory(weights, in_flight * weights, gradients, int(state * weights), activations, sizes.largest)

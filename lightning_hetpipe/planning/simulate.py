@@ -60,23 +60,31 @@ class Load(NamedTuple):
     """What a stage holds at one time.
 
     Attributes:
-        held: Minibatches whose activations it holds: from the start of their forward to the end of their backward.
+        held: Minibatches whose activations it holds: from the end of their forward, when these are all there, to the
+            end of their backward.
         waiting: Minibatches whose gradients wait for Lightning's step, from the end of their backward.
+        whole: Of those held, the one that the stage computes: where forwards are computed again, it keeps the inputs
+            alone of the others. 0 or 1.
     """
 
     held: int
     waiting: int
+    whole: int = 1
 
 
 @dataclass(frozen=True)
 class Span:
-    """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started."""
+    """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started.
+
+    ``forwarded`` is when its forward is done; of a backward, when it starts.
+    """
 
     stage: int
     work: Work
     minibatch: int
     start: float
     end: float
+    forwarded: float
 
 
 @dataclass(frozen=True)
@@ -111,16 +119,14 @@ class Simulation:
         changes: list[tuple[float, int, int, int]] = []
         for span in self.spans:
             if span.stage == stage:
-                if span.work is not Work.BACKWARD:
-                    changes.append((span.start, 2, 1, 0))
-                if span.work is not Work.FORWARD:
-                    changes.append((span.end, 0, -1, 1))
-                    before = self.published[span.minibatch - 2] if span.minibatch > 1 else 0.0
-                    changes.append((max(before, done[span.minibatch]), 1, 0, -1))  # Lightning's step takes them
-        held = waiting = 0
-        for when, _, more, wait in sorted(changes):
-            held, waiting = held + more, waiting + wait
-            yield when, Load(held, waiting)
+                changes.append((span.forwarded, 0 if span.work is Work.BACKWARD else 1, 0, 1))
+                changes.append((span.end, *((0, 0) if span.work is Work.FORWARD else (-1, 1)), -1))
+        for number, before in enumerate([0.0, *self.published[:-1]], start=1):
+            changes.append((max(before, done[number]), 0, -1, 0))  # Lightning's step takes them
+        held = waiting = whole = 0
+        for when, more, wait, computed in sorted(changes, key=lambda change: change[0]):
+            held, waiting, whole = held + more, waiting + wait, whole + computed
+            yield when, Load(held, waiting, whole)
 
     def busy(self, stage: int) -> float:
         """The fraction of all time in which ``stage`` computed."""
@@ -224,13 +230,15 @@ class _Run:
             return
         number, instruction = stage.queue.popleft()
         work = self._route[instruction].work
-        seconds = self.times[index].of(work) * self._factor(index, work, number)
+        times, factor = self.times[index], self._factor(index, work, number)
+        end = now + factor * times.of(work)
+        forwarded = {Work.FORWARD: end, Work.BACKWARD: now}.get(work, now + factor * times.of(Work.FORWARD))
         stage.busy = True
         if work is not Work.BACKWARD:
             stage.held += 1
             stage.most = max(stage.most, stage.held)
-        self._spans.append(Span(index, work, number, now, now + seconds))
-        heapq.heappush(self._ends, (now + seconds, next(self._order), number, instruction))
+        self._spans.append(Span(index, work, number, now, end, forwarded))
+        heapq.heappush(self._ends, (end, next(self._order), number, instruction))
 
     def _ended(self, now: float, number: int, index: int) -> None:
         instruction = self._route[index]

@@ -143,9 +143,9 @@ def _parts(span: Any, times: StageTimes) -> Iterator[Span]:
     if span.work is not Work.TURN:
         yield Span(span.stage, span.work.value, span.minibatch, span.start, span.end)
         return
-    share = (span.end - span.start) / times.total if times.total else 0.0  # jitter stretches a turn as a whole
-    loss = span.start + share * (times.receive + times.forward)
-    backward = loss + share * times.loss
+    loss = span.forwarded
+    # Jitter stretches a turn as a whole.
+    backward = loss + (span.end - span.start) * times.loss / times.total if times.loss else loss
     yield Span(span.stage, FORWARD, span.minibatch, span.start, loss)
     if times.loss:
         yield Span(span.stage, LOSS, span.minibatch, loss, backward)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.memory import REMEMBERED, Counter, Kept, Memory
 from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.rules.schedule import Work
 from tests.exact.pipelines import Delays
 from tests.pipeline.driving import Line, X, mlp
 from tests.pipeline.timetable import Timetable
@@ -82,6 +83,7 @@ def test_random_pipelines_hold_what_the_simulation_says(
 ) -> None:
     simulation = simulate([StageTimes(*each) for each in times], in_flight, minibatches)
     ends = [span.end for span in simulation.spans]
+    ends += [span.forwarded for span in simulation.spans if span.work is Work.TURN]
     if len(set(ends)) < len(ends):
         return
     line, expected = driven(times, in_flight, minibatches)

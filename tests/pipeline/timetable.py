@@ -27,7 +27,13 @@ class Timetable:
     """
 
     def __init__(self, simulation: Simulation, stages: int) -> None:
-        self._ends = sorted((span.end, span.stage, span.work, span.minibatch) for span in simulation.spans)
+        # When, stage, whether it is a backward, minibatch; a turn has one of each.
+        self._ends = sorted(
+            (span.end if backward else span.forwarded, span.stage, backward, span.minibatch)
+            for span in simulation.spans
+            for backward in (False, True)
+            if span.work is not (Work.FORWARD if backward else Work.BACKWARD)
+        )
         assert len({end for end, *_ in self._ends}) == len(self._ends), "two tasks end at the same time"
         self._last = stages - 1
         self._changed = threading.Condition()
@@ -36,11 +42,10 @@ class Timetable:
         self._puts = 0
 
     def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None] | None:
-        """A pass begins, see ``BeforePass``; a turn ends with its backward."""
-        backward = work == "backward"
-        if stage == self._last and not backward:
+        """A pass begins, see ``BeforePass``."""
+        if work == "loss":
             return None
-        what = stage, backward, minibatch
+        what = stage, work == "backward", minibatch
 
         def wait() -> None:
             with self._changed:
@@ -67,11 +72,12 @@ class Timetable:
                 submit(number)
             with engine.unlocked():
                 self._arrived(expected)
-            for _, stage, work, number in self._ends:
+            for _, stage, backward, number in self._ends:
                 with engine.unlocked():
-                    self._end(stage, work is not Work.FORWARD, number)
-                    done = work is not Work.FORWARD and stage == 0
-                    expected += 0 if done else 1
+                    self._end(stage, backward, number)
+                    done = backward and stage == 0
+                    turns = stage == self._last and not backward
+                    expected += 0 if done or turns else 1
                     self._arrived(expected)
                 if done:
                     engine.finish(number)
