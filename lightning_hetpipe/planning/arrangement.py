@@ -124,10 +124,14 @@ class _Step:
 
 
 class Arrangements:
-    """All that ``rules`` allow."""
+    """All that ``rules`` allow, of stages with ``costs``.
+
+    Raises:
+        TooMany: where there are too many states to look through.
+    """
 
     def __init__(self, costs: Costs, rules: Rules) -> None:
-        self._costs = costs
+        self.costs = costs
         self._rules = rules
         groups = [kind.group for kind in costs.kinds]
         rows: dict[State, int] = {}
@@ -151,10 +155,10 @@ class Arrangements:
 
     def find(self, most: int, room: Room) -> Arrangement | None:
         """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
-        n = self._costs.layers
+        n = self.costs.layers
         own = np.full((len(self._depths[0]), n + 1), NEVER)
         for kind, row in self._first:
-            before = self._costs.before[kind]
+            before = self.costs.before_last[kind]
             take = before[-1] - before
             reach = room.reach(kind, 0)
             fits = take <= most if reach is None else (take <= most) & (reach == n)
@@ -170,12 +174,12 @@ class Arrangements:
         return None
 
     def _placed(self, behind: Ticks, depth: int, most: int, room: Room) -> Ticks:
-        costs = self._costs
+        costs = self.costs
         own = np.full((len(self._depths[depth + 1]), costs.layers + 1), NEVER)
         for step in self._steps[depth]:
             ends = np.full((step.width, costs.layers + 1), NEVER)
             for group, pairs in step.sources.items():
-                hop = self._hop(step.kind, group)
+                hop = costs.hop(costs.kinds[step.kind].group, group)
                 here = costs.before[step.kind] + hop
                 for sources, places in pairs:
                     take = np.where(behind[sources] <= most - hop, here, NEVER)
@@ -187,7 +191,7 @@ class Arrangements:
 
     def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
         """Of the ticks before each end, what a stage takes at the least by its start: over all ends that it may have"""
-        before = self._costs.before[kind]
+        before = self.costs.before[kind]
         reach = room.reach(kind, distance)
         least = np.full_like(ends, NEVER)
         longest = np.searchsorted(before, before + most, side="right") - 1
@@ -199,13 +203,9 @@ class Arrangements:
         take[take > most] = NEVER
         return take
 
-    def _hop(self, kind: int, group: int) -> Ticks:
-        other = next(index for index, each in enumerate(self._costs.kinds) if each.group == group)
-        return self._costs.hop(kind, other)
-
     def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Arrangement:
         """The way to a state whose foremost stage starts at 0."""
-        groups = [kind.group for kind in self._costs.kinds]
+        groups = [kind.group for kind in self.costs.kinds]
         row, start = int(np.argmin(found[-1][:, 0])), 0
         kinds, cuts = [], [0]
         for depth in range(len(found) - 1, 0, -1):
@@ -220,16 +220,19 @@ class Arrangements:
             )
             kinds.append(kind)
             cuts.append(start)
-        take, before = int(found[0][row, start]), self._costs.before
+        take, before = int(found[0][row, start]), self.costs.before_last
         kinds.append(next(k for k, place in self._first if place == row and before[k][-1] - before[k][start] == take))
-        return Arrangement(tuple(kinds), tuple(cuts), self._costs.bottleneck(kinds, cuts))
+        bottleneck = self.costs.bottleneck(kinds, cuts)
+        assert bottleneck <= most, "what was found takes what was asked for"
+        return Arrangement(tuple(kinds), tuple(cuts), bottleneck)
 
     def _end(
         self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
     ) -> int | None:
         """Where the stage before ``behind`` ends, if it starts at ``start`` and takes ``take`` ticks."""
-        reach, hop, before = room.reach(kind, distance), self._hop(kind, group), self._costs.before[kind]
-        last = self._costs.layers if reach is None else int(reach[start])
+        reach, before = room.reach(kind, distance), self.costs.before[kind]
+        hop = self.costs.hop(self.costs.kinds[kind].group, group)
+        last = self.costs.layers if reach is None else int(reach[start])
         window = slice(start + 1, last + 1)
         good = (behind[window] <= most - hop[window]) & (before[window] + hop[window] - before[start] == take)
         ends = np.flatnonzero(good)
@@ -282,19 +285,15 @@ def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
         level, width = level + 1, 2 * width
 
 
-def least_bottleneck(costs: Costs, rules: Rules, room: Room, at_least: int = 0) -> Arrangement | None:
-    """The arrangement whose T_max is the least; None if no stages have room.
+def least_bottleneck(arrangements: Arrangements, room: Room, at_least: int = 0) -> Arrangement | None:
+    """The one whose T_max is the least; None if no stages have room.
 
     Args:
-        costs: Of the stages.
-        rules: Which devices may stand where.
+        arrangements: Those to choose from.
         room: Of each device.
         at_least: Ticks that it is known to take.
-
-    Raises:
-        TooMany: where there are too many states to look through.
     """
-    arrangements = Arrangements(costs, rules)
+    costs = arrangements.costs
     low = max(at_least, _bound(costs)) - 1  # nothing is as fast as this
     best = arrangements.find(ANY, room)
     if best is None:
@@ -339,7 +338,15 @@ def _shrunk(costs: Costs, room: Room, low: int, best: Arrangement) -> Arrangemen
 
 
 def _bound(costs: Costs) -> int:
-    """Ticks that no arrangement is faster than."""
-    fastest = np.min([np.diff(before) for before in costs.before], axis=0)
-    devices = sum(len(kind.spots) for kind in costs.kinds)
-    return max(int(fastest.max()), -(-int(fastest.sum()) // devices))
+    """Ticks that no arrangement is faster than: of the longest layer, and if work could be divided at will."""
+    takes = np.array([np.diff(before) for before in costs.before_last])
+    longest = int(takes.min(axis=0).max())
+    work = takes.mean(axis=0)
+    if not work.all():
+        return longest
+    # A device of this kind takes no less than so many ticks for a tick of work, whichever layers it gets.
+    slowness = (takes / work).min(axis=1)
+    if not slowness.all():
+        return longest
+    speed = sum(len(kind.spots) / slow for kind, slow in zip(costs.kinds, slowness, strict=True))
+    return max(longest, int(work.sum() / speed * (1 - 1e-9)))

@@ -65,48 +65,52 @@ class Costs:
         layers: n.
         kinds: The devices.
         tick: Seconds.
-        before: Of each kind, ticks of the layers before each boundary, forward and backward.
+        before: Of each kind, ticks of the layers before each boundary: forward and backward, and with ``recompute``
+            forward twice.
+        before_last: The same for the last stage, which computes nothing again.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind]) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind], recompute: bool = False) -> None:
         self.layers = len(profile.layers)
         self.kinds = tuple(kinds)
-        self._cluster = cluster
         self._outputs = [layer.output for layer in profile.layers]
-        seconds = [[each.forward + each.backward for each in profile.times_on(kind.device)] for kind in kinds]
-        links = {self.link(one, other) for one in kinds for other in kinds}
-        most = max(map(sum, seconds)) + 2 * max(sum(map(link.seconds, self._outputs)) for link in links)
+        times = [profile.times_on(kind.device) for kind in kinds]
+        once = [[each.forward + each.backward for each in own] for own in times]
+        again = [[2 * each.forward + each.backward for each in own] for own in times] if recompute else once
+        links = _links(cluster, kinds)
+        most = max(map(sum, again)) + 2 * max(sum(map(link.seconds, self._outputs)) for link in links.values())
         self.tick = 2.0 ** math.ceil(math.log2(most / TOTAL)) if most else 1.0
-        self.before = [self._sums(each) for each in seconds]
-        self._hops = {link: self._hop(link) for link in links}
-
-    def link(self, one: Kind, other: Kind) -> Link:
-        """Between a device of each."""
-        return self._cluster.link_between(one.spots[0], other.spots[-1])
+        self.before = [self._sums(each) for each in again]
+        self.before_last = [self._sums(each) for each in once]
+        self._hops = {groups: self._hop(link) for groups, link in links.items()}
+        self._backwards = np.tri(self.layers + 1, dtype=bool)
 
     def hop(self, one: int, other: int) -> Ticks:
-        """By boundary, what crosses it takes between kinds ``one`` and ``other``, one way."""
-        return self._hops[self.link(self.kinds[one], self.kinds[other])]
+        """By boundary, what crosses it takes between two devices of the groups ``one`` and ``other``, one way."""
+        return self._hops[one, other]
 
     def stage(self, kinds: Sequence[int], index: int) -> Ticks:
         """Of stage ``index`` of those on ``kinds``: ticks by its first boundary (rows) and its last (columns)."""
-        own = self.before[kinds[index]]
+        own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
+        groups = [self.kinds[kind].group for kind in kinds]
         take = own[None, :] - own[:, None]
         if index:
-            take = take + self.hop(kinds[index - 1], kinds[index])[:, None]
+            take += self.hop(groups[index - 1], groups[index])[:, None]
         if index + 1 < len(kinds):
-            take = take + self.hop(kinds[index], kinds[index + 1])[None, :]
-        return np.where(np.tri(len(own), dtype=bool), NEVER, take)
+            take += self.hop(groups[index], groups[index + 1])[None, :]
+        take[self._backwards] = NEVER
+        return take
 
     def bottleneck(self, kinds: Sequence[int], cuts: Sequence[int]) -> int:
         """T_max in ticks of stages that start at ``cuts``."""
+        groups = [self.kinds[kind].group for kind in kinds]
         ends = [*cuts[1:], self.layers]
         slowest = 0
         for index, (start, end) in enumerate(zip(cuts, ends, strict=True)):
-            own = self.before[kinds[index]]
+            own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
             take = int(own[end] - own[start])
-            take += int(self.hop(kinds[index - 1], kinds[index])[start]) if index else 0
-            take += int(self.hop(kinds[index], kinds[index + 1])[end]) if index + 1 < len(kinds) else 0
+            take += int(self.hop(groups[index - 1], groups[index])[start]) if index else 0
+            take += int(self.hop(groups[index], groups[index + 1])[end]) if index + 1 < len(kinds) else 0
             slowest = max(slowest, take)
         return slowest
 
@@ -117,6 +121,17 @@ class Costs:
     def _hop(self, link: Link) -> Ticks:
         ticks = [round(link.seconds(output) / self.tick) for output in self._outputs[:-1]]
         return np.array([0, *ticks, 0], dtype=np.int64)
+
+
+def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Link]:
+    """Between two devices of two groups, or of one; that from a device to itself where a group has no other."""
+    spots = [(kind.group, spot) for kind in kinds for spot in kind.spots]
+    found: dict[tuple[int, int], Link] = {}
+    for one, here in spots:
+        for other, there in spots:
+            if here != there or (one, other) not in found:
+                found[one, other] = cluster.link_between(here, there)
+    return found
 
 
 class Room:
@@ -173,7 +188,7 @@ class Room:
     def _bytes(self, load: Load) -> NDArray[np.float64]:
         """By the first boundary (rows) and the last (columns); infinite where that is no stage."""
         weights, kept, largest, inputs = self._sizes
-        activations = load.held * inputs + (kept - inputs) * bool(load.held) if self._recompute else load.held * kept
+        activations = load.held * inputs + load.whole * (kept - inputs) if self._recompute else load.held * kept
         total = (2 + self._in_flight + load.waiting) * weights + np.floor(self._state * weights)
         return np.where(np.tri(len(weights), dtype=bool), np.inf, total + activations + largest)
 

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.arrangement import (
+    ANY,
     AnyOrder,
     Arrangement,
+    Arrangements,
     GivenOrder,
     NodesTogether,
     Rules,
@@ -99,58 +101,79 @@ class Division:
 class Dividing:
     """Divides the layers of ``profile`` among ``spots`` of ``cluster``, as often as asked, under different limits.
 
-    The least T_max there is, over all cuts, all subsets of the devices and, unless ``ordered``, all their orders, under
-    the memory bound that is given: exact, to a tick of 2^-50 of the model's time. Devices of one kind count as
-    interchangeable. Where there are too many kinds to look through all orders (16 devices of 4 types are not), only
-    those are looked at in which the devices of a node stand together, and then only the given order; ``exact`` says so.
+    It finds the least T_max that there is over all cuts, all subsets of the devices and, unless ``ordered``, all their
+    orders, under the memory bound that is given: exactly, to a tick of about 2^-50 of the model's time. Where there are
+    too many kinds of devices to look through all orders (16 devices of 4 types are not), only those are looked at in
+    which the devices of a node stand together, or in the end the given order; ``exact`` says so.
 
-    Of arrangements that are as good it takes one with the fewest stages; of cuts as good, the earliest last one, and
-    so on backwards, so that the other stages are as even as they can be.
+    Of arrangements that are as good it takes one with few stages; of cuts as good, the earliest last one, and so on
+    backwards: what comes before a cut is divided as well as it can be.
+
+    Args:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        spots: The devices.
+        ordered: Whether stages are to lie on them in their order; some may be left out all the same.
+        state: The optimizer's bytes for each byte of the weights.
+        recompute: Whether forwards are computed again for their backwards.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, spots: Sequence[Spot], ordered: bool = False) -> None:
-        self._profile = profile
-        self._in_order = Costs(profile, cluster, kinds_of(cluster, spots, apart=True))
-        self._costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, spots))
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        spots: Sequence[Spot],
+        *,
+        ordered: bool = False,
+        state: float = 0.0,
+        recompute: bool = False,
+    ) -> None:
+        self._layers = profile.layers
+        self._state = state
+        self._recompute = recompute
+        self._in_order = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
+        self._costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, spots), recompute)
         self._rules: list[Callable[[Costs], Rules]] = [GivenOrder] if ordered else [AnyOrder, NodesTogether, GivenOrder]
+        self._known: Arrangements | None = None
         self.exact = True
 
     def divide(
-        self,
-        *,
-        in_flight: int = 1,
-        state: float = 0.0,
-        recompute: bool = False,
-        loads: Sequence[Load] = (Load(1, 1),),
-        besides: int = 0,
-        at_least: int = 0,
+        self, in_flight: int = 1, loads: Sequence[Load] = (Load(1, 1),), besides: int = 0, at_least: int = 0
     ) -> Division | None:
         """The stages with the least T_max; None if none have room.
 
         Args:
             in_flight: Nm.
-            state: The optimizer's bytes for each byte of the weights.
-            recompute: Whether forwards are computed again.
             loads: The memory bound: by the distance from the last stage, what a stage there holds at the most; beyond,
                 as the last of them.
-            besides: Bytes that each device has besides, to see by how much plans do not fit.
+            besides: Bytes that each device has besides.
             at_least: Ticks that it is known to take.
         """
-        while True:
-            costs = self._costs
-            room = Room(self._profile.layers, costs.kinds, in_flight, state, recompute, loads, besides)
+        room = self._room(in_flight, loads, besides)
+        found = least_bottleneck(self._arrangements(), room, at_least)
+        return None if found is None else self._division(found, room)
+
+    def has_room(self, in_flight: int, loads: Sequence[Load], besides: int = 0) -> bool:
+        """Whether there are stages that have room."""
+        return self._arrangements().find(ANY, self._room(in_flight, loads, besides)) is not None
+
+    def _room(self, in_flight: int, loads: Sequence[Load], besides: int) -> Room:
+        kinds = self._arrangements().costs.kinds
+        return Room(self._layers, kinds, in_flight, self._state, self._recompute, loads, besides)
+
+    def _arrangements(self) -> Arrangements:
+        """All that there are, or those that can be looked through."""
+        while self._known is None:
+            rules = self._rules.pop(0)
+            costs = self._in_order if rules is GivenOrder else self._costs
             try:
-                found = least_bottleneck(costs, self._rules[0](costs), room, at_least)
+                self._known = Arrangements(costs, rules(costs))
             except TooMany:
-                self._rules.pop(0)
                 self.exact = False
-                if self._rules[0] is GivenOrder:
-                    self._costs = self._in_order
-                continue
-            return None if found is None else self._division(found, room)
+        return self._known
 
     def _division(self, found: Arrangement, room: Room) -> Division:
-        costs, kinds = self._costs, found.kinds
+        costs, kinds = self._arrangements().costs, found.kinds
         left = [iter(kind.spots) for kind in costs.kinds]
         takes = []
         for index, kind in enumerate(kinds):

@@ -1,0 +1,85 @@
+"""Small planning problems, and all of their solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+
+from hypothesis import strategies as st
+
+from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node, Spot
+from lightning_hetpipe.planning.memory import Sizes, stage_memory
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.simulate import Load
+
+NAMES = ("fast", "slow", "odd")
+
+Stages = tuple[tuple[Spot, int, int], ...]
+"""Device, first layer, layer after the last."""
+
+
+def whole(draw: st.DrawFn, low: int, high: int) -> int:
+    return draw(st.integers(low, high))
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most: int = 7) -> Profile:
+    """Whole numbers, so that sums are exact and ties are ties."""
+    count = whole(draw, 1, most)
+    layers = []
+    for index in range(count):
+        output = whole(draw, 0, 6)
+        layers.append(LayerBytes(f"layer {index}", whole(draw, 0, 5), output + whole(draw, 0, 6), output))
+    times = {name: [Times(whole(draw, 0, 4), whole(draw, 0, 8)) for _ in range(count)] for name in NAMES}
+    return Profile("small", 1, layers, times, {})
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most: int = 4, limited: bool = True) -> Cluster:
+    """Devices that are few, on one node or two, with slow links and fast ones."""
+    memory = st.one_of(st.none(), st.integers(20, 120)) if limited else st.none()
+    # Few different ones, so that some are alike.
+    kinds = draw(st.lists(st.builds(Device, st.sampled_from(NAMES), memory), min_size=1, max_size=3))
+    devices = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most))
+    links = st.builds(Link, st.sampled_from([1.0, 2.0, float("inf")]), st.sampled_from([0.0, 1.0]))
+    cut = whole(draw, 1, len(devices))
+    nodes = [Node("one", devices[:cut], draw(links))]
+    if devices[cut:]:
+        nodes.append(Node("two", devices[cut:], draw(links)))
+    return Cluster(nodes, draw(links))
+
+
+def divisions(layers: int, spots: Sequence[Spot], ordered: bool) -> Iterator[Stages]:
+    """Every way to place all layers on some of ``spots``."""
+    for count in range(1, min(layers, len(spots)) + 1):
+        for chosen in combinations(spots, count) if ordered else permutations(spots, count):
+            for cuts in combinations(range(1, layers), count - 1):
+                yield tuple(zip(chosen, (0, *cuts), (*cuts, layers), strict=True))
+
+
+def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bool = False) -> float:
+    """T_max in seconds, as the design defines it."""
+    found = []
+    for index, (spot, first, after) in enumerate(stages):
+        again = recompute and index + 1 < len(stages)
+        own = profile.times_on(spot.device)[first:after]
+        take = sum(each.forward * (2 if again else 1) + each.backward for each in own)
+        if index:
+            take += cluster.link_between(stages[index - 1][0], spot).seconds(profile.layers[first - 1].output)
+        if index + 1 < len(stages):
+            take += cluster.link_between(spot, stages[index + 1][0]).seconds(profile.layers[after - 1].output)
+        found.append(take)
+    return max(found)
+
+
+def has_room(
+    profile: Profile, stages: Stages, in_flight: int, state: float, recompute: bool, loads: Sequence[Load]
+) -> bool:
+    """Whether every stage fits when it holds what ``loads`` says for its distance from the last."""
+    for distance, (spot, first, after) in enumerate(reversed(stages)):
+        load = loads[min(distance, len(loads) - 1)]
+        sizes = Sizes.of(profile.layers, first, after - 1)
+        needed = stage_memory(sizes, in_flight, [load], state=state, recompute=recompute).total
+        if spot.device.memory is not None and needed > spot.device.memory:
+            return False
+    return True
