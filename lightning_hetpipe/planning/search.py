@@ -1,4 +1,18 @@
-"""Chooses for one virtual worker which layers run on which device, and how many minibatches are in flight."""
+"""Chooses for one virtual worker which layers run on which device, and how many minibatches are in flight.
+
+The two are chosen together: for each Nm, the division with the least T_max that fits, and of these the one with the
+smallest Nm that is fast enough. How many minibatches a stage holds, and so how much memory it takes, is known once the
+whole is simulated; a division is looked for under a bound for each distance from the last stage. The bounds begin with
+what every pipeline holds, one minibatch. Where the simulation of the division that is best under them shows more, and
+that does not fit, they are raised to what was seen there, and the division is looked for anew. So:
+
+- a plan that is found fits as simulated (a last stage holds one minibatch, the others Nm at the most, whatever the
+  timing);
+- under its bounds no cut, subset or order of the devices has a smaller T_max, and if none had to be raised, none has at
+  all;
+- where a bound was raised, a division in which that stage holds less than the bound, and that lacks room for more, is
+  not seen.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.memory import Sizes, StageMemory, optimizer_state, stage_memory
-from lightning_hetpipe.planning.partition import partition
+from lightning_hetpipe.planning.memory import optimizer_state
+from lightning_hetpipe.planning.outlook import Outlook, outlook
+from lightning_hetpipe.planning.partition import Dividing, Division
 from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.simulate import Load, Simulation, StageTimes, simulate
+from lightning_hetpipe.planning.simulate import Load
 
+ENOUGH = 0.99
+"""Of the best throughput: an Nm that has so much of it is as good."""
 
-@dataclass(frozen=True)
-class ChosenStage:
-    """A stage of a plan.
+UNLIMITED = 1 << 60
+"""More bytes than devices lack."""
 
-    Attributes:
-        spot: The device.
-        first, last: Its layers, both inclusive, by their index in the profile.
-        times: What it takes for one minibatch; ``times.total`` of the slowest stage is T_max.
-        memory: What it takes of its device.
-        held: The most minibatches whose activations it holds at once.
-    """
-
-    spot: Spot
-    first: int
-    last: int
-    times: StageTimes
-    memory: StageMemory
-    held: int
-
-    @property
-    def limit(self) -> int | None:
-        """Bytes of its device; None where that is no limit."""
-        return self.spot.device.memory
-
-    @property
-    def overflow(self) -> int:
-        """Bytes that its device lacks; 0 where it fits."""
-        return 0 if self.limit is None else max(0, self.memory.total - self.limit)
+NEGLIGIBLE = 0.001
+"""Of the throughput: as much more does not make it worth looking on."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,8 @@ class Help:
 
     Attributes:
         in_flight: The largest Nm at which some plan fits; None if there is none.
-        recompute: The largest Nm at which some plan fits with ``recompute=True``; None if there is none, or where that
-            is set already.
+        recompute: The largest Nm, no larger than was asked for, at which some plan fits with ``recompute=True``; None
+            if there is none, or where that is set already.
         lacking: Bytes that devices of the plan lack, by stage; with so much more memory there it fits.
     """
 
@@ -74,39 +68,20 @@ class Help:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A plan for one virtual worker.
+class Choice(Outlook):
+    """A plan for one virtual worker; where nothing fits, the one whose devices lack the least.
 
     Attributes:
-        stages: In the order of the layers. Where nothing fits, those of the plan that lacks the least.
-        in_flight: Nm.
-        recompute: Whether it is meant for ``recompute=True``.
-        rate: Minibatches per second, simulated.
-        simulation: The run that said so.
         idle: Devices that are better left out.
         tried: The numbers in flight that were looked at.
         reasons: Why it is this one, in sentences.
         help: What would make it fit; None where it does.
     """
 
-    stages: tuple[ChosenStage, ...]
-    in_flight: int
-    recompute: bool
-    rate: float
-    simulation: Simulation
     idle: tuple[Spot, ...]
     tried: tuple[Tried, ...]
     reasons: tuple[str, ...]
     help: Help | None = None
-
-    @property
-    def fits(self) -> bool:
-        return not any(stage.overflow for stage in self.stages)
-
-    @property
-    def bottleneck(self) -> float:
-        """T_max in seconds."""
-        return max(stage.times.total for stage in self.stages)
 
 
 def best_plan(
@@ -137,30 +112,185 @@ def best_plan(
         SettingError: where the profile has no times of a device.
     """
     spots = cluster.spots if spots is None else tuple(spots)
-    state = optimizer_state(optimizer)
-    stages = min(len(spots), len(profile.layers))
-    mean = [
-        sum(t) / len(spots)
-        for t in zip(*([a.forward + a.backward for a in profile.times_on(s.device)] for s in spots), strict=True)
-    ]
-    cuts = [*partition(mean, stages), len(profile.layers)]
-    many = in_flight or stages
-    times = []
-    for spot, first, after in zip(spots, cuts, cuts[1:], strict=False):
-        own = profile.times_on(spot.device)[first:after]
-        times.append(StageTimes(sum(t.forward for t in own), sum(t.backward for t in own)))
-    run = simulate(times, many, 20 * many, synchronise=synchronise)
-    chosen = tuple(
-        ChosenStage(
-            spot,
-            first,
-            after - 1,
-            each,
-            stage_memory(
-                Sizes.of(profile.layers, first, after - 1), many, [Load(held, held)], state=state, recompute=recompute
-            ),
-            held,
+    search = _Search(profile, cluster, spots, ordered, optimizer_state(optimizer), recompute, synchronise)
+    choice = search.choose() if in_flight is None else search.at(in_flight)
+    assert choice is not None
+    return choice
+
+
+class _Search:
+    """For the arguments of :func:`best_plan`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        spots: Sequence[Spot],
+        ordered: bool,
+        state: float,
+        recompute: bool,
+        synchronise: float,
+    ) -> None:
+        self._profile = profile
+        self._cluster = cluster
+        self._spots = spots
+        self._ordered = ordered
+        self._state = state
+        self._recompute = recompute
+        self._synchronise = synchronise
+        self._dividing = Dividing(profile, cluster, spots, ordered=ordered, state=state, recompute=recompute)
+        self._found: dict[int, Outlook | None] = {}
+        self._bounds: dict[int, list[Load]] = {}
+        self._fastest: Division | None = None
+
+    def choose(self, nearest: bool = True) -> Choice | None:
+        """With the Nm that is best; None if nothing fits and the ``nearest`` is not wanted."""
+        tried, best, better = [], 0.0, 1
+        for in_flight in range(1, 4 * len(self._spots) + 5):
+            found = self.plan(in_flight)
+            tried.append(in_flight)
+            if found is None:
+                break
+            if found.rate > best * (1 + NEGLIGIBLE):
+                better = in_flight
+            best = max(best, found.rate)
+            # Nothing is faster than 1 / T_max; and what has not helped for as many as there are stages will not.
+            if (
+                best * self._without_limits().bottleneck >= 1 - NEGLIGIBLE
+                or in_flight >= better + len(found.stages) + 1
+            ):
+                break
+        plans = [plan for n in tried if (plan := self._found[n]) is not None]
+        if not plans:
+            return self._nearest(1, asked=False) if nearest else None
+        chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
+        unfit = next((n for n in tried if self._found[n] is None), None)
+        return self._choice(chosen, tried, _why(chosen, plans, unfit))
+
+    def at(self, in_flight: int) -> Choice:
+        """With the Nm that is given."""
+        found = self.plan(in_flight)
+        if found is None:
+            return self._nearest(in_flight, asked=True)
+        return self._choice(found, [in_flight], [_slowest(found)])
+
+    def plan(self, in_flight: int) -> Outlook | None:
+        """The plan with the least T_max that fits; None if none was found."""
+        if in_flight not in self._found:
+            self._found[in_flight] = self._plan(in_flight)
+        return self._found[in_flight]
+
+    def _plan(self, in_flight: int) -> Outlook | None:
+        loads = self._bounds[in_flight] = [Load(1, 1)] * len(self._spots)
+        fastest = self._without_limits()
+        if (found := self._outlook(fastest, in_flight)).fits:
+            return found
+        ticks = fastest.ticks
+        while (division := self._dividing.divide(in_flight, loads, at_least=ticks)) is not None:
+            found = self._outlook(division, in_flight)
+            if found.fits:
+                return found
+            ticks = division.ticks
+            for distance, stage in enumerate(reversed(found.stages)):
+                if stage.overflow:
+                    bound = loads[distance]
+                    loads[distance] = Load(max(bound.held, stage.load.held), max(bound.waiting, stage.load.waiting))
+                    assert loads[distance] != bound, "what is within its bounds fits"
+        return None
+
+    def _outlook(self, division: Division, in_flight: int) -> Outlook:
+        return outlook(
+            self._profile,
+            self._cluster,
+            division.spots,
+            division.cuts,
+            in_flight,
+            state=self._state,
+            recompute=self._recompute,
+            synchronise=self._synchronise,
         )
-        for spot, first, after, each, held in zip(spots, cuts, cuts[1:], times, run.held, strict=False)
+
+    def _without_limits(self) -> Division:
+        """The fastest division if memory were no limit."""
+        if self._fastest is None:
+            self._fastest = self._dividing.divide(besides=UNLIMITED)
+            assert self._fastest is not None
+        return self._fastest
+
+    def _nearest(self, in_flight: int, asked: bool) -> Choice:
+        """The plan whose devices lack the least, where none fits."""
+        loads = self._bounds[in_flight]
+        enough, lacks = 1, 0
+        while not self._dividing.has_room(in_flight, loads, enough):
+            lacks, enough = enough, 2 * enough
+        while enough - lacks > enough // 256:
+            middle = (lacks + enough) // 2
+            if self._dividing.has_room(in_flight, loads, middle):
+                enough = middle
+            else:
+                lacks = middle
+        division = self._dividing.divide(in_flight, loads, enough)
+        assert division is not None
+        found = self._outlook(division, in_flight)
+        if found.fits:  # its stages hold less than what they were thought to hold
+            return self._choice(found, [in_flight], [_slowest(found)])
+        lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
+        fewer = next((n for n in range(in_flight - 1, 0, -1) if self.plan(n) is not None), None)
+        reasons = [f"no plan fits at Nm = {in_flight}; this is the one whose devices lack the least"]
+        help_ = Help(fewer, None if self._recompute else self._with_recompute(in_flight, asked), lacking)
+        return self._choice(found, [in_flight], reasons, help_)
+
+    def _with_recompute(self, in_flight: int, asked: bool) -> int | None:
+        """An Nm that fits if forwards are computed again: the largest up to what was asked for, or the best."""
+        other = _Search(self._profile, self._cluster, self._spots, self._ordered, self._state, True, self._synchronise)
+        if asked:
+            return next((n for n in range(in_flight, 0, -1) if other.plan(n) is not None), None)
+        choice = other.choose(nearest=False)
+        return None if choice is None else choice.in_flight
+
+    def _choice(
+        self, found: Outlook, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
+    ) -> Choice:
+        used = {stage.spot for stage in found.stages}
+        if not self._dividing.exact:
+            reasons = [*reasons, "there are too many kinds of devices to look at all of their orders"]
+        return Choice(
+            found.stages,
+            found.in_flight,
+            found.recompute,
+            found.rate,
+            found.simulation,
+            idle=tuple(spot for spot in self._spots if spot not in used),
+            tried=tuple(self._tried(in_flight) for in_flight in tried),
+            reasons=tuple(reasons),
+            help=help_,
+        )
+
+    def _tried(self, in_flight: int) -> Tried:
+        found = self._found[in_flight]
+        return Tried(in_flight, None, None) if found is None else Tried(in_flight, found.rate, found.bottleneck)
+
+
+def _slowest(found: Outlook) -> str:
+    number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
+    stage = found.stages[number]
+    share = 100 * found.rate * found.bottleneck
+    return (
+        f"stage {number} on {stage.spot.device.name} is the slowest, with {found.bottleneck:.3g} s for each minibatch;"
+        f" Nm = {found.in_flight} reaches {share:.0f}% of what that allows"
     )
-    return Choice(chosen, many, recompute, run.rate(many), run, tuple(spots[stages:]), (), ("a first version",), None)
+
+
+def _why(chosen: Outlook, plans: Sequence[Outlook], unfit: int | None) -> list[str]:
+    best = max(plans, key=lambda plan: plan.rate)
+    reasons = [_slowest(chosen)]
+    if best.in_flight != chosen.in_flight:
+        reasons.append(
+            f"Nm = {chosen.in_flight} is the smallest within 1% of the best, {best.rate:.3g} minibatches per second at"
+            f" Nm = {best.in_flight}"
+        )
+    elif len(plans) > 1:
+        reasons.append(f"no Nm is faster than {chosen.in_flight}, and a smaller one is slower by more than 1%")
+    if unfit is not None:
+        reasons.append(f"Nm = {unfit} does not fit")
+    return reasons
