@@ -1,0 +1,140 @@
+"""Planning problems: random ones and their best solutions by trying all, a large one, and splits by hand."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, combinations, permutations
+
+from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node, Spot
+from lightning_hetpipe.planning.memory import Sizes, stage_memory
+from lightning_hetpipe.planning.outlook import Outlook, outlook
+from lightning_hetpipe.planning.partition import partition
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search import ENOUGH
+from lightning_hetpipe.planning.simulate import Load
+
+TICK = 2.0**-20
+"""Seconds, of which all times of random problems are multiples, so that sums are exact."""
+
+LOADS = (Load(1, 2), Load(3, 2))
+"""The memory bound of random problems, at Nm = 3: of the last stage, and of all before it."""
+
+IN_FLIGHT = 3
+STATE = 2.0
+MOST_IN_FLIGHT = 24
+
+
+def small(seed: int) -> tuple[Profile, Cluster]:
+    """Up to 12 layers on up to 4 devices on one node or two, of which some are alike."""
+    draw = random.Random(seed)
+    count = draw.randint(4, 12)
+    layers = [
+        LayerBytes(str(n), draw.randrange(1 << 20), 1 << 20 | draw.randrange(1 << 22), draw.randrange(1 << 20))
+        for n in range(count)
+    ]
+    names = ("a", "b", "c")
+    times = {
+        name: [Times(draw.randrange(1 << 14) * TICK, draw.randrange(1 << 15) * TICK) for _ in layers] for name in names
+    }
+    memory = draw.choice([None, sum(layer.kept for layer in layers) * 3 // 4])
+    devices = [Device(draw.choice(names), memory) for _ in range(draw.randint(2, 4))]
+    links = [Link(2.0 ** draw.randint(24, 34)) for _ in range(3)]
+    cut = draw.randint(1, len(devices))
+    nodes = [Node("one", devices[:cut], links[0])]
+    if devices[cut:]:
+        nodes.append(Node("two", devices[cut:], links[1]))
+    return Profile("random", 1, layers, times, {}), Cluster(nodes, links[2])
+
+
+def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
+    """T_max of the best of all cuts, subsets and orders that have room under `LOADS`; None if none have."""
+    found = [
+        _bottleneck(profile, cluster, spots, cuts)
+        for spots, cuts in _all(len(profile.layers), cluster.spots)
+        if _has_room(profile, spots, cuts)
+    ]
+    return min(found, default=None)
+
+
+def _all(layers: int, spots: Sequence[Spot]) -> Iterator[tuple[Sequence[Spot], Sequence[int]]]:
+    for count in range(1, min(layers, len(spots)) + 1):
+        for chosen in permutations(spots, count):
+            for cuts in combinations(range(1, layers), count - 1):
+                yield chosen, (0, *cuts)
+
+
+def _bottleneck(profile: Profile, cluster: Cluster, spots: Sequence[Spot], cuts: Sequence[int]) -> float:
+    slowest = 0.0
+    for index, (spot, first, after) in enumerate(zip(spots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+        take = sum(each.forward + each.backward for each in profile.times_on(spot.device)[first:after])
+        if index:
+            take += cluster.link_between(spots[index - 1], spot).seconds(profile.layers[first - 1].output)
+        if index + 1 < len(spots):
+            take += cluster.link_between(spot, spots[index + 1]).seconds(profile.layers[after - 1].output)
+        slowest = max(slowest, take)
+    return slowest
+
+
+def _has_room(profile: Profile, spots: Sequence[Spot], cuts: Sequence[int]) -> bool:
+    ends = [*cuts[1:], len(profile.layers)]
+    return all(
+        spot.device.memory is None
+        or stage_memory(
+            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, [LOADS[index + 1 < len(spots)]], state=STATE
+        ).total
+        <= spot.device.memory
+        for index, (spot, first, after) in enumerate(zip(spots, cuts, ends, strict=True))
+    )
+
+
+def large() -> tuple[Profile, Cluster]:
+    """1,000 layers on 16 devices of 4 types."""
+    draw = random.Random(0)
+    layers = [
+        LayerBytes(str(n), draw.randrange(1 << 20, 1 << 24), draw.randrange(1 << 22, 1 << 25), draw.randrange(1 << 21))
+        for n in range(1000)
+    ]
+    base = [(draw.uniform(0.2e-3, 2e-3), draw.uniform(0.4e-3, 4e-3)) for _ in layers]
+    slower = {"a": 1.0, "b": 1.4, "c": 2.1, "d": 3.3}
+    times = {}
+    for name, factor in slower.items():
+        factors = [factor * draw.uniform(0.9, 1.1) for _ in layers]
+        times[name] = [Times(f * by, b * by) for (f, b), by in zip(base, factors, strict=True)]
+    devices = [Device(name, 14 << 30) for name in slower for _ in range(4)]
+    return Profile("large", 8, layers, times, {}), Cluster([Node("rack", devices, Link(12e9, 1e-5))])
+
+
+def by_hand(profile: Profile, spots: Sequence[Spot]) -> Mapping[str, tuple[int, ...]]:
+    """The first layers of stages on ``spots``, in their order, as people divide models."""
+    layers, stages = len(profile.layers), len(spots)
+    speeds = [1 / sum(t.forward + t.backward for t in profile.times_on(spot.device)) for spot in spots]
+    work = [t.forward + t.backward for t in profile.times_on(spots[0].device)]
+    return {
+        "equal layers": tuple(index * layers // stages for index in range(stages)),
+        "equal parameters": partition([layer.parameters for layer in profile.layers], stages),
+        "speed-proportional": _proportional(work, speeds),
+    }
+
+
+def _proportional(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
+    """Cuts where the work that lies before them comes nearest to the share of the devices before them."""
+    done = [share / sum(work) for share in accumulate(work, initial=0.0)]
+    cuts = [0]
+    for wanted in list(accumulate(speeds))[:-1]:
+        left = len(speeds) - len(cuts)  # stages behind this cut, each of which needs a layer
+        allowed = range(cuts[-1] + 1, len(work) - left + 1)
+        cuts.append(min(allowed, key=lambda cut: abs(done[cut] - wanted / sum(speeds))))
+    return tuple(cuts)
+
+
+def best_in_flight(
+    profile: Profile, cluster: Cluster, cuts: Sequence[int], state: float, recompute: bool
+) -> Outlook | None:
+    """What these stages on all devices come to at the best Nm that fits; None if none does."""
+    found: list[Outlook] = []
+    for in_flight in range(1, MOST_IN_FLIGHT + 1):
+        each = outlook(profile, cluster, cluster.spots, cuts, in_flight, state=state, recompute=recompute)
+        if not each.fits:
+            break
+        found.append(each)
+    best = max((each.rate for each in found), default=0.0)
+    return next((each for each in found if each.rate >= ENOUGH * best), None)
