@@ -27,7 +27,7 @@ Rows: TypeAlias = NDArray[np.intp]
 MOST = 40_000_000
 """States times layers that are looked through for one T, at the most: some seconds."""
 
-SHRINKS = 20
+SHRINKS = 8
 """Bisections in an order that was found, before others are looked for."""
 
 NEAR = 1 << 12

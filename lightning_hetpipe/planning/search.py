@@ -57,8 +57,8 @@ class Help:
 
     Attributes:
         in_flight: The largest Nm at which some plan fits; None if there is none.
-        recompute: The largest Nm, no larger than was asked for, at which some plan fits with ``recompute=True``; None
-            if there is none, or where that is set already.
+        recompute: An Nm at which some plan fits with ``recompute=True``: the largest up to what was asked for, or the
+            best; None if there is none, or where that is set already.
         lacking: Bytes that devices of the plan lack, by stage; with so much more memory there it fits.
     """
 
@@ -165,7 +165,15 @@ class _Search:
             return self._nearest(1, asked=False) if nearest else None
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
         unfit = next((n for n in tried if self._found[n] is None), None)
-        return self._choice(chosen, tried, _why(chosen, plans, unfit))
+        reasons = _why(chosen, plans, unfit)
+        if unfit is not None and not self._recompute:
+            other = self._with_recompute().choose(nearest=False)
+            if other is not None and other.rate > (2 - ENOUGH) * chosen.rate:
+                reasons.append(
+                    f"recompute=True would be {other.rate / chosen.rate:.2f} times as fast, as Nm = {other.in_flight}"
+                    " fits then"
+                )
+        return self._choice(chosen, tried, reasons)
 
     def at(self, in_flight: int) -> Choice:
         """With the Nm that is given."""
@@ -237,16 +245,17 @@ class _Search:
         lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
         fewer = next((n for n in range(in_flight - 1, 0, -1) if self.plan(n) is not None), None)
         reasons = [f"no plan fits at Nm = {in_flight}; this is the one whose devices lack the least"]
-        help_ = Help(fewer, None if self._recompute else self._with_recompute(in_flight, asked), lacking)
-        return self._choice(found, [in_flight], reasons, help_)
+        again = None
+        if not self._recompute:
+            other = self._with_recompute()
+            if asked:
+                again = next((n for n in range(in_flight, 0, -1) if other.plan(n) is not None), None)
+            elif (choice := other.choose(nearest=False)) is not None:
+                again = choice.in_flight
+        return self._choice(found, [in_flight], reasons, Help(fewer, again, lacking))
 
-    def _with_recompute(self, in_flight: int, asked: bool) -> int | None:
-        """An Nm that fits if forwards are computed again: the largest up to what was asked for, or the best."""
-        other = _Search(self._profile, self._cluster, self._spots, self._ordered, self._state, True, self._synchronise)
-        if asked:
-            return next((n for n in range(in_flight, 0, -1) if other.plan(n) is not None), None)
-        choice = other.choose(nearest=False)
-        return None if choice is None else choice.in_flight
+    def _with_recompute(self) -> _Search:
+        return _Search(self._profile, self._cluster, self._spots, self._ordered, self._state, True, self._synchronise)
 
     def _choice(
         self, found: Outlook, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None

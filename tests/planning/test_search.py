@@ -1,0 +1,192 @@
+"""A plan fits as simulated, is as fast as any that fits, and says what would help where none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.cluster import Cluster, Device, Node
+from lightning_hetpipe.planning.memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
+from lightning_hetpipe.planning.outlook import outlook
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search import ENOUGH, best_plan
+from lightning_hetpipe.planning.simulate import Load
+from tests.planning.instances import bottleneck, clusters, divisions, profiles
+
+MEMORY = 1000
+
+
+def even(
+    layers: int = 12, kept: int = 50, parameters: int = 10, memory: int | None = MEMORY
+) -> tuple[Profile, Cluster]:
+    """Layers and devices that are all the same: three devices on one node."""
+    profile = Profile(
+        "even",
+        1,
+        [LayerBytes(str(number), parameters, kept, 0) for number in range(layers)],
+        {"gpu": [Times(1.0, 2.0)] * layers},
+        {},
+    )
+    return profile, Cluster([Node("box", [Device("gpu", memory)] * 3)])
+
+
+def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> None:
+    profile, cluster = even(memory=None)
+    found = best_plan(profile, cluster)
+    assert [(stage.first, stage.last) for stage in found.stages] == [(0, 3), (4, 7), (8, 11)]
+    assert found.bottleneck == 12.0
+    assert found.in_flight == 3  # of three equal stages: fewer leave bubbles
+    assert found.rate * 12.0 == pytest.approx(1.0)
+    assert found.fits
+    assert found.idle == ()
+    assert [each.in_flight for each in found.tried] == [1, 2, 3]
+    assert "slowest" in found.reasons[0]
+
+
+def test_synchronisation_asks_for_more_in_flight() -> None:
+    """A wait of one stage time is hidden by about twice as many as there are stages (DESIGN, section 9)."""
+    profile, cluster = even(memory=None)
+    assert best_plan(profile, cluster, synchronise=12.0).in_flight > best_plan(profile, cluster).in_flight
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(5), cluster=clusters(3), optimizer=st.sampled_from([0.0, 2.0]), recompute=st.booleans())
+def test_at_one_in_flight_it_is_the_best_of_all_that_fit(
+    profile: Profile, cluster: Cluster, optimizer: float, recompute: bool
+) -> None:
+    """Every stage holds one minibatch then, and one gradient waits at least: the first bound is all there is."""
+    found = best_plan(profile, cluster, optimizer=optimizer, in_flight=1, recompute=recompute)
+    every = []
+    for stages in divisions(len(profile.layers), cluster.spots, ordered=False):
+        spots, cuts = [spot for spot, *_ in stages], [first for _, first, _ in stages]
+        if outlook(profile, cluster, spots, cuts, 1, state=optimizer, recompute=recompute).fits:
+            every.append(bottleneck(profile, cluster, stages, recompute))
+    assert found.fits == bool(every)
+    if every:
+        assert found.bottleneck == min(every)
+        assert found.help is None
+    else:
+        assert found.help is not None
+        assert found.help.in_flight is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(6), cluster=clusters(3), in_flight=st.integers(2, 4), recompute=st.booleans())
+def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight: int, recompute: bool) -> None:
+    found = best_plan(profile, cluster, in_flight=in_flight, recompute=recompute)
+    assert found.in_flight == in_flight
+    assert [stage.first for stage in found.stages] == [0, *(stage.last + 1 for stage in found.stages[:-1])]
+    assert found.stages[-1].last == len(profile.layers) - 1
+    assert found.simulation.held == tuple(stage.held for stage in found.stages)
+    if found.fits:
+        assert found.help is None
+    else:
+        assert found.help is not None
+        assert found.help.lacking == {i: stage.overflow for i, stage in enumerate(found.stages) if stage.overflow}
+
+
+@settings(max_examples=25, deadline=None)
+@given(profile=profiles(6), cluster=clusters(3))
+def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Cluster) -> None:
+    found = best_plan(profile, cluster)
+    if not found.fits:
+        assert found.in_flight == 1
+        return
+    fast = [each.in_flight for each in found.tried if each.rate is not None]
+    best = max(each.rate for each in found.tried if each.rate is not None)
+    assert found.rate >= ENOUGH * best
+    for in_flight in fast:
+        given_ = best_plan(profile, cluster, in_flight=in_flight)
+        assert given_.fits
+        assert in_flight >= found.in_flight or given_.rate < ENOUGH * best
+
+
+def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
+    profile, cluster = even(kept=70)
+    found = best_plan(profile, cluster)
+    assert found.fits
+    assert found.in_flight == 2
+    assert any("Nm = 3 does not fit" in reason for reason in found.reasons)
+    assert any("recompute=True would be" in reason for reason in found.reasons)
+
+
+def test_where_nothing_fits_it_says_what_would_help() -> None:
+    profile, cluster = even(kept=70)
+    found = best_plan(profile, cluster, in_flight=6)
+    assert not found.fits
+    assert found.help is not None
+    assert found.help.in_flight == 2
+    assert found.help.recompute == 6
+    worst = max(found.help.lacking.values())
+    assert "no plan fits at Nm = 6" in found.reasons[0]
+    # With as much memory more it does fit, so that the advice is right.
+    larger = Cluster([Node("box", [Device("gpu", MEMORY + worst)] * 3)])
+    assert best_plan(profile, larger, in_flight=6).fits
+    # And the nearest lacks no more than twice what any must.
+    smaller = Cluster([Node("box", [Device("gpu", MEMORY + worst // 2)] * 3)])
+    assert not best_plan(profile, smaller, in_flight=6).fits
+
+
+def test_what_fits_on_no_device_at_all() -> None:
+    profile, cluster = even(kept=5000)
+    found = best_plan(profile, cluster)
+    assert not found.fits
+    assert found.in_flight == 1
+    assert found.help is not None
+    assert (found.help.in_flight, found.help.recompute) == (None, None)
+
+
+def test_devices_that_do_not_help_are_named() -> None:
+    layers = [LayerBytes("only", 1, 1, 0)]
+    profile = Profile("one layer", 1, layers, {"gpu": [Times(1.0, 1.0)]}, {})
+    cluster = Cluster([Node("box", [Device("gpu", speed=0.5), Device("gpu")])])
+    found = best_plan(profile, cluster)
+    assert [stage.spot.number for stage in found.stages] == [1]
+    assert [spot.number for spot in found.idle] == [0]
+
+
+def test_given_an_order_stages_keep_it() -> None:
+    profile, cluster = even(memory=None)
+    cluster = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 3.0, 2.0)])])
+    found = best_plan(profile, cluster, ordered=True)
+    assert [stage.spot.number for stage in found.stages] == [0, 1, 2]
+
+
+def test_lightnings_step_is_simulated() -> None:
+    profile, cluster = even(memory=None)
+    slow = replace(profile, times={"gpu": [Times(1.0, 2.0, 3.0)] * 12})
+    assert best_plan(slow, cluster, in_flight=3).rate < best_plan(profile, cluster, in_flight=3).rate
+
+
+class TestMemory:
+    LAYERS = (LayerBytes("a", 8, 30, 10), LayerBytes("b", 4, 25, 10), LayerBytes("c", 2, 40, 5))
+
+    def test_what_crosses_between_layers_of_a_stage_counts_once(self) -> None:
+        assert Sizes.of(self.LAYERS, 0, 2) == Sizes(14, 30 + (25 - 10) + (40 - 10), 0, 40)
+        assert Sizes.of(self.LAYERS, 1, 2) == Sizes(6, 25 + (40 - 10), 10, 40)
+
+    def test_each_term(self) -> None:
+        found = stage_memory(Sizes.of(self.LAYERS, 1, 1), 3, [Load(3, 0), Load(2, 2), Load(1, 2)], state=2)
+        # Weights 4; held together heaviest: 3 x 25 and the last step's gradients.
+        assert (found.weights, found.versions, found.optimizer) == (4, 12, 8)
+        assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
+        assert found.total == 4 + 12 + 8 + 75 + 4 + 25
+        assert found.counted == 12 + 75
+
+    def test_computed_again_only_inputs_stay(self) -> None:
+        sizes = Sizes.of(self.LAYERS, 1, 1)
+        found = stage_memory(sizes, 3, [Load(3, 0, 1)], recompute=True)
+        assert found.activations == 3 * 10 + (25 - 10)
+        assert stage_memory(sizes, 3, [Load(3, 0, 0)], recompute=True).activations == 3 * 10
+
+    def test_optimizers(self) -> None:
+        assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] == 2
+        assert optimizer_state(1.5) == 1.5
+        with pytest.raises(SettingError, match="optimizer='sgdm' is none whose state is known; give one of sgd,"):
+            optimizer_state("sgdm")
+        with pytest.raises(SettingError, match="optimizer=-1 must be"):
+            optimizer_state(-1)
