@@ -156,11 +156,11 @@ class Cluster:
     ) -> None:
         if not nodes:
             raise SettingError("Cluster(nodes=[]) has no nodes; give it at least one Node")
-        nodes = [_made(Node, node, "name", "devices", "link") for node in nodes]
-        names = [node.name for node in nodes]
+        made = tuple(_made(Node, node, "name", "devices", "link") for node in nodes)
+        names = [node.name for node in made]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
-        object.__setattr__(self, "nodes", tuple(nodes))
+        object.__setattr__(self, "nodes", made)
         object.__setattr__(self, "link", _link(link))
 
     @property

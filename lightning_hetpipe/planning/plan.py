@@ -1,0 +1,292 @@
+"""A plan: which layers run on which device, how many minibatches are in flight, and what to expect; ``plan.json``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.cluster import Cluster, Spot
+from lightning_hetpipe.planning.document import Document, write
+from lightning_hetpipe.planning.plan_table import table
+from lightning_hetpipe.planning.search import Choice
+from lightning_hetpipe.planning.units import in_bytes
+
+VERSION = 1
+
+_ESTIMATED = " (estimated)"
+_DEVICE = re.compile(r"(?P<name>.+):(?P<number>\d+)(?P<estimated> \(estimated\))?")
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage.
+
+    Attributes:
+        node: The machine's name.
+        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where the figures
+            of this stage come from a data sheet.
+        first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
+        time_s: For one minibatch, forward and backward, with its transfers.
+        memory_bytes: That it takes.
+        memory_limit_bytes: That its device has; None where that is no limit.
+    """
+
+    node: str
+    device: str
+    first_layer: int
+    last_layer: int
+    time_s: float
+    memory_bytes: int
+    memory_limit_bytes: int | None
+
+    @property
+    def device_name(self) -> str:
+        """Without the number."""
+        match = _DEVICE.fullmatch(self.device)
+        return self.device if match is None else match["name"]
+
+    @property
+    def device_number(self) -> int | None:
+        """On its node, from 0; None if ``device`` does not say."""
+        match = _DEVICE.fullmatch(self.device)
+        return None if match is None else int(match["number"])
+
+    @property
+    def estimated(self) -> bool:
+        """Whether figures come from a data sheet."""
+        return self.device.endswith(_ESTIMATED)
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """A virtual worker: its ``stages``, in the order of the layers, and the simulated ``minibatches_per_second``."""
+
+    minibatches_per_second: float
+    stages: tuple[PlannedStage, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong in a plan.
+
+    Attributes:
+        place: The key in ``plan.json``, such as "virtual_workers[0].stages[2].memory_bytes".
+        said: What is wrong there.
+    """
+
+    place: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run where.
+
+    Attributes:
+        model: What it is for.
+        in_flight: Nm, of every virtual worker.
+        wave: W.
+        clock_distance: D.
+        bottleneck_s: T_max: seconds of the slowest stage of all.
+        minibatches_per_second: Of all virtual workers together, simulated.
+        virtual_workers: Each.
+        layers: Their names, in order.
+    """
+
+    model: str
+    in_flight: int
+    wave: int
+    clock_distance: int
+    bottleneck_s: float
+    minibatches_per_second: float
+    virtual_workers: tuple[PlannedWorker, ...]
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        choice: Choice,
+        model: str,
+        layers: Sequence[str],
+        cluster: Cluster,
+        estimated: Collection[str] = (),
+        clock_distance: int = 0,
+    ) -> Plan:
+        """What :func:`~lightning_hetpipe.planning.search.best_plan` has chosen for one virtual worker.
+
+        Args:
+            choice: Its answer.
+            model: For people.
+            layers: Names.
+            cluster: That the choice was made for.
+            estimated: Names of the devices whose figures come from a data sheet.
+            clock_distance: D.
+        """
+        stages = tuple(
+            PlannedStage(
+                cluster.nodes[stage.spot.node].name,
+                f"{stage.spot.device.name}:{stage.spot.number}"
+                + (_ESTIMATED if stage.spot.device.name in estimated else ""),
+                stage.first,
+                stage.last,
+                stage.times.total,
+                stage.memory.total,
+                stage.limit,
+            )
+            for stage in choice.stages
+        )
+        return cls(
+            model,
+            choice.in_flight,
+            choice.in_flight,
+            clock_distance,
+            choice.bottleneck,
+            choice.rate,
+            (PlannedWorker(choice.rate, stages),),
+            tuple(layers),
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Reads ``plan.json``.
+
+        Raises:
+            SettingError: one sentence with the file, the key and what is wrong there.
+        """
+        document = Document.read(path)
+        document.version(VERSION)
+        document.object("schema_version", *(field.name for field in fields(cls)))
+        return cls(
+            document["model"].text(),
+            document["in_flight"].whole(1),
+            document["wave"].whole(1),
+            document["clock_distance"].whole(),
+            document["bottleneck_s"].number(),
+            document["minibatches_per_second"].number(),
+            tuple(_worker(each) for each in document["virtual_workers"].entries()),
+            tuple(each.text() for each in document["layers"].entries()),
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes ``plan.json``, whole or not at all.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write(path, {"schema_version": VERSION, **asdict(self)})
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
+        """What would keep it from running: on any devices, and on those of ``cluster``."""
+        if not self.virtual_workers:
+            yield Problem("virtual_workers", "is empty; a plan has at least one")
+        taken: dict[tuple[str, int], int] = {}
+        for index, worker in enumerate(self.virtual_workers):
+            place = f"virtual_workers[{index}].stages"
+            if not worker.stages:
+                yield Problem(place, "is empty; a virtual worker has at least one stage")
+            next_layer = 0
+            for number, stage in enumerate(worker.stages):
+                yield from _stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
+                next_layer = stage.last_layer + 1
+                if (at := stage.device_number) is not None:
+                    other = taken.setdefault((stage.node, at), index)
+                    if other != index:
+                        yield Problem(f"{place}[{number}].device", f"'{stage.device}' is virtual worker {other}'s, too")
+                if cluster is not None:
+                    yield from _place_problems(stage, f"{place}[{number}]", cluster)
+            if worker.stages and next_layer != len(self.layers):
+                yield Problem(
+                    f"{place}[{len(worker.stages) - 1}].last_layer",
+                    f"is {next_layer - 1}, and the model's last layer is {len(self.layers) - 1}",
+                )
+
+    def check(self, cluster: Cluster | None = None) -> None:
+        """Refuses to be run as it is.
+
+        Raises:
+            SettingError: with the first of ``problems(cluster)``.
+        """
+        found = list(self.problems(cluster))
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
+
+    def differences(self, layers: Sequence[str]) -> str | None:
+        """What makes it a plan for another model than one with ``layers``; None if it is for this one."""
+        pairs = enumerate(zip(self.layers, layers, strict=False))
+        other = next(
+            (f"layer {n} is '{mine}' there and '{theirs}' here" for n, (mine, theirs) in pairs if mine != theirs), ""
+        )
+        if len(self.layers) == len(layers):
+            return f"{other} (of {len(layers)} layers)" if other else None
+        shorter, longer = sorted((self.layers, tuple(layers)), key=len)
+        where = "here" if longer == tuple(layers) else "there"
+        other = other or f"'{longer[len(shorter)]}' and what follows is {where} only"
+        return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
+
+    def spots(self, virtual_worker: int, cluster: Cluster) -> list[Spot]:
+        """The device of ``cluster`` for each stage.
+
+        Raises:
+            SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
+        """
+        self.check(cluster)
+        names = [node.name for node in cluster.nodes]
+        places = [(names.index(s.node), s.device_number) for s in self.virtual_workers[virtual_worker].stages]
+        found = {(spot.node, spot.number): spot for spot in cluster.spots}
+        return [found[node, number] for node, number in places if number is not None]
+
+
+def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
+    if stage.first_layer != next_layer:
+        yield Problem(f"{place}.first_layer", f"is {stage.first_layer} and must be {next_layer}: stages leave none out")
+    if not stage.first_layer <= stage.last_layer < layers:
+        yield Problem(
+            f"{place}.last_layer", f"is {stage.last_layer} and must be from {stage.first_layer} to {layers - 1}"
+        )
+    limit = stage.memory_limit_bytes
+    if limit is not None and stage.memory_bytes > limit:
+        yield Problem(
+            f"{place}.memory_bytes",
+            f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.device} has",
+        )
+    if stage.device_number is None:
+        yield Problem(f"{place}.device", f"is '{stage.device}' and must be a name and a number, such as 'RTX-3090:0'")
+
+
+def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterator[Problem]:
+    node = next((node for node in cluster.nodes if node.name == stage.node), None)
+    if node is None:
+        yield Problem(f"{place}.node", f"is '{stage.node}'; there are {', '.join(node.name for node in cluster.nodes)}")
+        return
+    number = stage.device_number
+    if number is not None and number >= len(node.devices):
+        yield Problem(f"{place}.device", f"is '{stage.device}', and {stage.node} has {len(node.devices)}, from 0 on")
+    elif number is not None and node.devices[number].name != stage.device_name:
+        yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
+
+
+def _worker(document: Document) -> PlannedWorker:
+    document.object(*(field.name for field in fields(PlannedWorker)))
+    stages = tuple(_stage(each) for each in document["stages"].entries())
+    return PlannedWorker(document["minibatches_per_second"].number(), stages)
+
+
+def _stage(document: Document) -> PlannedStage:
+    document.object(*(field.name for field in fields(PlannedStage)))
+    limit = document["memory_limit_bytes"]
+    return PlannedStage(
+        document["node"].text(),
+        document["device"].text(),
+        document["first_layer"].whole(),
+        document["last_layer"].whole(),
+        document["time_s"].number(),
+        document["memory_bytes"].whole(),
+        None if limit.value is None else limit.whole(1),
+    )
