@@ -3,10 +3,11 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.strategy.strategy import HetPipeStrategy
 from lightning_hetpipe.strategy.wsp import WSPCallback
 
-__all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "WSPCallback"]
+__all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
 
 if HetPipeStrategy.strategy_name not in StrategyRegistry:
     HetPipeStrategy.register_strategies(StrategyRegistry)

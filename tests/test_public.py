@@ -20,7 +20,7 @@ from tests.strategy.refusing import Learner, batches, quiet_trainer
 
 
 def test_the_root_exports_these_names_and_no_others() -> None:
-    names = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "WSPCallback"]
+    names = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
     assert sorted(lightning_hetpipe.__all__) == names
     public = {name for name, value in vars(lightning_hetpipe).items() if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(lightning_hetpipe, name))}

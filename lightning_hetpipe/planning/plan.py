@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from os import PathLike
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.catalogue import canonical
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.document import Document, write
 from lightning_hetpipe.planning.plan_table import table
@@ -268,7 +269,7 @@ def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterat
     number = stage.device_number
     if number is not None and number >= len(node.devices):
         yield Problem(f"{place}.device", f"is '{stage.device}', and {stage.node} has {len(node.devices)}, from 0 on")
-    elif number is not None and node.devices[number].name != stage.device_name:
+    elif number is not None and canonical(node.devices[number].name) != canonical(stage.device_name):
         yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,17 @@ def table(plan: Plan) -> str:
         lines += ["", *([title] if many else []), *_aligned([_HEADER, *rows])]
     if any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages):
         lines += ["", f"{ESTIMATE} is an estimate: of this device there are data sheets only, no measurements"]
-    lines += [f"{BAD} {problem.place} {problem.said}" for problem in problems]
+    lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
+
+
+def _where(place: str, many: bool) -> str:
+    """A key of ``plan.json`` in the words of the table."""
+    match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(\w+)", place)
+    if match is None:
+        return place
+    key = match[3].removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return f"{f'virtual worker {match[1]}, ' if many else ''}stage {match[2]}: {key}"
 
 
 def _headline(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.planning.catalogue import canonical, known
 from lightning_hetpipe.planning.cluster import Device
 
@@ -85,7 +85,7 @@ class Profile:
         else:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
-                f" {', '.join(sorted(self.times))}"
+                f" {', '.join(sorted(self.times))}{nearest(device.name, self.times)}"
             )
         return [each.divided(device.speed) for each in measured]
 
@@ -100,20 +100,22 @@ class Profile:
         """With times of those ``devices`` of which it has none and that the catalogue knows.
 
         They are made from those of the profiled GPU whose speed is nearest, by
-        :func:`~lightning_hetpipe.planning.catalogue.relative_speed`, and listed in ``estimated``. A profile without a
-        GPU that the catalogue knows, and a device that says its speed, stay as they are.
+        :func:`~lightning_hetpipe.planning.catalogue.relative_speed`, and listed in ``estimated``. Where the only device
+        that was profiled is none of the catalogue's, such as a CPU, it stands for the fastest of ``devices``: then the
+        ratios are estimates, and no more. Devices that say their speed stay as they are.
         """
+        unknown = {
+            d.name: gpu for d in devices if d.speed == 1.0 and (gpu := known(d.name)) and self.name_of(d) is None
+        }
         bases = {name: gpu.speed(precision) for name in self.times if (gpu := known(name)) is not None}
+        if len(self.times) == 1 and not bases:
+            bases = dict.fromkeys(self.times, max((gpu.speed(precision) for gpu in unknown.values()), default=1.0))
         times, estimated = dict(self.times), dict(self.estimated)
-        for device in devices:
-            gpu = known(device.name)
-            if device.speed != 1.0 or gpu is None or not bases or self.name_of(device) is not None:
-                continue
+        for name, gpu in unknown.items() if bases else ():
             speed = gpu.speed(precision)
-            base = min(bases, key=lambda name: abs(math.log(speed / bases[name])))
-            faster = speed / bases[base]
-            times[device.name] = [each.divided(faster) for each in self.times[base]]
-            estimated[device.name] = base
+            base = min(bases, key=lambda each: abs(math.log(speed / bases[each])))
+            times[name] = [each.divided(speed / bases[base]) for each in self.times[base]]
+            estimated[name] = base
         return replace(self, times=times, estimated=estimated)
 
     def joined(self, other: Profile) -> Profile:
