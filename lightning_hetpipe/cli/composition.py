@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli.settings import READ, unknown
+from lightning_hetpipe.cli.program import TRAIN, Program
+from lightning_hetpipe.cli.settings import unknown
 from lightning_hetpipe.cli.targets import closest
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
 
 
-def refusal(error: BaseException, arguments: Sequence[str]) -> str:
+def refusal(error: BaseException, arguments: Sequence[str], program: Program = TRAIN) -> str:
     """What to say about an error that Hydra raised while it read the command line and the files.
 
     Args:
         error: of any type; a folder that cannot be made is an OSError, a broken file one of YAML's.
         arguments: the command line's.
+        program: whose configuration it is.
     """
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
@@ -28,7 +30,7 @@ def refusal(error: BaseException, arguments: Sequence[str]) -> str:
         override, reason = error.override.replace("++", ""), _first_line(error).replace("++", "")
         return f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({reason})."
     if isinstance(error, HydraException):
-        return _composition(error)
+        return _composition(error, program)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
     if (mark := getattr(error, "problem_mark", None)) is not None:  # YAML's
@@ -43,7 +45,7 @@ def refusal(error: BaseException, arguments: Sequence[str]) -> str:
                 " hydra.run.dir=..., or hydra.sweep.dir=... with -m."
             )
     if str(error).startswith("Config group override must be"):
-        return _no_option(error, arguments)
+        return _no_option(error, arguments, program)
     return _first_line(error)
 
 
@@ -57,11 +59,11 @@ def _missing_config(error: MissingConfigException) -> str:
     return f"{group}={name} does not exist among {', '.join(error.options)}; {advice}"
 
 
-def _composition(error: HydraException) -> str:
+def _composition(error: HydraException, program: Program) -> str:
     """`modle=resnet` is the one that happens: a key without a section. Next come values with a comma."""
     text = " ".join(str(error).split()).replace("++", "")
     if match := re.match(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'", text):
-        return str(unknown(match[1], "", [*READ, "experiment"]))
+        return str(unknown(match[1], "", [*program.read, "experiment"]))
     if match := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' ", text):
         return (
             f"{match[1]}={match[2]} is several values; add -m to train with each of them, or write"
@@ -82,14 +84,13 @@ def _composition(error: HydraException) -> str:
     return text
 
 
-def _no_option(error: BaseException, arguments: Sequence[str]) -> str:
+def _no_option(error: BaseException, arguments: Sequence[str], program: Program) -> str:
     """`model=null`: Hydra says neither which group it was nor what to write."""
-    own = {"seed", "test", "ckpt_path", "output_dir"}
     for argument in arguments:
         match = _NO_OPTION.fullmatch(argument)
-        if match is not None and match["group"] not in own:
+        if match is not None and match["group"] not in program.plain:
             return (
-                f"{match[0]} names no option of {match['group']}; choose one of those that hetpipe-train --help lists."
+                f"{match[0]} names no option of {match['group']}; choose one of those that {program.name} --help lists."
             )
     return _first_line(error)
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe.cli.composition import refusal
 from lightning_hetpipe.cli.frames import frames, module
+from lightning_hetpipe.cli.program import TRAIN, Program
 from lightning_hetpipe.server.client import ServersSilent
 from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.supervisor import ServerLost
@@ -55,7 +56,7 @@ def errors_passed_on() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def report(error: BaseException, *, started: bool, arguments: Sequence[str]) -> int:
+def report(error: BaseException, *, started: bool, arguments: Sequence[str], program: Program = TRAIN) -> int:
     """Says what the error is, in one sentence if a setting is to blame; returns the exit code.
 
     It is printed to stderr; a further virtual worker leaves that to the first one, which prints once what several say.
@@ -64,18 +65,19 @@ def report(error: BaseException, *, started: bool, arguments: Sequence[str]) -> 
         error: a `MisconfigurationException` if a setting was found to be to blame.
         started: whether the job had started. What is raised before comes of what the person wrote.
         arguments: the command line's.
+        program: which says so.
     """
     code = WRONG_SETTING
     if isinstance(error, MisconfigurationException):
-        said = f"hetpipe-train: {' '.join(str(error).split())}\n{_HINT}"
+        said = f"{program.name}: {' '.join(str(error).split())}\n{_HINT}"
     elif isinstance(error, PeerFailed):  # what has ended that one was printed when it was heard of
-        said = f"hetpipe-train: {' '.join(str(error).split())}"
+        said = f"{program.name}: {' '.join(str(error).split())}"
         code = WRONG_SETTING if WRONG_SETTING in launcher.finish(failed=True).values() else FAILED
     elif isinstance(error, _SAY_ALL):
-        said = f"hetpipe-train: {' '.join(str(error).split())}"
+        said = f"{program.name}: {' '.join(str(error).split())}"
         code = FAILED
     elif not started:
-        said = f"hetpipe-train: {refusal(error, arguments)}\n{_HINT}"
+        said = f"{program.name}: {refusal(error, arguments, program)}\n{_HINT}"
     else:
         said = "".join(traceback.format_exception(type(error), error, _without_machinery(error.__traceback__))).rstrip()
         code = FAILED
@@ -85,10 +87,10 @@ def report(error: BaseException, *, started: bool, arguments: Sequence[str]) -> 
     return code
 
 
-def ended_by(signal: str, code: int) -> int:
+def ended_by(signal: str, code: int, program: Program = TRAIN) -> int:
     """Says that a signal ended the run; returns the exit code. Of a further virtual worker that is no news."""
     if child_of_ours() is None:
-        print(f"\nhetpipe-train: {signal}.", file=sys.stderr)
+        print(f"\n{program.name}: {signal}.", file=sys.stderr)
     return code
 
 

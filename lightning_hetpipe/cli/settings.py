@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from inspect import isclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli.kinds import Built, expected, hints
+from lightning_hetpipe.cli.program import TRAIN, Program
 from lightning_hetpipe.cli.targets import closest, locate, parameters
 from lightning_hetpipe.cli.wording import sections, unresolved, written
 from lightning_hetpipe.errors import SettingError
-
-READ = ("model", "data", "trainer", "strategy", "cluster", "seed", "test", "ckpt_path", "output_dir")
-"""What stands at the top of the configuration and is read there."""
 
 # Below these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
 _LEAST = {
@@ -43,8 +42,13 @@ _OWN = ("lightning", "lightning_hetpipe")  # the packages whose annotations are 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 
 
-def check(config: DictConfig) -> None:
+def check(config: DictConfig, program: Program = TRAIN, needs: Sequence[str] = ("model", "data", "trainer")) -> None:
     """Finds settings that nothing would read, that are missing, or whose `_target_` does not exist.
+
+    Args:
+        config: Composed.
+        program: Whose configuration it is.
+        needs: The sections that must be there.
 
     Raises:
         SettingError: one sentence that names the setting and, where one is near, the name that was meant.
@@ -52,14 +56,14 @@ def check(config: DictConfig) -> None:
     """
     OmegaConf.to_container(config, resolve=True)  # raises, with the key, where an interpolation leads nowhere
     for key in config:
-        _check_top(str(key), config)
+        _check_top(str(key), config, program.read)
     _check_seed(config.get("seed"))
     _check_kind("output_dir", config.get("output_dir"), str, "")
     _check_kind("test", config.get("test", True), bool, True)
     _check_checkpoint(config.get("ckpt_path"))
     for missing in sorted(OmegaConf.missing_keys(config)):
         raise SettingError(f"{missing} has no value; give {missing}=...")
-    for key in ("model", "data", "trainer"):
+    for key in needs:
         node = config.get(key)
         if node is None:
             raise SettingError(f"No {key} is configured; choose an experiment, such as experiment=digits.")
@@ -73,17 +77,17 @@ def check(config: DictConfig) -> None:
         _walk(config, key, key)
 
 
-def _check_top(key: str, config: DictConfig) -> None:
+def _check_top(key: str, config: DictConfig, read: Sequence[str]) -> None:
     """At the top a key must be read here, or elsewhere in the configuration by an interpolation."""
-    if key in READ or _interpolated(key, OmegaConf.to_container(config, resolve=False)):
+    if key in read or _interpolated(key, OmegaConf.to_container(config, resolve=False)):
         return
     node, rest = config[key], _first_key(config[key])
-    if key == "experiment" or (isinstance(node, DictConfig) and any(name in node for name in READ)):
+    if key == "experiment" or (isinstance(node, DictConfig) and any(name in node for name in read)):
         raise SettingError(
             f"{key}{rest} is not read there; if a file of yours sets it, begin that file with the line"
             " '# @package _global_'."
         )
-    raise unknown(key, "", list(READ), rest=rest)
+    raise unknown(key, "", list(read), rest=rest)
 
 
 def _check_seed(seed: Any) -> None:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 import lightning as L
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, TQDMProgressBar
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
-from lightning_hetpipe.cli.blame import blamed, unwrapped
-from lightning_hetpipe.cli.errors import FAILED, INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
-from lightning_hetpipe.cli.frames import passed
-from lightning_hetpipe.cli.overrides import settled
+from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.cli.entry import enter, job
+from lightning_hetpipe.cli.errors import FAILED
+from lightning_hetpipe.cli.program import TRAIN
 from lightning_hetpipe.cli.summary import summary
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy import launcher
-
-T = TypeVar("T")
 
 # What to leave out of the callbacks that the configuration lists, where the Trainer's own switch says so.
 _SWITCHES: dict[str, type] = {
@@ -43,49 +36,21 @@ _failed: dict[int, int] = {}
 """Virtual workers without which a job came to its end, and their return codes."""
 
 
-class _WrongSetting(BaseException):
-    """Carries a setting's error, its cause, out of Hydra, which would print an Exception in its own way first."""
-
-
 def main() -> None:
     """The console script.
 
     Exit codes: 0; 1 for a failure, with its traceback, or of a virtual worker without which the others went on; 2 for a
     wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
-    sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
-    sys.argv[1:] = settled(sys.argv[1:])
-    asked_for_all = wants_all()
-    try:
-        with errors_passed_on():
-            _application()
-        if _failed:  # which was said when their job ended
-            sys.exit(FAILED)
-    except KeyboardInterrupt:
-        sys.exit(ended_by("interrupted", INTERRUPTED))
-    except SIGTERMException:
-        sys.exit(ended_by("terminated", TERMINATED))
-    except (_WrongSetting, Exception) as caught:
-        error = caught.__cause__ if isinstance(caught, _WrongSetting) and caught.__cause__ else caught
-        if asked_for_all:
-            raise error from error.__cause__
-        started = passed(caught.__traceback__, __name__, "_application")
-        sys.exit(report(error, started=started, arguments=sys.argv[1:]))
+    enter(_application, TRAIN)
+    if _failed:  # which was said when their job ended
+        sys.exit(FAILED)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
     """One job of Hydra's; returns the monitored metric's best value, which sweepers may optimise."""
-    try:
-        return _job(config)
-    except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
-            raise KeyboardInterrupt from None
-        raise
-    except Exception as error:
-        if (refusal := blamed(error, config)) is None:
-            raise
-        raise _WrongSetting from refusal
+    return job(_job, config)
 
 
 def _job(config: DictConfig) -> float | None:
@@ -116,9 +81,9 @@ def run(config: DictConfig) -> float | None:
         L.seed_everything(config.seed, workers=True, verbose=False)
     config = deepcopy(config)  # of which the caller may still want to say what stood where
     _strip(config)
-    model = _built(config, "model", L.LightningModule)
-    data = _built(config, "data", L.LightningDataModule)
-    trainer = _built(config, "trainer", L.Trainer, **_callbacks(config))
+    model = built(config, "model", L.LightningModule)
+    data = built(config, "data", L.LightningDataModule)
+    trainer = built(config, "trainer", L.Trainer, **_callbacks(config))
     try:
         trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
     except BaseException:
@@ -146,29 +111,13 @@ def run(config: DictConfig) -> float | None:
     return None if score is None else float(score)
 
 
-def _built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
-    """What the section at ``path`` stands for, of which the run needs that it is a ``kind``."""
-    node: DictConfig = OmegaConf.select(config, path)
-    try:
-        built = instantiate(node, _convert_="all", **arguments)
-    except InstantiationException as error:
-        raise unwrapped(error) from None
-    if not isinstance(built, kind):
-        made = type(built)
-        raise SettingError(
-            f"{path}._target_={node['_target_']} makes a {made.__module__}.{made.__qualname__}, but {path} must be"
-            f" a lightning.{kind.__name__}; name such a class, or a function that makes one."
-        )
-    return built
-
-
 def _callbacks(config: DictConfig) -> dict[str, Any]:
     """Lightning takes a list of callbacks; in the configuration they have names, so that each can be overridden."""
     named = config.trainer.get("callbacks")
     if not isinstance(named, DictConfig):
         return {}
     given = [name for name in map(str, named) if named[name] is not None]
-    chosen = [_built(config, f"trainer.callbacks.{name}", L.Callback) for name in given]
+    chosen = [built(config, f"trainer.callbacks.{name}", L.Callback) for name in given]
     for switch, kind in _SWITCHES.items():
         if config.trainer.get(switch) is False or config.trainer.get(switch) == []:
             chosen = [callback for callback in chosen if not isinstance(callback, kind)]

@@ -1,0 +1,61 @@
+"""How a console script starts its Hydra application, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import DictConfig
+
+from lightning_hetpipe.cli.blame import blamed
+from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
+from lightning_hetpipe.cli.frames import passed
+from lightning_hetpipe.cli.overrides import settled
+from lightning_hetpipe.cli.program import Program
+
+T = TypeVar("T")
+
+
+class _WrongSetting(BaseException):
+    """Carries a setting's error, its cause, out of Hydra, which would print an Exception in its own way first."""
+
+
+def enter(application: Callable[[], Any], program: Program) -> None:
+    """Runs ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
+
+    Ends the process unless all goes well, with exit code 1 for a failure, with its traceback; 2 for a wrong setting;
+    130 for Ctrl-C; 143 for SIGTERM.
+    """
+    sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
+    sys.argv[1:] = settled(sys.argv[1:])
+    asked_for_all = wants_all()
+    try:
+        with errors_passed_on():
+            application()
+    except KeyboardInterrupt:
+        sys.exit(ended_by("interrupted", INTERRUPTED, program))
+    except SIGTERMException:
+        sys.exit(ended_by("terminated", TERMINATED, program))
+    except (_WrongSetting, Exception) as caught:
+        error = caught.__cause__ if isinstance(caught, _WrongSetting) and caught.__cause__ else caught
+        if asked_for_all:
+            raise error from error.__cause__
+        started = passed(caught.__traceback__, __name__, "job")
+        sys.exit(report(error, started=started, arguments=sys.argv[1:], program=program))
+
+
+def job(run: Callable[[DictConfig], T], config: DictConfig) -> T:
+    """One job of Hydra's: ``run(config)``, with what it raises in words of the configuration where that is at fault."""
+    try:
+        return run(config)
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
+            raise KeyboardInterrupt from None
+        raise
+    except Exception as error:
+        if (refusal := blamed(error, config)) is None:
+            raise
+        raise _WrongSetting from refusal
