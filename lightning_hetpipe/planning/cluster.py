@@ -174,8 +174,8 @@ class Cluster:
             return self.link
         return NO_LINK if one.number == other.number else self.nodes[one.node].link
 
-    def with_memory(self, bytes_by_name: Mapping[str, int]) -> Cluster:
-        """With the memory of devices that do not say theirs: from ``bytes_by_name``, else from the catalogue.
+    def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
+        """With the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
 
         What neither knows stays without a limit.
         """
@@ -184,7 +184,7 @@ class Cluster:
         def filled(device: Device) -> Device:
             if device.memory is not None:
                 return device
-            name, gpu = canonical(device.name), known(device.name)
+            name, gpu = canonical(device.name), known(device.name) if catalogue else None
             return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.memory))
 
         return self._each(filled)

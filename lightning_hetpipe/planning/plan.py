@@ -56,6 +56,11 @@ class PlannedStage:
         return None if match is None else int(match["number"])
 
     @property
+    def place(self) -> str:
+        """As "RTX-3090:1"."""
+        return self.device.removesuffix(_ESTIMATED)
+
+    @property
     def estimated(self) -> bool:
         """Whether figures come from a data sheet."""
         return self.device.endswith(_ESTIMATED)
@@ -198,7 +203,9 @@ class Plan:
                 if (at := stage.device_number) is not None:
                     other = taken.setdefault((stage.node, at), index)
                     if other != index:
-                        yield Problem(f"{place}[{number}].device", f"'{stage.device}' is virtual worker {other}'s, too")
+                        yield Problem(
+                            f"{place}[{number}].device", f"is '{stage.place}', which is virtual worker {other}'s, too"
+                        )
                 if cluster is not None:
                     yield from _place_problems(stage, f"{place}[{number}]", cluster)
             if worker.stages and next_layer != len(self.layers):
@@ -255,7 +262,7 @@ def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: in
     if limit is not None and stage.memory_bytes > limit:
         yield Problem(
             f"{place}.memory_bytes",
-            f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.device} has",
+            f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has",
         )
     if stage.device_number is None:
         yield Problem(f"{place}.device", f"is '{stage.device}' and must be a name and a number, such as 'RTX-3090:0'")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lightning_hetpipe.planning.catalogue import known
 from lightning_hetpipe.planning.units import in_bytes
 
 if TYPE_CHECKING:
@@ -62,15 +63,16 @@ def _headline(plan: Plan) -> str:
 
 def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[str]:
     guess = ESTIMATE if stage.estimated else ""
-    device = f"{stage.device_name}:{stage.device_number}" if stage.device_number is not None else stage.device
+    gpu, limit = known(stage.device_name), stage.memory_limit_bytes
+    nominal = guess if gpu is not None and gpu.memory == limit else ""
     cells = [
         str(number),
-        f"{stage.node} {device}",
+        f"{stage.node} {stage.place}",
         _span(plan.layers[stage.first_layer : stage.last_layer + 1]),
         f"×{stage.last_layer - stage.first_layer + 1}",
         f"{guess}{stage.time_s * 1000:,.1f}",
         in_bytes(stage.memory_bytes),
-        "no limit" if stage.memory_limit_bytes is None else f"{guess}{in_bytes(stage.memory_limit_bytes)}",
+        "no limit" if limit is None else f"{nominal}{in_bytes(limit)}",
     ]
     cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
     return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s else cells

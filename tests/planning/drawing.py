@@ -1,0 +1,44 @@
+"""Profiles and plans of any kind, for hypothesis."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from lightning_hetpipe.planning.plan import Plan, PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+
+SECONDS = st.floats(0, 1e6, allow_subnormal=False)
+COUNT = st.integers(0, 2**50)
+NAMES = st.text(min_size=1, max_size=8)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    layers = draw(st.lists(st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT), min_size=1, max_size=4))
+    times = st.lists(st.builds(Times, SECONDS, SECONDS, SECONDS), min_size=len(layers), max_size=len(layers))
+    devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))
+    memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(1, 2**50)))
+    estimated = draw(st.dictionaries(st.sampled_from(sorted(devices)), NAMES))
+    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Such as have no problem."""
+    layers = draw(st.lists(NAMES, min_size=1, max_size=8))
+    workers = []
+    for worker in range(draw(st.integers(1, 3))):
+        cuts = sorted({0, *draw(st.lists(st.integers(0, len(layers) - 1), max_size=3)), len(layers)})
+        stages = []
+        for number, (first, after) in enumerate(pairwise(cuts)):
+            device = f"{draw(NAMES)}:{10 * worker + number}{draw(st.sampled_from(['', ' (estimated)']))}"
+            used = draw(COUNT)
+            limit = draw(st.none() | st.integers(max(1, used), 2**60))
+            stages.append(PlannedStage("box", device, first, after - 1, draw(SECONDS), used, limit))
+        workers.append(PlannedWorker(draw(SECONDS), tuple(stages)))
+    bottleneck = max(stage.time_s for worker in workers for stage in worker.stages)
+    rate = sum(worker.minibatches_per_second for worker in workers)
+    few = st.integers(1, 9)
+    return Plan(draw(NAMES), draw(few), draw(few), draw(few) - 1, bottleneck, rate, tuple(workers), tuple(layers))

@@ -1,0 +1,144 @@
+"""Profiles: which times hold for which device, as files in two forms, estimates, and profiles that are joined."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.catalogue import relative_speed
+from lightning_hetpipe.planning.cluster import Device
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.profile_file import as_json, load, save
+from tests.planning.drawing import profiles
+from tests.planning.reference import MISSING, OPT_350M
+
+LAYERS = [LayerBytes("a", 4, 8, 2), LayerBytes("b", 0, 1, 1)]
+TIMES = [Times(1.0, 2.0, 0.5), Times(3.0, 4.0)]
+
+
+def profile(*names: str) -> Profile:
+    return Profile("m", 4, LAYERS, dict.fromkeys(names, TIMES), {})
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiles())
+def test_a_round_trip(mine: Profile) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(mine, Path(folder, "profile.json"))
+        assert load(Path(folder, "profile.json")) == mine
+
+
+def test_times_of_a_device_however_its_name_is_written_and_by_its_speed() -> None:
+    mine = profile("Titan-RTX", "own")
+    assert mine.times_on(Device("NVIDIA TITAN RTX", speed=2)) == [Times(0.5, 1.0, 0.25), Times(1.5, 2.0, 0.0)]
+    with pytest.raises(
+        SettingError, match="the profile of m has no times of 'owl'; it has those of Titan-RTX, own; did"
+    ):
+        mine.times_on(Device("owl"))
+    assert profile("own").times_on(Device("owl")) == TIMES  # the only one there is
+
+
+def test_a_device_needs_a_time_for_each_layer() -> None:
+    with pytest.raises(SettingError, match="has 1 times of 'own' and 2 layers"):
+        Profile("m", 1, LAYERS, {"own": TIMES[:1]}, {})
+
+
+def test_estimates_come_from_the_gpu_that_is_nearest() -> None:
+    mine = profile("RTX-3090", "GTX-1080-Ti", "own").with_estimates(
+        [Device("RTX-4090"), Device("P40"), Device("nvidia rtx 3090"), Device("own"), Device("T4", speed=3)]
+    )
+    assert mine.estimated == {"RTX-4090": "RTX-3090", "P40": "GTX-1080-Ti"}
+    assert set(mine.times) == {"RTX-3090", "GTX-1080-Ti", "own", "RTX-4090", "P40"}
+    ratio = relative_speed("RTX-4090", "RTX-3090")
+    assert mine.times_on(Device("RTX-4090")) == [each.divided(ratio) for each in TIMES]
+
+
+def test_a_cpu_stands_for_the_fastest() -> None:
+    """Of a model that was profiled on a laptop only ratios are known: who is how much slower than whom."""
+    mine = profile("cpu").with_estimates([Device("RTX-3090"), Device("T4"), Device("abacus")])
+    assert mine.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
+    assert mine.times_on(Device("RTX-3090")) == TIMES
+    slower = mine.times_on(Device("T4"))[0].forward
+    assert slower == pytest.approx(relative_speed("RTX-3090", "T4") * TIMES[0].forward)
+
+
+def test_without_a_gpu_that_is_known_there_are_no_estimates() -> None:
+    assert profile("one", "two").with_estimates([Device("RTX-3090")]) == profile("one", "two")
+
+
+def test_profiles_of_one_model_on_several_devices_are_joined() -> None:
+    both = profile("RTX-3090").with_estimates([Device("T4")]).joined(Profile("m", 4, LAYERS, {"T4": TIMES}, {"T4": 9}))
+    assert (set(both.times), both.memory, both.estimated) == ({"RTX-3090", "T4"}, {"T4": 9}, {})
+    assert both.times["T4"] == tuple(TIMES)
+    with pytest.raises(SettingError, match="are of different layers or minibatches; profile anew"):
+        both.joined(Profile("m", 5, LAYERS, {"T4": TIMES}, {}))
+
+
+def sailors() -> dict[str, Any]:
+    times = [{"forward_s": t.forward, "backward_s": t.backward, "update_s": t.update} for t in TIMES]
+    return {
+        "model": "m",
+        "microbatch": 4,
+        "gpus": {"V100-16": {"memory_bytes": 7, "layers": times}},
+        "layers": [
+            {"name": x.name, "parameter_bytes": x.parameters, "activation_bytes": x.kept, "output_bytes": x.output}
+            for x in LAYERS
+        ],
+    }
+
+
+def test_sailors_form(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(sailors()))
+    assert load(tmp_path / "p.json") == Profile("m", 4, LAYERS, {"V100-16": TIMES}, {"V100-16": 7})
+
+
+@pytest.mark.skipif(not OPT_350M.exists(), reason=MISSING)
+def test_the_reference_profile() -> None:
+    mine = load(OPT_350M)
+    assert (mine.model, mine.samples, len(mine.layers), len(mine.times)) == ("OPT-350", 4, 26, 7)
+    assert mine.times_on(Device("GH200"))[5] == Times(0.003569, 0.010343, 0.001368)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda it: it["gpus"]["V100-16"]["layers"].pop(), r"gpus.V100-16.layers has 1 entries, for 2 layers"),
+        (
+            lambda it: it["gpus"]["V100-16"]["layers"][1].pop("forward_s"),
+            r"gpus.V100-16.layers\[1\] has no 'forward_s'",
+        ),
+        (lambda it: it["layers"][0].update(name=3), r"layers\[0\].name is 3 and must be text"),
+        (
+            lambda it: it["layers"][0].update(activation_bytes=1.5),
+            r"layers\[0\].activation_bytes is 1.5 and must be a whole",
+        ),
+        (lambda it: it["gpus"].clear(), "gpus is empty; a profile has the times of at least one device"),
+        (lambda it: it["layers"].clear(), "layers is empty; a profile has at least one layer"),
+        (lambda it: it.pop("microbatch"), "the file has no 'microbatch'"),
+        (
+            lambda it: it.update(microbatsch=4),
+            "the file has the key 'microbatsch', which is not known; did you mean 'microb",
+        ),
+        (lambda it: it.pop("gpus"), "the file has no 'schema_version'"),
+        (
+            lambda it: it.update(schema_version=2),
+            "the file has schema_version 2, and this release reads 1; make it anew",
+        ),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_file_key_and_reason(tmp_path: Path, change: Any, says: str) -> None:
+    value = sailors()
+    change(value)
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    with pytest.raises(SettingError, match=rf"p\.json: {says}"):
+        load(tmp_path / "p.json")
+
+
+def test_our_form_has_a_version() -> None:
+    assert as_json(profile("own"))["schema_version"] == 1
