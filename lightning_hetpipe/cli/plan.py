@@ -16,6 +16,7 @@ from lightning_hetpipe.cli.errors import FAILED
 from lightning_hetpipe.cli.program import PLAN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning import profile_file
+from lightning_hetpipe.planning.catalogue import PRECISIONS
 from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile import Profile
@@ -24,6 +25,7 @@ from lightning_hetpipe.planning.units import in_bytes, seconds_of
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.strategy.settings import count, switch
 
 _unfit: list[Choice] = []
 """What a job found that does not fit."""
@@ -56,6 +58,8 @@ def run(config: DictConfig) -> float | None:
         SettingError: for a setting that is unknown, missing or of the wrong kind.
     """
     _check(config)
+    in_flight = count("in_flight", config.strategy.get("in_flight", "auto"))
+    recompute = switch("recompute", config.strategy.get("recompute", False))
     profile = _profile(config)
     cluster, nominal = _cluster(config, profile)
     devices = [spot.device for spot in cluster.spots]
@@ -65,8 +69,8 @@ def run(config: DictConfig) -> float | None:
         cluster,
         optimizer=config.optimizer,
         ordered=config.ordered,
-        in_flight=None if config.strategy.in_flight == "auto" else config.strategy.in_flight,
-        recompute=config.strategy.recompute,
+        in_flight=None if in_flight == "auto" else in_flight,
+        recompute=recompute,
         synchronise=_seconds(config.synchronise),
     )
     names = [layer.name for layer in profile.layers]
@@ -87,6 +91,10 @@ def _check(config: DictConfig) -> None:
     settings.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
     if not isinstance(config.ordered, bool):
         raise SettingError(f"ordered={config.ordered} must be true or false.")
+    if config.devices == []:
+        raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
+    if str(config.precision) not in PRECISIONS:
+        raise SettingError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}.")
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given beside a cluster; leave one of them out.")
     if isinstance(config.optimizer, bool) or not isinstance(config.optimizer, str | int | float):

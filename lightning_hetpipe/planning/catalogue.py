@@ -18,6 +18,9 @@ from lightning_hetpipe.errors import SettingError, nearest
 INTENSITY = 16.0
 """FLOP for each byte of device memory traffic in the workload that :func:`relative_speed` supposes."""
 
+PRECISIONS = ("32", "32-highest", "16")
+"""With TF32 where there is, without, and in 16 bits."""
+
 _VENDORS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
 
 
@@ -49,11 +52,14 @@ class Gpu:
         """FLOP/s, estimated, on work of :data:`INTENSITY` that computes and moves bytes in turns.
 
         Args:
-            precision: "32" (with TF32 where there is), "32-highest" (without), or "16".
+            precision: One of :data:`PRECISIONS`.
+
+        Raises:
+            SettingError: for another precision.
         """
-        peaks = {"32": self.tf32, "32-highest": None, "16": self.half}
-        if precision not in peaks:
-            raise SettingError(f"precision={precision!r} must be one of {', '.join(peaks)}")
+        if precision not in PRECISIONS:
+            raise SettingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+        peaks = dict(zip(PRECISIONS, (self.tf32, None, self.half), strict=True))
         peak = peaks[precision] or self.fp32
         return 1 / (1 / peak + 1 / (INTENSITY * self.bandwidth))
 

@@ -1,0 +1,203 @@
+"""hetpipe-plan: plans for profiles, devices by name and clusters; refuses in one sentence; says when nothing fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe import Plan
+from lightning_hetpipe.cli.plan import main
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.profile_file import save
+
+MIB = 1 << 20
+LAYERS = [LayerBytes(f"layer_{n}", 10 * MIB, 40 * MIB, MIB) for n in range(12)]
+PROFILE = Profile(
+    "twelve",
+    4,
+    LAYERS,
+    {"RTX-3090": [Times(0.01, 0.02, 0.001)] * 12, "V100-16": [Times(0.02, 0.04, 0.002)] * 12},
+    {"RTX-3090": 24 << 30},
+)
+
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: empty but for a profile."""
+    save(PROFILE, tmp_path / "p.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs hetpipe-plan with these arguments, which ends with ``code``; gives its output and its errors."""
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
+        monkeypatch.setattr(sys, "argv", ["hetpipe-plan", *arguments, *quiet])
+        if code:
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert end.value.code == code
+        else:
+            main()
+        return capsys.readouterr()
+
+    return run
+
+
+def test_devices_by_name(plan: Run, folder: Path) -> None:
+    said, _ = plan("profile=p.json", "devices=[RTX-3090,V100-16]", "hydra.run.dir=run")
+    assert said.startswith("twelve: ")
+    assert "here RTX-3090:0" in said
+    assert "here V100-16:1" in said
+    made = Plan.load(folder / "run" / "plan.json")
+    assert made.layers == tuple(layer.name for layer in LAYERS)
+    assert sorted(stage.device_name for stage in made.virtual_workers[0].stages) == ["RTX-3090", "V100-16"]
+    limits = {stage.device: stage.memory_limit_bytes for stage in made.virtual_workers[0].stages}
+    assert limits == {"RTX-3090:0": 24 << 30, "V100-16:1 (estimated)": 16 << 30}  # its memory is the catalogue's
+    assert list(made.problems()) == []
+    assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert f"plan     {folder / 'run' / 'plan.json'}" in said
+
+
+def test_a_cluster_of_ours_with_estimates(plan: Run) -> None:
+    said, _ = plan("profile=p.json", "cluster=mixed_box", "hydra.run.dir=run")
+    assert "box RTX-3090:0" in said
+    assert "times of RTX-2080-Ti are estimated from those of V100-16, by peak FLOP/s and memory bandwidth" in said
+    assert "~ is an estimate: of this device there are data sheets only, no measurements" in said
+
+
+def test_a_cluster_of_a_users(plan: Run, folder: Path) -> None:
+    (folder / "mine" / "cluster").mkdir(parents=True)
+    (folder / "mine" / "cluster" / "lab.yaml").write_text(
+        "_target_: lightning_hetpipe.Cluster\n"
+        "link: {bandwidth: 10 Gbit/s, latency: 50 us}\n"
+        "nodes:\n"
+        "- {name: one, devices: [2xRTX-3090], link: 12 GB/s}\n"
+        "- {name: two, devices: [{name: V100-16, memory: 15.5 GiB}]}\n"
+    )
+    said, _ = plan("--config-dir", "mine", "profile=p.json", "cluster=lab", "hydra.run.dir=run")
+    assert "one RTX-3090:0" in said
+    made = json.loads((folder / "run" / "plan.json").read_text())
+    assert {stage["node"] for stage in made["virtual_workers"][0]["stages"]} <= {"one", "two"}
+
+
+def test_what_the_strategy_is_to_be_told_holds(plan: Run, folder: Path) -> None:
+    plan("profile=p.json", "devices=[2xRTX-3090]", "strategy.in_flight=5", "ordered=true", "hydra.run.dir=run")
+    made = Plan.load(folder / "run" / "plan.json")
+    assert (made.in_flight, made.wave) == (5, 5)
+    assert [stage.device for stage in made.virtual_workers[0].stages] == ["RTX-3090:0", "RTX-3090:1"]
+
+
+def test_nothing_fits(plan: Run, folder: Path) -> None:
+    """Exit code 1, the nearest plan with the cells in which it fails, what would help, and no plan.json."""
+    save(
+        Profile("big", 1, [LayerBytes("a", 20 << 30, 1, 1)] * 2, {"RTX-3090": [Times(1, 1)] * 2}, {}),
+        folder / "big.json",
+    )
+    said, error = plan("profile=big.json", "devices=[RTX-3090]", "hydra.run.dir=run", code=1)
+    assert " GiB !" in said
+    assert "! stage 0: memory is" in said
+    assert "Nothing fits; this is the plan that lacks the least." in said
+    assert error == ""
+    assert not (folder / "run" / "plan.json").exists()
+
+
+def test_without_matplotlib_there_is_a_plan_and_no_picture(
+    plan: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said, _ = plan("profile=p.json", "devices=[RTX-3090]", "hydra.run.dir=run")
+    assert "no picture: drawing a timeline needs matplotlib" in said
+    assert (folder / "run" / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["profile=no.json"], "no.json cannot be read (No such file or directory); give another file"),
+        (
+            ["profile=p.json", "devices=[RTX-3O90]"],
+            "the profile of twelve has no times of 'RTX-3O90'; it has those of RTX-",
+        ),
+        (
+            ["profile=p.json", "cluster=mixed_bax"],
+            "cluster=mixed_bax does not exist among default, mixed_box; did you mean",
+        ),
+        (["profile=p.json", "devics=[RTX-3090]"], "devics is not a setting; did you mean devices?"),
+        (
+            ["profile=p.json", "devices=[]"],
+            "devices=[] names no device; give at least one, such as devices=[RTX-3090].",
+        ),
+        (
+            ["profile=p.json", "devices=[T4]", "cluster=mixed_box"],
+            "devices=['T4'] is given beside a cluster; leave one",
+        ),
+        (["profile=p.json", "devices=[T4]", "link=fast"], "Link.bandwidth='fast' must be a number and a unit, such as"),
+        (["profile=p.json", "devices=[T4]", "optimizer=adamm"], "optimizer='adamm' is none whose state is known"),
+        (["profile=p.json", "devices=[T4]", "ordered=2"], "ordered=2 must be true or false."),
+        (["profile=p.json", "devices=[T4]", "precision=8"], "precision=8 must be one of 32, 32-highest, 16"),
+        (
+            ["profile=p.json", "devices=[T4]", "synchronise=long"],
+            "synchronise='long' must be a number and a unit, such as",
+        ),
+        (
+            ["profile=p.json", "devices=[T4]", "strategy.stages=2"],
+            "strategy.stages=2 is what a plan says: it uses as many",
+        ),
+        (
+            ["profile=p.json", "devices=[T4]", "strategy.in_flight=0"],
+            "strategy.in_flight=0 must be a whole number of at",
+        ),
+        (
+            ["profile=p.json", "cluster=null"],
+            "cluster=null names no option of cluster; choose one of those that hetpipe-p",
+        ),
+        ([], "No model is configured; choose an experiment, such as experiment=digits."),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(plan: Run, arguments: list[str], says: str) -> None:
+    said, error = plan(*arguments, code=2)
+    assert error.startswith(f"hetpipe-plan: {says}")
+    assert error.splitlines()[1:] == ["(HYDRA_FULL_ERROR=1 shows where it was raised.)"]
+    assert said == ""
+
+
+def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:
+    (folder / "mine" / "cluster").mkdir(parents=True)
+    for text, says in [
+        (
+            "nodes: [{name: a, devices: [{name: T4, memry: 3}]}]",
+            "a Device has no 'memry'; it has name, memory, speed; did",
+        ),
+        (
+            "nodes: [{name: a, devices: [{name: T4, memory: 3 gigs}]}]",
+            "Device('T4').memory='3 gigs' has the unit 'gigs'",
+        ),
+        ("nodez: []", "cluster.nodez is not a setting; did you mean cluster.nodes?"),
+    ]:
+        (folder / "mine" / "cluster" / "lab.yaml").write_text(f"_target_: lightning_hetpipe.Cluster\n{text}\n")
+        _, error = plan("--config-dir", "mine", "profile=p.json", "cluster=lab", code=2)
+        assert error.startswith(f"hetpipe-plan: {says}")
+
+
+def test_help(plan: Run) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        plan("--help")
+
+
+def test_it_runs_as_a_module(folder: Path) -> None:
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.plan", "profile=p.json", "devices=[RTX-3090]"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "twelve: " in run.stdout
