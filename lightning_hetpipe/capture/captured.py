@@ -109,7 +109,7 @@ class Captured:
                 )
             if not self._variants:
                 held.take(tensors)
-            held.code.add(part.run, part.own, part.changes)
+            held.code.add(part.run, part.own, part.changes, part.text)
         self._variants.append(variant)
 
     def _tensors(self, part: Part, graph: fx.GraphModule) -> dict[str, Tensor]:

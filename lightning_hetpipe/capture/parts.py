@@ -28,6 +28,7 @@ class Part:
         own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
         changes: Those of them that it changes in place.
         run: Computes it; see :data:`~lightning_hetpipe.pipeline.graph_layer.Run`.
+        text: What it computes, as code.
     """
 
     call: str | None
@@ -36,6 +37,7 @@ class Part:
     own: Sequence[str]
     changes: Sequence[str]
     run: Run
+    text: str
 
 
 def parts(
@@ -93,6 +95,7 @@ def parts(
                 maker.own,
                 list(changed_buffers(group.nodes)),
                 run,
+                maker.text,
             )
         )
         given = kept
@@ -123,6 +126,7 @@ class _Maker:
         device: torch.device,
     ) -> None:
         self.own: list[str] = []
+        self.text = ""
         self._regions: list[fx.GraphModule] = []
         self._name = name
         self._owners = owners  # the first path of the module at each, as a shared one has several
@@ -152,6 +156,7 @@ class _Maker:
         self._graph.output(self._mapped(result))
         self._graph.lint()
         module = fx.GraphModule({}, self._graph)
+        self.text = "\n".join(each.code for each in (module, *self._regions))
         return functools.partial(module.forward, *self._regions)
 
     def _copied(self, node: fx.Node) -> fx.Node:

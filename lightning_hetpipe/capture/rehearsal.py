@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.chance import Chance, attach
@@ -13,7 +15,7 @@ from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
-from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, tensors_of
 from lightning_hetpipe.planning.timing import layer_times
 
 
@@ -32,43 +34,70 @@ def measure(
     try:
         return layer_times(
             [
-                _rehearsal(layer, value, piece, chance, default_dtype, device, backward)
+                (each.run if backward else each.infer)
                 for piece in pieces
                 for layer, value in zip(piece.layers, piece.inputs, strict=True)
+                for each in [Rehearsal(layer, value, piece, chance, default_dtype, device)]
             ]
         )
     finally:
         state.restore()
 
 
-def _rehearsal(
-    layer: Layer,
-    value: Value,
-    piece: Piece,
-    chance: Chance,
-    default_dtype: torch.dtype | None,
-    device: torch.device,
-    backward: bool,
-) -> Callable[[], None]:
-    scratch = copy_of(layer.module, None)
-    call = attach(scratch, layer.name)
-    parameters = list(scratch.parameters())
+class Rehearsal:
+    """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done."""
 
-    def run_forward() -> None:
-        with chance.minibatch(0), piece.autocast.opened(), creating(default_dtype):
-            call(value.tree([move(tensor, device).clone() for tensor in value.tensors]))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def __init__(
+        self,
+        layer: Layer,
+        value: Value,
+        piece: Piece,
+        chance: Chance,
+        default_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        there = all(tensor.device == device for tensor in [*layer.module.parameters(), *layer.module.buffers()])
+        self.scratch = copy_of(layer.module, None if there else device)
+        self.device = device
+        self._call = attach(self.scratch, layer.name)
+        self._parameters = list(self.scratch.parameters())
+        self._value, self._piece, self._chance, self._default_dtype = value, piece, chance, default_dtype
 
-    def run() -> None:
-        inputs = value.leaves(device)
-        own = [tensor.clone() for tensor in inputs]
+    def infer(self) -> None:
+        """A forward, in the mode of gradients that holds here."""
+        self._forward([move(tensor, self.device).clone() for tensor in self._value.tensors])
+        self._wait()
+
+    def run(self) -> None:
+        """Forward and backward."""
+        inputs, own = self.inputs()
+        self.backward(inputs, self.forward(own))
+
+    def inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh leaves, and copies of them for :meth:`forward`, since a layer may change what it is given."""
+        leaves = self._value.leaves(self.device)
         with torch.enable_grad():
-            with chance.minibatch(0), piece.autocast.opened(), creating(default_dtype):
-                outputs = tensors_of(call(value.tree(own)))
-            ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
-            gradients(outputs, ones, [*inputs, *parameters])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            return leaves, [tensor.clone() for tensor in leaves]
 
-    return run if backward else run_forward
+    def forward(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a forward in training."""
+        with torch.enable_grad():
+            outputs = tensors_of(self._forward(own))
+        self._wait()
+        return outputs
+
+    def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Gradients:
+        """Gradients of the leaves ``inputs``, and then of the weights."""
+        with torch.enable_grad():
+            ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
+            found = gradients(outputs, ones, [*inputs, *self._parameters])
+        self._wait()
+        return found
+
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+        with self._chance.minibatch(0), self._piece.autocast.opened(), creating(self._default_dtype):
+            return self._call(self._value.tree(tensors))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -41,20 +41,24 @@ class Code:
     Attributes:
         variants: For each variant of the graph the function, and the names of the layer's tensors that it takes.
         changes: The names of the buffers that one of them changes in place.
+        texts: What each computes, as code.
     """
 
     def __init__(self) -> None:
         self.variants: list[tuple[Run, Sequence[str]]] = []
         self.changes: set[str] = set()
+        self.texts: list[str] = []
 
     def clear(self) -> None:
         self.variants.clear()
         self.changes.clear()
+        self.texts.clear()
 
-    def add(self, run: Run, own: Sequence[str], changes: Sequence[str]) -> None:
+    def add(self, run: Run, own: Sequence[str], changes: Sequence[str], text: str = "") -> None:
         """Adds a variant; paths are those in the captured module."""
         self.variants.append((run, [own_name(path) for path in own]))
         self.changes.update(own_name(path) for path in changes)
+        self.texts.append(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
