@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.compiled import look_through
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.pieces import named_pieces
+from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.capture.watch import Watch
@@ -234,6 +235,8 @@ class Fit:
         assert self._outside is not None
         number = begun_minibatches(self._trainer)[0]
         pieces, devices = self._watch.pieces, self._settings.devices
+        if self._settings.study is not None:
+            self._settings.study(Study(pieces, self._chance, self._default_dtype(), self._trainer.optimizers[0]))
         layers = [layer for piece in pieces for layer in piece.layers]
         stages, asked = self._stages, self._settings.in_flight
         in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked

@@ -1,0 +1,131 @@
+"""Measures a model's layers on one device: how long each takes, and how many bytes it has."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.rehearsal import Rehearsal
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.memory import Counter
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.planning.profile import LayerBytes, Times
+
+WARM_UP = 2
+ROUNDS = 7
+"""Rounds of each layer that count, after those that warm up; their median is taken."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a watched step has shown of a model, from which it can be profiled.
+
+    Attributes:
+        pieces: With what each of their layers was given.
+        chance: Of random operations.
+        default_dtype: In the watched step; None for torch's own.
+        optimizer: The Trainer's.
+    """
+
+    pieces: Sequence[Piece]
+    chance: Chance
+    default_dtype: torch.dtype | None
+    optimizer: torch.optim.Optimizer | None
+
+    @property
+    def layers(self) -> list[tuple[Layer, Value, Piece]]:
+        """Each layer with what it was given."""
+        return [(*pair, piece) for piece in self.pieces for pair in zip(piece.layers, piece.inputs, strict=True)]
+
+    def on(
+        self, device: torch.device, now: Callable[[], float] = time.perf_counter
+    ) -> Iterator[tuple[LayerBytes, Times]]:
+        """Measures each layer on ``device``, one after another.
+
+        Weights, buffers and random states stay as they are. Layers are copied and measured one after another, so that a
+        device needs no more memory than the largest takes.
+
+        Args:
+            device: A CPU, or a GPU.
+            now: The clock, in seconds.
+        """
+        for layer, value, piece in self.layers:
+            state = ProcessState.current()
+            try:
+                rehearsal = Rehearsal(layer, value, piece, self.chance, self.default_dtype, device)
+                found = _bytes(layer, rehearsal), _times(rehearsal, _update(self.optimizer, rehearsal), now)
+            finally:
+                state.restore()
+            yield found
+
+
+def _bytes(layer: Layer, rehearsal: Rehearsal) -> LayerBytes:
+    scratch, (_, own) = rehearsal.scratch, rehearsal.inputs()
+    outputs, kept = Counter().kept(
+        own,
+        lambda: rehearsal.forward(own),
+        lambda: [*scratch.parameters(), *scratch.buffers()],
+    )
+    return LayerBytes(
+        layer.name,
+        sum(parameter.nbytes for parameter in scratch.parameters()),
+        kept.all,
+        sum(output.nbytes for output in outputs),
+    )
+
+
+def _times(rehearsal: Rehearsal, update: Callable[[], object], now: Callable[[], float]) -> Times:
+    rounds = []
+    for _ in range(WARM_UP + ROUNDS):
+        inputs, own = rehearsal.inputs()
+        began = now()
+        outputs = rehearsal.forward(own)
+        turned = now()
+        rehearsal.backward(inputs, outputs)
+        ended = now()
+        update()
+        rounds.append((turned - began, ended - turned, now() - ended))
+    return Times(*map(median, zip(*rounds[WARM_UP:], strict=True)))
+
+
+def _update(optimizer: torch.optim.Optimizer | None, rehearsal: Rehearsal) -> Callable[[], object]:
+    """A step of an optimizer like ``optimizer`` on such weights; nothing where it is none of torch's own."""
+    parameters = [nn.Parameter(each.detach().clone()) for each in rehearsal.scratch.parameters() if each.requires_grad]
+    if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):
+        return lambda: None
+    known = inspect.signature(type(optimizer)).parameters
+    like = type(optimizer)(parameters, **{key: value for key, value in optimizer.defaults.items() if key in known})
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        like.step()
+        if rehearsal.device.type == "cuda":
+            torch.cuda.synchronize(rehearsal.device)
+
+    return step
+
+
+def code_of(module: nn.Module) -> str:
+    """A hash that changes with what ``module`` computes, as far as its code, its graph and its ``repr`` say."""
+    parts = [repr(module)]
+    for each in module.modules():
+        if isinstance(each, GraphLayer):
+            parts += each.code.texts
+        else:
+            try:
+                parts.append(inspect.getsource(type(each)))
+            except (OSError, TypeError):  # typed at a prompt, say
+                parts.append(f"{type(each).__module__}.{type(each).__qualname__}")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
