@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ def enter(application: Callable[[], Any], program: Program) -> None:
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
+    # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     asked_for_all = wants_all()
     try:
         with errors_passed_on():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig, ListConfig, OmegaConf
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from tqdm import tqdm
 
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.building import built
@@ -16,16 +21,30 @@ from lightning_hetpipe.cli.errors import FAILED
 from lightning_hetpipe.cli.program import PLAN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning import profile_file
-from lightning_hetpipe.planning.catalogue import PRECISIONS
+from lightning_hetpipe.planning.catalogue import PRECISIONS, known
 from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile import Profile
+from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search import Choice, best_plan
 from lightning_hetpipe.planning.units import in_bytes, seconds_of
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.strategy.profiler import ProfilingStrategy, Progress
+from lightning_hetpipe.strategy.profiler import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, switch
+
+_QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "barebones": False,
+    "fast_dev_run": False,
+}
+"""What the Trainer does besides training, which measuring layers needs nothing of."""
 
 _unfit: list[Choice] = []
 """What a job found that does not fit."""
@@ -60,14 +79,14 @@ def run(config: DictConfig) -> float | None:
     _check(config)
     in_flight = count("in_flight", config.strategy.get("in_flight", "auto"))
     recompute = switch("recompute", config.strategy.get("recompute", False))
-    profile = _profile(config)
-    cluster, nominal = _cluster(config, profile)
+    measured, optimizer = _profile(config)
+    cluster, nominal = _cluster(config, measured)
     devices = [spot.device for spot in cluster.spots]
-    profile = profile.with_estimates(devices, str(config.precision))
+    profile = measured.with_estimates(devices, str(config.precision))
     choice = best_plan(
         profile,
         cluster,
-        optimizer=config.optimizer,
+        optimizer=optimizer,
         ordered=config.ordered,
         in_flight=None if in_flight == "auto" else in_flight,
         recompute=recompute,
@@ -84,6 +103,9 @@ def run(config: DictConfig) -> float | None:
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
     print(f"\nplan     {folder / 'plan.json'}\n{_picture(choice, folder)}")
+    if config.profile is None:
+        profile_file.save(measured, folder / "profile.json")
+        print(f"profile  {folder / 'profile.json'}")
     return choice.rate
 
 
@@ -99,22 +121,57 @@ def _check(config: DictConfig) -> None:
         raise SettingError(f"devices={config.devices} is given beside a cluster; leave one of them out.")
     if isinstance(config.optimizer, bool) or not isinstance(config.optimizer, str | int | float):
         raise SettingError(f"optimizer={config.optimizer} must be a name, such as adam, or a number.")
-    if isinstance(config.strategy.get("stages"), int):
-        raise SettingError(
+    if any(re.match(r"\+*strategy\.stages=", each) for each in HydraConfig.get().overrides.task):
+        raise SettingError(  # an experiment's are those that it has without a plan
             f"strategy.stages={config.strategy.stages} is what a plan says: it uses as many of the devices as are of"
             " use; leave strategy.stages out, and give fewer devices for fewer stages."
         )
 
 
-def _profile(config: DictConfig) -> Profile:
-    if config.profile is None:
+def _profile(config: DictConfig) -> tuple[Profile, str | float]:
+    """The profile of the file, or of the model; and the optimizer, whose state takes memory, too."""
+    asked: str | float = config.optimizer
+    if config.profile is not None:
+        if not isinstance(config.profile, str):
+            raise SettingError(f"profile={config.profile} must be the path of a file.")
+        return profile_file.load(config.profile), "adam" if asked == "auto" else asked
+    profile, own = _measured(config)
+    if asked == "auto" and own is None:
         raise SettingError(
-            "profile=null asks to measure a model, which is not available yet; give profile=FILE, with the times of its"
-            " layers."
+            "optimizer=auto: what state the model's optimizer keeps is not known; give optimizer=N, the bytes of it for"
+            " each byte of the weights."
         )
-    if not isinstance(config.profile, str):
-        raise SettingError(f"profile={config.profile} must be the path of a file.")
-    return profile_file.load(config.profile)
+    return profile, asked if own is None or asked != "auto" else own
+
+
+def _measured(config: DictConfig) -> tuple[Profile, str | None]:
+    """Runs the model's first minibatch as hetpipe-train would, and measures the layers."""
+    config = deepcopy(config)
+    if config.get("seed") is not None:
+        L.seed_everything(config.seed, workers=True, verbose=False)
+    kept = {key: config.strategy[key] for key in ("module", "timeout") if key in config.strategy}
+    with open_dict(config):
+        config.trainer.pop("callbacks", None)
+        config.trainer.update(_QUIET)
+        config.trainer.pop("strategy", None)
+    strategy = ProfilingStrategy(ProfileCache(), _progress(), **kept)
+    model = built(config, "model", L.LightningModule)
+    data = built(config, "data", L.LightningDataModule)
+    trainer = built(config, "trainer", L.Trainer, strategy=strategy)
+    return profile_model(trainer, model, datamodule=data)
+
+
+def _progress() -> Progress:
+    bar: tqdm[Any] = tqdm(unit="layer", leave=False, disable=None, file=sys.stderr)
+
+    def show(device: str, done: int, of: int) -> None:
+        bar.set_description(f"measuring on {device}", refresh=False)
+        bar.total, bar.n = of, done
+        bar.refresh()
+        if done == of:
+            bar.close()
+
+    return show
 
 
 def _cluster(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:
@@ -142,8 +199,11 @@ def _remarks(choice: Choice, profile: Profile) -> list[str]:
     lines = [f"- {reason}" for reason in choice.reasons]
     for spot in choice.idle:
         lines.append(f"- {_named(spot.device, spot.number)} is not used: the plan is no better with it")
-    for name, base in profile.estimated.items():
-        lines.append(f"- the times of {name} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")
+    for base in dict.fromkeys(profile.estimated.values()):
+        names = ", ".join(name for name, other in profile.estimated.items() if other == base)
+        lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")
+        if known(base) is None:
+            lines.append(f"- {base} stands for the fastest of them: their ratios are estimates, seconds are of {base}")
     return ["", *lines] if lines else []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -75,8 +74,6 @@ def run(config: DictConfig) -> float | None:
         SIGTERMException: if the process was told to end, with Lightning's own clean-up done.
     """
     settings.check(config)
-    # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
     config = deepcopy(config)  # of which the caller may still want to say what stood where

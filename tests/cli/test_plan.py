@@ -13,7 +13,7 @@ import pytest
 from lightning_hetpipe import Plan
 from lightning_hetpipe.cli.plan import main
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_file import save
+from lightning_hetpipe.planning.profile_file import load, save
 
 MIB = 1 << 20
 LAYERS = [LayerBytes(f"layer_{n}", 10 * MIB, 40 * MIB, MIB) for n in range(12)]
@@ -73,7 +73,10 @@ def test_devices_by_name(plan: Run, folder: Path) -> None:
 def test_a_cluster_of_ours_with_estimates(plan: Run) -> None:
     said, _ = plan("profile=p.json", "cluster=mixed_box", "hydra.run.dir=run")
     assert "box RTX-3090:0" in said
-    assert "times of RTX-2080-Ti are estimated from those of V100-16, by peak FLOP/s and memory bandwidth" in said
+    assert (
+        "times of RTX-2080-Ti, Quadro-RTX-4000 are estimated from those of V100-16, by peak FLOP/s and memory bandwidth"
+        in said
+    )
     assert "~ is an estimate: of this device there are data sheets only, no measurements" in said
 
 
@@ -97,6 +100,29 @@ def test_what_the_strategy_is_to_be_told_holds(plan: Run, folder: Path) -> None:
     made = Plan.load(folder / "run" / "plan.json")
     assert (made.in_flight, made.wave) == (5, 5)
     assert [stage.device for stage in made.virtual_workers[0].stages] == ["RTX-3090:0", "RTX-3090:1"]
+
+
+def test_a_model_is_measured_on_this_machine(plan: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the second plan takes the profile from the cache, and a third one from the file that the first has left."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
+    small = ["experiment=digits", "strategy.in_flight=2", "hydra.run.dir=run"]
+    said, _ = plan(*small, "devices=[RTX-3090,T4]")
+    assert said.startswith("ResNet: 2 minibatches in flight")
+    assert "- cpu stands for the fastest of them" in said
+    profile = load(folder / "run" / "profile.json")
+    assert (profile.samples, list(profile.times)) == (32, ["cpu"])
+    assert all(each.forward > 0 and each.backward > 0 for each in profile.times["cpu"])
+    (kept,) = (folder / "cache" / "profiles").iterdir()
+    before = kept.stat().st_mtime_ns
+    plan(*small, "devices=[T4,RTX-3090]")
+    assert [each.stat().st_mtime_ns for each in (folder / "cache" / "profiles").iterdir()] == [before]
+    said, _ = plan("profile=run/profile.json", "devices=[cpu]", "hydra.run.dir=again")
+    assert "cpu:0" in said
+
+
+def test_stages_of_an_experiment_are_those_without_a_plan(plan: Run) -> None:
+    _, error = plan("experiment=digits", "strategy.stages=2", code=2)
+    assert error.startswith("hetpipe-plan: strategy.stages=2 is what a plan says")
 
 
 def test_nothing_fits(plan: Run, folder: Path) -> None:
