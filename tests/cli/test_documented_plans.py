@@ -1,0 +1,75 @@
+"""The commands, the cluster and the program of docs/planning.md do what it says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe import Plan
+from lightning_hetpipe.planning import catalogue
+from lightning_hetpipe.planning.profile_file import save
+from tests.cli.test_plan import PROFILE, Run, folder, plan
+
+__all__ = ["folder", "plan"]
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+COMMANDS = re.findall(r"^    hetpipe-plan (.*)$", DOCUMENT, re.M)
+((LAB, _),) = re.findall(r"^```yaml\n(# (lab\.yaml)\n.*?)^```", DOCUMENT, re.M | re.S)
+((PROGRAM, _),) = re.findall(r"^```python\n(# (plan\.py)\n.*?)^```", DOCUMENT, re.M | re.S)
+
+
+@pytest.fixture
+def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the document speaks of: a profile and a cluster of one's own."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
+    save(PROFILE, folder / "profile.json")
+    (folder / "mine" / "cluster").mkdir(parents=True)
+    (folder / "mine" / "cluster" / "lab.yaml").write_text(LAB)
+    return folder
+
+
+def test_there_are_these() -> None:
+    assert len(COMMANDS) == 7
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.slow] * ("experiment=" in each)) for each in COMMANDS]
+)
+def test_the_command(plan: Run, prepared: Path, command: str) -> None:
+    arguments = shlex.split(command)
+    said, error = plan(*arguments)
+    assert "in flight, " in said
+    assert "Traceback" not in error
+    made = list(prepared.rglob("plan.json"))
+    assert len(made) == (3 if "-m" in arguments else 1)
+    for each in made:
+        Plan.load(each).check()
+        assert each.with_name("plan.png").exists()
+        assert each.with_name("profile.json").exists() == ("profile=profile.json" not in arguments)
+
+
+def test_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan.py").write_text(PROGRAM)
+    runpy.run_path("plan.py", run_name="__main__")
+    assert "box RTX-3090:0" in capsys.readouterr().out
+    Plan.load(folder / "plan.json").check()
+
+
+def test_the_list_of_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r'^    python -c "(.*)"$', DOCUMENT, re.M)
+    exec(code, {})
+    assert capsys.readouterr().out.split() == list(catalogue.gpus())
+
+
+def test_the_error_of_estimates_is_the_one_that_is_measured() -> None:
+    """See tests/planning/test_catalogue.py, which measures the docstring's."""
+    figures = r"factor of (1\.\d\d) on average,? and of (1\.\d\d) at\s+worst"
+    said = re.search(figures, " ".join((catalogue.relative_speed.__doc__ or "").split()))
+    documented = re.search(figures, " ".join(DOCUMENT.split()))
+    assert said is not None
+    assert documented is not None
+    assert documented.groups() == said.groups()
