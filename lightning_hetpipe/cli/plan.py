@@ -217,13 +217,14 @@ def _help(choice: Choice) -> list[str]:
         return []
     lines = []
     if found.in_flight is not None:
-        lines.append(f"- strategy.in_flight={found.in_flight} fits, and no more")
+        lines.append(f"- strategy.in_flight={found.in_flight}, or fewer")
     if found.recompute is not None:
-        lines.append(f"- strategy.recompute=true fits, with strategy.in_flight={found.recompute} at most")
-    for stage, lacking in sorted(found.lacking.items()):
-        spot = choice.stages[stage].spot
-        lines.append(f"- {in_bytes(lacking)} more on {_named(spot.device, spot.number)}, for stage {stage}")
-    return ["Of these, each would help:", *lines] if lines else []
+        lines.append(f"- strategy.recompute=true, with strategy.in_flight={found.recompute} or fewer")
+    if found.lacking:
+        spots = {stage: choice.stages[stage].spot for stage in sorted(found.lacking)}
+        more = [f"{in_bytes(found.lacking[n])} on {_named(spot.device, spot.number)}" for n, spot in spots.items()]
+        lines.append(f"- more memory: {' and '.join(more)}")
+    return ["It would fit with", *lines] if lines else []
 
 
 def _picture(choice: Choice, folder: Path) -> str:
