@@ -19,9 +19,9 @@ from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.errors import FAILED
 from lightning_hetpipe.cli.program import PLAN
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.planning import profile_file
-from lightning_hetpipe.planning.catalogue import PRECISIONS, known
+from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
 from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile import Profile
@@ -93,7 +93,8 @@ def run(config: DictConfig) -> float | None:
         synchronise=_seconds(config.synchronise),
     )
     names = [layer.name for layer in profile.layers]
-    plan = Plan.of(choice, profile.model, names, cluster, {*profile.estimated, *nominal})
+    guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
+    plan = Plan.of(choice, profile.model, names, cluster, guessed | nominal)
     print(plan, *_remarks(choice, profile), sep="\n")
     if not choice.fits:
         print("\n" + "\n".join(["Nothing fits; this is the plan that lacks the least.", *_help(choice)]))
@@ -180,6 +181,13 @@ def _cluster(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:
         given = config.devices if isinstance(config.devices, ListConfig) else [config.devices]
         link: Any = OmegaConf.to_container(config.link) if isinstance(config.link, DictConfig) else config.link
         cluster = Cluster([Node("here", [*map(str, given)], link)])
+        for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
+            if known(name) is None:
+                names = {*profile.times, *gpus()}
+                raise SettingError(
+                    f"devices=[{name}] is neither in the profile, which has {', '.join(sorted(profile.times))}, nor in"
+                    f" the catalogue of GPUs{nearest(name, names)}"
+                )
     elif config.cluster is None:
         cluster = found_cluster()
     else:

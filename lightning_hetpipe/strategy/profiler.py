@@ -62,8 +62,9 @@ class ProfilingStrategy(HetPipeStrategy):
         assert self.lightning_module is not None
         devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
         model, samples = type(self.lightning_module).__name__, batch_size(self._batch)
-        names = {spot.device.name: device for device in devices for spot in found_cluster([device]).spots}
-        for name, device in names.items():  # one of each type
+        found = {spot.device: device for device in devices for spot in found_cluster([device]).spots}
+        memory = {each.name: each.memory for each in found if each.memory is not None}
+        for name, device in {each.name: device for each, device in found.items()}.items():  # one of each type
             conditions = self._conditions(study, name)
             one = None if self._cache is None else self._cache.get(conditions.key())
             if one is None:
@@ -72,6 +73,8 @@ class ProfilingStrategy(HetPipeStrategy):
                     self._cache.put(conditions.key(), one)
             one = replace(one, model=model)
             self.found = one if self.found is None else self.found.joined(one)
+        assert self.found is not None
+        self.found = replace(self.found, memory=memory)
         self.optimizer_name = optimizer_name(self.optimizers[0])
         raise _Studied
 

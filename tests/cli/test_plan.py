@@ -154,7 +154,7 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
         (["profile=no.json"], "no.json cannot be read (No such file or directory); give another file"),
         (
             ["profile=p.json", "devices=[RTX-3O90]"],
-            "the profile of twelve has no times of 'RTX-3O90'; it has those of RTX-",
+            "devices=[RTX-3O90] is neither in the profile, which has RTX-3090, V100-16, nor in the catalogue",
         ),
         (
             ["profile=p.json", "cluster=mixed_bax"],
