@@ -18,7 +18,7 @@ from lightning_hetpipe.planning.units import in_bytes
 VERSION = 1
 
 _ESTIMATED = " (estimated)"
-_DEVICE = re.compile(r"(?P<name>.+):(?P<number>\d+)(?P<estimated> \(estimated\))?")
+_DEVICE = re.compile(r"(?P<name>.+):(?P<number>\d+)(?P<estimated> \(estimated\))?", re.DOTALL)
 
 
 @dataclass(frozen=True)

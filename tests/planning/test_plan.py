@@ -89,6 +89,7 @@ def test_devices_by_name_and_number() -> None:
     assert (SECOND.device_name, SECOND.device_number, SECOND.place, SECOND.estimated) == ("T4", 1, "T4:1", True)
     assert (FIRST.device_name, FIRST.device_number, FIRST.estimated) == ("RTX-3090", 0, False)
     assert replace(FIRST, device="cuda").device_number is None
+    assert replace(FIRST, device="\n:0").device_name == "\n"  # whatever people call one
 
 
 def test_the_table() -> None:
