@@ -125,6 +125,11 @@ def test_stages_of_an_experiment_are_those_without_a_plan(plan: Run) -> None:
     assert error.startswith("hetpipe-plan: strategy.stages=2 is what a plan says")
 
 
+def test_without_the_strategys_section(plan: Run, folder: Path) -> None:
+    plan("profile=p.json", "devices=[RTX-3090]", "strategy=plain", "hydra.run.dir=run")
+    assert (folder / "run" / "plan.json").exists()
+
+
 def test_nothing_fits(plan: Run, folder: Path) -> None:
     """Exit code 1, the nearest plan with the cells in which it fails, what would help, and no plan.json."""
     save(
@@ -189,7 +194,11 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
             ["profile=p.json", "cluster=null"],
             "cluster=null names no option of cluster; choose one of those that hetpipe-p",
         ),
-        ([], "No model is configured; choose an experiment, such as experiment=digits."),
+        ([], "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"),
+        (
+            ["profile=p.json", "devices=[T4]", "strategy.virtual_workers=2"],
+            "strategy.virtual_workers=2: plans are of one virtual worker in this release; leave it out",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(plan: Run, arguments: list[str], says: str) -> None:

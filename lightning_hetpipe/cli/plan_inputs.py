@@ -1,0 +1,159 @@
+"""What hetpipe-plan plans for: its settings checked, a profile of the model, and the devices."""
+
+from __future__ import annotations
+
+import re
+import sys
+from copy import deepcopy
+from typing import Any
+
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from tqdm import tqdm
+
+from lightning_hetpipe.cli import settings
+from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.cli.program import PLAN
+from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.planning import profile_file
+from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
+from lightning_hetpipe.planning.cluster import Cluster, Node
+from lightning_hetpipe.planning.profile import Profile
+from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.units import seconds_of
+from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.strategy.profiler import ProfilingStrategy, Progress
+from lightning_hetpipe.strategy.profiler import profile as profile_model
+from lightning_hetpipe.strategy.settings import count, switch
+
+_QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "barebones": False,
+    "fast_dev_run": False,
+}
+"""What the Trainer does besides training, which measuring layers needs nothing of."""
+
+
+def check(config: DictConfig) -> None:
+    """Refuses settings that are unknown, missing or of the wrong kind.
+
+    Raises:
+        SettingError: one sentence that names the setting.
+    """
+    if config.get("profile") is None and config.get("model") is None:
+        raise SettingError(
+            "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
+            " experiment=digits."
+        )
+    settings.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
+    if not isinstance(config.ordered, bool):
+        raise SettingError(f"ordered={config.ordered} must be true or false.")
+    if config.devices == []:
+        raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
+    if str(config.precision) not in PRECISIONS:
+        raise SettingError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}.")
+    if config.devices is not None and config.cluster is not None:
+        raise SettingError(f"devices={config.devices} is given beside a cluster; leave one of them out.")
+    if isinstance(config.optimizer, bool) or not isinstance(config.optimizer, str | int | float):
+        raise SettingError(f"optimizer={config.optimizer} must be a name, such as adam, or a number.")
+    if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
+        raise SettingError(
+            f"strategy.virtual_workers={workers}: plans are of one virtual worker in this release; leave it out, and"
+            " plan each with devices of its own."
+        )
+    if any(re.match(r"\+*strategy\.stages=", each) for each in HydraConfig.get().overrides.task):
+        raise SettingError(  # an experiment's are those that it has without a plan
+            f"strategy.stages={config.strategy.stages} is what a plan says: it uses as many of the devices as are of"
+            " use; leave strategy.stages out, and give fewer devices for fewer stages."
+        )
+
+
+def profile_of(config: DictConfig) -> tuple[Profile, str | float]:
+    """The profile of the file, or of the model; and the optimizer, whose state takes memory, too."""
+    asked: str | float = config.optimizer
+    if config.profile is not None:
+        if not isinstance(config.profile, str):
+            raise SettingError(f"profile={config.profile} must be the path of a file.")
+        return profile_file.load(config.profile), "adam" if asked == "auto" else asked
+    profile, own = _measured(config)
+    if asked == "auto" and own is None:
+        raise SettingError(
+            "optimizer=auto: what state the model's optimizer keeps is not known; give optimizer=N, the bytes of it for"
+            " each byte of the weights."
+        )
+    return profile, asked if own is None or asked != "auto" else own
+
+
+def _measured(config: DictConfig) -> tuple[Profile, str | None]:
+    """Runs the model's first minibatch as hetpipe-train would, and measures the layers."""
+    config = deepcopy(config)
+    if config.get("seed") is not None:
+        L.seed_everything(config.seed, workers=True, verbose=False)
+    defaults = {"module": None, "timeout": 300}
+    kept = {key: of_strategy(config, key, default) for key, default in defaults.items()}
+    with open_dict(config):
+        config.trainer.pop("callbacks", None)
+        config.trainer.update(_QUIET)
+        config.trainer.pop("strategy", None)
+    strategy = ProfilingStrategy(ProfileCache(), _progress(), **kept)
+    model = built(config, "model", L.LightningModule)
+    data = built(config, "data", L.LightningDataModule)
+    trainer = built(config, "trainer", L.Trainer, strategy=strategy)
+    return profile_model(trainer, model, datamodule=data)
+
+
+def _progress() -> Progress:
+    bar: tqdm[Any] = tqdm(unit="layer", leave=False, disable=None, file=sys.stderr)
+
+    def show(device: str, done: int, of: int) -> None:
+        bar.set_description(f"measuring on {device}", refresh=False)
+        bar.total, bar.n = of, done
+        bar.refresh()
+        if done == of:
+            bar.close()
+
+    return show
+
+
+def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:
+    """The devices, and the names of those whose memory a data sheet says."""
+    if config.devices is not None:
+        given = config.devices if isinstance(config.devices, ListConfig) else [config.devices]
+        link: Any = OmegaConf.to_container(config.link) if isinstance(config.link, DictConfig) else config.link
+        cluster = Cluster([Node("here", [*map(str, given)], link)])
+        for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
+            if known(name) is None:
+                names = {*profile.times, *gpus()}
+                raise SettingError(
+                    f"devices=[{name}] is neither in the profile, which has {', '.join(sorted(profile.times))}, nor in"
+                    f" the catalogue of GPUs{nearest(name, names)}"
+                )
+    elif config.cluster is None:
+        cluster = found_cluster()
+    else:
+        cluster = built(config, "cluster", Cluster)
+    measured = cluster.with_memory(profile.memory, catalogue=False)
+    filled = measured.with_memory(profile.memory)
+    pairs = zip(measured.spots, filled.spots, strict=True)
+    return filled, {one.device.name for one, other in pairs if one.device.memory != other.device.memory}
+
+
+def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
+    """A setting of the strategy; its default where another one is configured."""
+    return OmegaConf.select(config, f"strategy.{key}", default=default)
+
+
+def wanted(config: DictConfig) -> dict[str, Any]:
+    """What ``best_plan`` is to be told besides devices and optimizer."""
+    in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
+    return {
+        "in_flight": None if in_flight == "auto" else in_flight,
+        "recompute": switch("recompute", of_strategy(config, "recompute", False)),
+        "ordered": config.ordered,
+        "synchronise": seconds_of(str(config.synchronise), "synchronise"),
+    }
