@@ -106,6 +106,7 @@ class ProfilingStrategy(HetPipeStrategy):
             settings={
                 "threads": str(torch.get_num_threads()),
                 "matmul": torch.get_float32_matmul_precision(),
+                "deterministic": str(torch.are_deterministic_algorithms_enabled()),
                 "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
             },
         )
