@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.compiling import Compiling, Exclusively
 from lightning_hetpipe.pipeline.lanes import Lane, Lanes, Mark, move
 from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.minibatch import Minibatch
@@ -62,10 +63,6 @@ BeforePass = Callable[[int, str, int], Callable[[], None] | None]
 What it returns, if anything, is called when that is computed, and before it is handed on. A stage's own thread calls
 it; for the loss, which the last stage has between forward and backward, the minibatch's.
 """
-
-
-Exclusively = Callable[[int, str], AbstractContextManager[None]]
-"""Given a minibatch's number and who asks: within it no user code runs, and no other thread computes."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class Stage:
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.lane = lanes.on(device)
-        self.compile_seconds = 0.0
+        self.compiling = Compiling(index, exclusively)
         self.memory = Memory()
         self._outside = lanes.outside
         self._published: dict[int, Mark | None] = {}
@@ -182,10 +179,8 @@ class Stage:
         self._settings = settings
         self._patience = patience
         self._quiet = quiet
-        self._exclusively = exclusively
         self._done = done
         self._doing: tuple[Task, float] | None = None
-        self._compiling = False
         self._left: dict[tuple[int, int], Left | LeftInputs] = {}
         self._worker: Worker[Task] | None = None
         self.copy_layers()
@@ -248,10 +243,9 @@ class Stage:
             return f"stage {self.index} is idle"
         task, since = doing
         segment = self._parts[task.instruction.segment.index].describe()
-        if self._compiling:
-            return f"stage {self.index} has compiled {segment} for {time.monotonic() - since:.1f} s"
+        verb = "compiled" if self.compiling.at_work else "run"
         return (
-            f"stage {self.index} has run the {task.instruction.work.value} of minibatch {task.minibatch.number}"
+            f"stage {self.index} has {verb} the {task.instruction.work.value} of minibatch {task.minibatch.number}"
             f" ({segment}) for {time.monotonic() - since:.1f} s"
         )
 
@@ -310,8 +304,7 @@ class Stage:
         self.lane.join(mark, value.tensors)
         part = self._parts[segment.index]
         kind = part.kind(minibatch, value)
-        alone = self._alone(part, minibatch) if part.compiles(kind) else _NOTHING
-        with alone, self._computing(Work.FORWARD, minibatch):
+        with self._alone(part.compiles(kind), part, minibatch), self._computing(Work.FORWARD, minibatch):
             inputs = value.leaves(self.device)
             left: Left | LeftInputs
             output, left = part.forward(minibatch, value, inputs, kind)
@@ -328,8 +321,8 @@ class Stage:
         self.lane.join(mark, [gradient for gradient in given if gradient is not None])
         part = self._parts[segment.index]
         left = self._left.pop((minibatch.number, segment.index))
-        alone = self._alone(part, minibatch) if part.compiles(left.kind, backward=True) else _NOTHING
-        with alone, self._computing(Work.BACKWARD, minibatch):
+        compiles = part.compiles(left.kind, backward=True)
+        with self._alone(compiles, part, minibatch), self._computing(Work.BACKWARD, minibatch):
             given = [None if g is None else move(g, self.device) for g in given]
             own = part.parameters[self.ring.place(minibatch.version)]
             if isinstance(left, LeftInputs):
@@ -357,16 +350,8 @@ class Stage:
         """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""
         return Loss(self, self._settings.before_pass, minibatch)
 
-    @contextmanager
-    def _alone(self, part: Part, minibatch: Minibatch) -> Iterator[None]:
-        """Around what may compile ``part``."""
-        with self._exclusively(minibatch.number, f"stage {self.index}, which is to compile {part.describe()},"):
-            self._compiling, started = True, time.perf_counter()
-            try:
-                yield
-            finally:
-                self._compiling = False
-                self.compile_seconds += time.perf_counter() - started
+    def _alone(self, compiles: bool, part: Part, minibatch: Minibatch) -> AbstractContextManager[None]:
+        return self.compiling.alone(part.describe(), minibatch.number) if compiles else _NOTHING
 
     def _computing(self, work: Work, minibatch: Minibatch) -> Pass:
         return Pass(self, self._quiet, self._settings.before_pass, _WORDS[work], minibatch.number)
@@ -378,6 +363,7 @@ class Stage:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
 _WORDS = {work: work.value for work in Work}  # to ask the enumeration takes as long as to add two small tensors
 
 

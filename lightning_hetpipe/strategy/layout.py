@@ -70,7 +70,7 @@ class Layout:
                     memory_bytes=memories[index].total.most,
                     held=memories[index].minibatches.most,
                     device_bytes=device_bytes(device),
-                    compile_s=engine.stages[index].compile_seconds,
+                    compile_s=engine.stages[index].compiling.seconds,
                 )
                 for index, device in enumerate(self.devices)
             ],
