@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -143,7 +143,8 @@ class Room:
         in_flight: Nm.
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again.
-        loads: By the distance from the last stage, what a stage there holds at the most; beyond, as the last of them.
+        loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
+            of them.
         besides: Bytes that each device has besides, to see by how much plans do not fit.
     """
 
@@ -154,7 +155,7 @@ class Room:
         in_flight: int,
         state: float,
         recompute: bool,
-        loads: Sequence[Load],
+        loads: Sequence[Collection[Load]],
         besides: int = 0,
     ) -> None:
         self._layers = layers
@@ -162,9 +163,9 @@ class Room:
         self._in_flight = in_flight
         self._state = state
         self._recompute = recompute
-        self._loads = loads
+        self._loads = [frozenset(each) for each in loads]
         self._besides = besides
-        self._known: dict[tuple[Load, int], Ticks | None] = {}
+        self._known: dict[tuple[frozenset[Load], int], Ticks | None] = {}
 
     def reach(self, kind: int, distance: int) -> Ticks | None:
         """By the boundary at which a stage starts, the last at which it may end; None where memory is no limit.
@@ -173,13 +174,13 @@ class Room:
             kind: Of its device.
             distance: From the last stage, which is at 0.
         """
-        load = self._loads[min(distance, len(self._loads) - 1)]
+        loads = self._loads[min(distance, len(self._loads) - 1)]
         limit = self._limits[kind]
         if limit is None:
             return None
-        key = load, limit
+        key = loads, limit
         if key not in self._known:
-            fits = self._bytes(load) <= limit + self._besides
+            fits = np.logical_and.reduce([self._bytes(load) <= limit + self._besides for load in loads])
             # A longer stage takes no less, so that of each start's ends those that fit come first.
             ends = np.arange(len(fits)) + np.count_nonzero(fits, axis=1)
             self._known[key] = None if (ends == len(fits) - 1).all() else ends

@@ -13,6 +13,9 @@ from lightning_hetpipe.planning.simulate import Load, Simulation, StageTimes, si
 WAVES = 6
 """Simulated, each of Nm minibatches. In the first two the pipeline fills, and in the last it drains."""
 
+INSTANT = 1e-12
+"""Seconds that are none: layers may be said to take no time."""
+
 MINIBATCHES = 48
 """Simulated at the least."""
 
@@ -26,7 +29,8 @@ class ChosenStage:
         first, last: Its layers, both inclusive, by their index in the profile.
         times: What it takes for one minibatch; ``times.total`` of the slowest stage is T_max.
         memory: What it takes of its device.
-        load: The most minibatches whose activations it holds at once, and the most whose gradients wait at once.
+        held: The most minibatches whose activations it holds at once.
+        load: What it holds when it takes most.
     """
 
     spot: Spot
@@ -34,12 +38,8 @@ class ChosenStage:
     last: int
     times: StageTimes
     memory: StageMemory
+    held: int
     load: Load
-
-    @property
-    def held(self) -> int:
-        """The most minibatches whose activations it holds at once."""
-        return self.load.held
 
     @property
     def limit(self) -> int | None:
@@ -119,13 +119,16 @@ def outlook(
     run = simulate(times, in_flight, waves * in_flight, step=step, synchronise=synchronise)
     stages = []
     for index, (spot, first, after) in enumerate(zip(spots, cuts, ends, strict=True)):
-        loads = {load for _, load in run.loads(index)}
         sizes = Sizes.of(profile.layers, first, after - 1)
-        memory = stage_memory(sizes, in_flight, loads, state=state, recompute=recompute)
-        most = Load(max(load.held for load in loads), max(load.waiting for load in loads))
-        stages.append(ChosenStage(spot, first, after - 1, times[index], memory, most))
+        taken = {
+            load: stage_memory(sizes, in_flight, [load], state=state, recompute=recompute)
+            for load in sorted({load for _, load in run.loads(index)})
+        }
+        most = max(taken, key=lambda load: taken[load].total)
+        stages.append(ChosenStage(spot, first, after - 1, times[index], taken[most], run.held[index], most))
     begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
-    rate = (end - begin) / (run.published[end - 1] - run.published[begin - 1])
+    seconds = run.published[end - 1] - run.published[begin - 1]
+    rate = (end - begin) / max(seconds, INSTANT)
     return Outlook(tuple(stages), in_flight, recompute, rate, run)
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.costs import NEVER, Costs, Room, kinds_of
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load
+
+LIGHTEST = (Load(1, 0, 1), Load(0, 1, 0))
+"""What every stage holds: a minibatch at the end of its forward, gradients at the end of its backward."""
 
 
 def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -138,14 +141,18 @@ class Dividing:
         self.exact = True
 
     def divide(
-        self, in_flight: int = 1, loads: Sequence[Load] = (Load(1, 1),), besides: int = 0, at_least: int = 0
+        self,
+        in_flight: int = 1,
+        loads: Sequence[Collection[Load]] = (LIGHTEST,),
+        besides: int = 0,
+        at_least: int = 0,
     ) -> Division | None:
         """The stages with the least T_max; None if none have room.
 
         Args:
             in_flight: Nm.
-            loads: The memory bound: by the distance from the last stage, what a stage there holds at the most; beyond,
-                as the last of them.
+            loads: The memory bound: by the distance from the last stage, what a stage there holds at one time or
+                another; beyond, as the last of them.
             besides: Bytes that each device has besides.
             at_least: Ticks that it is known to take.
         """
@@ -153,11 +160,11 @@ class Dividing:
         found = least_bottleneck(self._arrangements(), room, at_least)
         return None if found is None else self._division(found, room)
 
-    def has_room(self, in_flight: int, loads: Sequence[Load], besides: int = 0) -> bool:
+    def has_room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> bool:
         """Whether there are stages that have room."""
         return self._arrangements().find(ANY, self._room(in_flight, loads, besides)) is not None
 
-    def _room(self, in_flight: int, loads: Sequence[Load], besides: int) -> Room:
+    def _room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int) -> Room:
         kinds = self._arrangements().costs.kinds
         return Room(self._layers, kinds, in_flight, self._state, self._recompute, loads, besides)
 

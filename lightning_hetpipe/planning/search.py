@@ -4,7 +4,7 @@ The two are chosen together: for each Nm, the division with the least T_max that
 smallest Nm that is fast enough. How many minibatches a stage holds, and so how much memory it takes, is known once the
 whole is simulated; a division is looked for under a bound for each distance from the last stage. The bounds begin with
 what every pipeline holds, one minibatch. Where the simulation of the division that is best under them shows more, and
-that does not fit, they are raised to what was seen there, and the division is looked for anew. So:
+that does not fit, what was seen there becomes part of the bound, and the division is looked for anew. So:
 
 - a plan that is found fits as simulated (a last stage holds one minibatch, the others Nm at the most, whatever the
   timing);
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import Outlook, outlook
-from lightning_hetpipe.planning.partition import Dividing, Division
+from lightning_hetpipe.planning.partition import LIGHTEST, Dividing, Division
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load
 
@@ -140,7 +140,7 @@ class _Search:
         self._synchronise = synchronise
         self._dividing = Dividing(profile, cluster, spots, ordered=ordered, state=state, recompute=recompute)
         self._found: dict[int, Outlook | None] = {}
-        self._bounds: dict[int, list[Load]] = {}
+        self._bounds: dict[int, list[set[Load]]] = {}
         self._fastest: Division | None = None
 
     def choose(self, nearest: bool = True) -> Choice | None:
@@ -189,7 +189,7 @@ class _Search:
         return self._found[in_flight]
 
     def _plan(self, in_flight: int) -> Outlook | None:
-        loads = self._bounds[in_flight] = [Load(1, 1)] * len(self._spots)
+        loads = self._bounds[in_flight] = [set(LIGHTEST) for _ in self._spots]
         fastest = self._without_limits()
         if (found := self._outlook(fastest, in_flight)).fits:
             return found
@@ -201,9 +201,8 @@ class _Search:
             ticks = division.ticks
             for distance, stage in enumerate(reversed(found.stages)):
                 if stage.overflow:
-                    bound = loads[distance]
-                    loads[distance] = Load(max(bound.held, stage.load.held), max(bound.waiting, stage.load.waiting))
-                    assert loads[distance] != bound, "what is within its bounds fits"
+                    assert stage.load not in loads[distance], "what is within its bounds fits"
+                    loads[distance].add(stage.load)
         return None
 
     def _outlook(self, division: Division, in_flight: int) -> Outlook:
@@ -231,7 +230,7 @@ class _Search:
         enough, lacks = 1, 0
         while not self._dividing.has_room(in_flight, loads, enough):
             lacks, enough = enough, 2 * enough
-        while enough - lacks > enough // 256:
+        while enough - lacks > max(1, enough // 256):
             middle = (lacks + enough) // 2
             if self._dividing.has_room(in_flight, loads, middle):
                 enough = middle

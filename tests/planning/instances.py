@@ -73,13 +73,13 @@ def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bo
 
 
 def has_room(
-    profile: Profile, stages: Stages, in_flight: int, state: float, recompute: bool, loads: Sequence[Load]
+    profile: Profile, stages: Stages, in_flight: int, state: float, recompute: bool, loads: Sequence[Sequence[Load]]
 ) -> bool:
     """Whether every stage fits when it holds what ``loads`` says for its distance from the last."""
     for distance, (spot, first, after) in enumerate(reversed(stages)):
-        load = loads[min(distance, len(loads) - 1)]
+        held = loads[min(distance, len(loads) - 1)]
         sizes = Sizes.of(profile.layers, first, after - 1)
-        needed = stage_memory(sizes, in_flight, [load], state=state, recompute=recompute).total
+        needed = stage_memory(sizes, in_flight, held, state=state, recompute=recompute).total
         if spot.device.memory is not None and needed > spot.device.memory:
             return False
     return True

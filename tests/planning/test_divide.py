@@ -23,7 +23,7 @@ def stages_of(division: Division, layers: int) -> Stages:
     return tuple(zip(division.spots, division.cuts, [*division.cuts[1:], layers], strict=True))
 
 
-LOADS = [Load(1, 1), Load(2, 1)]
+LOADS = [[Load(1, 1)], [Load(2, 1), Load(1, 2, 0)]]
 
 
 def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
@@ -43,7 +43,8 @@ def together(nodes: Sequence[int], cluster: Cluster) -> bool:
     return alike or len([*groupby(nodes)]) == len(set(nodes))
 
 
-some_loads = st.lists(st.builds(Load, st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4)
+a_load = st.builds(Load, st.integers(1, 4), st.integers(0, 4), st.integers(0, 1))
+some_loads = st.lists(st.lists(a_load, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
 @settings(max_examples=150, deadline=None)
@@ -63,7 +64,7 @@ def test_it_is_the_best_of_all(
     in_flight: int,
     state: float,
     recompute: bool,
-    loads: list[Load],
+    loads: list[list[Load]],
 ) -> None:
     layers = len(profile.layers)
     every = [

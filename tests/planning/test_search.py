@@ -106,7 +106,7 @@ def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Clust
 
 
 def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
-    profile, cluster = even(kept=70)
+    profile, cluster = even(kept=80)
     found = best_plan(profile, cluster)
     assert found.fits
     assert found.in_flight == 2
@@ -115,7 +115,7 @@ def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
 
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
-    profile, cluster = even(kept=70)
+    profile, cluster = even(kept=80)
     found = best_plan(profile, cluster, in_flight=6)
     assert not found.fits
     assert found.help is not None
