@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.simulate import Load
 TICK = 2.0**-20
 """Seconds, of which all times of random problems are multiples, so that sums are exact."""
 
-LOADS = (Load(1, 2), Load(3, 2))
+LOADS = ((Load(1, 2),), (Load(3, 0), Load(1, 2)))
 """The memory bound of random problems, at Nm = 3: of the last stage, and of all before it."""
 
 IN_FLIGHT = 3
@@ -79,7 +79,7 @@ def _has_room(profile: Profile, spots: Sequence[Spot], cuts: Sequence[int]) -> b
     return all(
         spot.device.memory is None
         or stage_memory(
-            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, [LOADS[index + 1 < len(spots)]], state=STATE
+            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, LOADS[index + 1 < len(spots)], state=STATE
         ).total
         <= spot.device.memory
         for index, (spot, first, after) in enumerate(zip(spots, cuts, ends, strict=True))
