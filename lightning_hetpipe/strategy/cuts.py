@@ -25,13 +25,15 @@ from lightning_hetpipe.strategy.synchroniser import Computing, Synchroniser
 LOOP, EPOCH = 1 << 56, 1 << 32
 """Cuts are numbered by the run of Lightning's loop in this fit (a search for a learning rate is one more), the epoch,
 and the place in it, so that virtual workers with different numbers of batches agree."""
+BEGIN = 1
+"""The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
 LAST_VALIDATION, END = EPOCH - 2, EPOCH - 1
 """Places in an epoch that all virtual workers have, however many batches there are."""
 
 
 def within(minibatch: int) -> int:
-    """The place after ``minibatch`` of an epoch; two more follow it, at which a loop goes on from there."""
-    return 3 * minibatch + 1
+    """The place after ``minibatch`` of an epoch, which is 0 before the first."""
+    return minibatch + BEGIN + 2
 
 
 class Cuts:
@@ -69,11 +71,11 @@ class Cuts:
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        version, in_epoch = begun_minibatches(self._trainer)
-        if self._number(within(in_epoch)) < self._synchroniser.last_cut:
+        version, _ = begun_minibatches(self._trainer)  # of this epoch the loop does not count anew before it runs
+        if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._unlocked():
-            self._synchroniser.begin(self._number(within(in_epoch)) + 1, version, self._computing)
+            self._synchroniser.begin(self._number(BEGIN), version, self._computing)
 
     def published(self, version: int) -> None:
         """``version`` is over, with all its callbacks: it may end a wave."""

@@ -26,12 +26,14 @@ class Others:
         self.told = told
         self.group = self
         self.numbers: list[int] = []
+        self.begins: list[int] = []
         self.last_cut = 0
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value, self.told if isinstance(value, tuple) else value]
 
-    def begin(self, first: int, version: int, computing: Any) -> None: ...
+    def begin(self, first: int, version: int, computing: Any) -> None:
+        self.begins.append(first)
 
     def take_averages(self, averages: list[Any]) -> None: ...
 
@@ -75,6 +77,20 @@ def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
     trainer = quiet_trainer("auto", callbacks=[Runs(others), *callbacks], **settings)
     trainer.fit(Validated(), batches(4), batches(1))
     return others.numbers
+
+
+def test_an_epoch_begins_before_its_cuts() -> None:
+    """Where callbacks had changed weights between epochs, the next epoch's first validations were no cuts: its beginning
+    was numbered by the minibatches of the epoch before, which Lightning's loop still counts then."""
+    others = Others((4, 4))
+    runs = Runs(others)
+    trainer = quiet_trainer("auto", callbacks=[runs], num_sanity_val_steps=0, max_epochs=1)
+    trainer.fit(Validated(), batches(4), batches(1))
+    assert runs.cuts is not None
+    runs.cuts.epoch_begins()  # of the second epoch, before the loop runs
+    assert trainer.current_epoch == 1
+    assert others.last_cut < others.begins[-1]
+    assert others.begins[-1] + 1 < EPOCH + within(1)
 
 
 def test_cuts_are_numbered_by_what_all_have() -> None:
