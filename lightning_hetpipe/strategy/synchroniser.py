@@ -119,6 +119,7 @@ class Synchroniser:
             return False
         self._count(version)
         self._pass_cut(number, self._update(computing) if self._open else None, computing)
+        self._take_frozen()
         return True
 
     def begin(self, first: int, version: int, computing: Computing) -> None:
@@ -153,6 +154,21 @@ class Synchroniser:
         """At a cut: the averages of weights that callbacks keep are virtual worker 0's."""
         if averages:
             self._take_first(averages, "the exchange of averaged weights")
+
+    def _take_frozen(self) -> None:
+        """At a cut: what callbacks have made of frozen weights since the epoch began is virtual worker 0's, on all.
+
+        Servers hear of it when the next epoch begins, as of all that callbacks change between epochs.
+        """
+        mine = [
+            index
+            for index, ((_, p), last) in enumerate(zip(self._named, self._last, strict=True))
+            if not p.requires_grad and not torch.equal(p, last)
+        ]
+        changed = {index for each in self.group.gather(mine, "a cut") for index in each}
+        if changed:
+            frozen = [self._named[index][1] for index in sorted(changed)]
+            self._take_first(frozen, "the exchange of frozen weights")
 
     def _has_changed(self) -> bool:
         return not all(torch.equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
@@ -194,8 +210,8 @@ class Synchroniser:
     def _update(self, computing: Computing, everything: bool = False) -> list[Tensor]:
         """w_local - w at the last synchronisation, in the dtype in which it travels.
 
-        Frozen parameters are not learnt: what callbacks make of them is shared when an epoch begins (``everything``),
-        and an infinity in one, as masks have, is no difference.
+        Frozen parameters are not learnt: what callbacks make of them is virtual worker 0's from the next cut on, and
+        goes to the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
         """
         with computing():
             same = [

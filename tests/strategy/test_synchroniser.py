@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,12 @@ from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.pipeline.lock import Rank, Ticket
+from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.rooms import Rooms
+from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.strategy import group as group_module
+from lightning_hetpipe.strategy.group import Group
+from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from tests.exact.pipelines import even
 from tests.exact.running import fit
@@ -91,7 +98,14 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
     fit(mlp(SGD), loader, strategy=strategy, max_epochs=1)
     assert len(loader) == 7
     # Three minibatches, three, and one at the end of the epoch.
-    assert group.met == [*["update", "wave"] * 2, "update", "cut", "the exchange of buffers", "the end of an epoch"]
+    assert group.met == [
+        *["update", "wave"] * 2,
+        "update",
+        "cut",
+        "a cut",
+        "the exchange of buffers",
+        "the end of an epoch",
+    ]
     assert group.waiting is nullcontext
 
 
@@ -121,3 +135,37 @@ def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: st
     synchroniser.begin(1, 2, nullcontext)
     assert [held.tolist() for held in group.held] == [[3.0, 3.0], [0.0, float("-inf")], [3.0, 3.0]]
     assert all(torch.equal(p, held) for p, held in zip(module.parameters(), group.held, strict=True))
+
+
+def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that each virtual worker's callback moves within an epoch was another one on each of them: what they
+    validated, and what was saved, was not what the others held (law L6)."""
+    monkeypatch.setattr(group_module, "_next_room", "{}-1".format)
+    rooms = Rooms(5.0)
+    with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
+
+        def trained(index: int) -> list[list[float]]:
+            found = Found(server.address, (server.address,) if index == 0 else (), Security())
+            group = Group(index, 2, found, WSPCallback(lease=5.0).settings, 30.0)
+            group.open()
+            module = L.LightningModule()
+            module.weight = nn.Parameter(torch.zeros(2))
+            module.teacher = nn.Parameter(torch.ones(2), requires_grad=False)
+            module.untouched = nn.Parameter(torch.tensor([float("-inf")]), requires_grad=False)
+            synchroniser = Synchroniser(group, module)
+            synchroniser.enter([])
+            with torch.no_grad():
+                module.weight.add_(1.0)
+                if index == 1:  # also what virtual worker 0 has not changed
+                    module.untouched.fill_(0.5)
+                module.teacher.add_(0.1 + index)
+            synchroniser.cut(1, 1, nullcontext)
+            held = [parameter.tolist() for parameter in module.parameters()]
+            synchroniser.begin(2, 1, nullcontext)
+            assert [parameter.tolist() for parameter in module.parameters()] == held
+            group.close()
+            return held
+
+        one, other = pool.map(trained, range(2))
+    rooms.close()
+    assert one == other == [[2.0, 2.0], torch.ones(2).add(0.1).tolist(), [float("-inf")]]

@@ -12,7 +12,7 @@ import torch
 from lightning_hetpipe.server.process import ServerProcess
 from tests import oracle
 from tests.oracle import Run
-from tests.wsp.launch import Job, each_started, run_all, start
+from tests.wsp.launch import Job, each_started, run, run_all, start
 from tests.wsp.test_checkpoints import check_checkpoint
 from tests.wsp.test_exact import all_batches, check, expected, together
 
@@ -59,6 +59,16 @@ def test_all_validate_together_at_the_end_of_unequal_epochs(tmp_path: Path) -> N
     one, other = found
     assert one["metrics"]["count"] == other["metrics"]["count"] == 6
     assert oracle.difference(one["validated"], other["validated"]) is None
+
+
+@pytest.mark.slow
+def test_what_a_callback_makes_of_frozen_weights_is_the_same_at_every_cut(tmp_path: Path) -> None:
+    """Until the next epoch each virtual worker had its own: they validated different models."""
+    more = {"acts": [("all", 1, "edit"), ("all", 4, "edit")], "validate": True, "trainer": {"val_check_interval": 2}}
+    one, other = run(Job(tmp_path, "frozen", (5, 5), more=more))
+    assert len(one["validated"]) == 4
+    assert oracle.difference(one["validated"], other["validated"]) is None
+    assert oracle.difference(one["end"].weights, other["end"].weights) is None
 
 
 @pytest.mark.slow

@@ -80,6 +80,9 @@ class Acts(L.Callback):
                     trainer.should_stop = True
                 elif what == "save":
                     trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
+                elif what == "edit":  # as a callback moves a teacher, each by what it has seen
+                    frozen = next(p for p in trainer.lightning_module.parameters() if not p.requires_grad)
+                    frozen.data.add_(0.1 + trainer.global_rank)
                 elif what == "meet":  # whoever is held there goes on when this is opened
                     open(f"{self.folder}/meeting", "w").close()
 
