@@ -80,7 +80,7 @@ def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
 
 
 def test_an_epoch_begins_before_its_cuts() -> None:
-    """Where callbacks had changed weights between epochs, the next epoch's first validations were no cuts: its beginning
+    """Where callbacks had changed weights between epochs, the next one's first validations were no cuts: its beginning
     was numbered by the minibatches of the epoch before, which Lightning's loop still counts then."""
     others = Others((4, 4))
     runs = Runs(others)
