@@ -27,6 +27,8 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # channels share nothing, so closing one gives its socket back
 )
 
+_CLOSE = 5.0  # seconds to wait for a channel's end
+
 _NO = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -102,7 +104,10 @@ class GrpcChannel:
 
     def close(self) -> None:
         """Ends the calls that are under way as `Unreachable`, and gives everything back. May be called again."""
-        self._channel.close()
+        # A call that Ctrl-C has interrupted may have left a lock of gRPC's taken, for whose release closing waits.
+        closing = threading.Thread(target=self._channel.close, name="hetpipe-channel-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE)
         self._views.close()
 
     def _ask(self, opening: Opening, deadline: float) -> Answer:

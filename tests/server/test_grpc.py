@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import lightning_hetpipe
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server import frames
+from lightning_hetpipe.server import frames, grpc_transport
 from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import MANY, ONE, SERVICE, GrpcServer
@@ -169,6 +169,25 @@ def test_messages_that_are_too_large_and_unknown_methods_are_refused(server: Grp
     assert send(server, MANY, too_large) == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert send(server, "Nothing", b"") == grpc.StatusCode.UNIMPLEMENTED
     assert desk.calls == []
+
+
+def test_a_channel_that_cannot_be_closed_holds_nobody_up(server: GrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C had met a call just where it took one of gRPC's locks, and the program hung as it closed the channel."""
+    monkeypatch.setattr(grpc_transport, "_CLOSE", 0.05)
+    channel, released = GrpcChannel(server.address), threading.Event()
+    close = channel._channel.close
+
+    def stuck() -> None:
+        released.wait(PATIENCE)
+        close()
+
+    monkeypatch.setattr(channel._channel, "close", stuck)
+    closing_it = threading.Thread(target=channel.close)
+    closing_it.start()
+    closing_it.join(PATIENCE / 2)
+    hung = closing_it.is_alive()
+    released.set()
+    assert not hung
 
 
 def test_a_call_needs_a_deadline(server: GrpcServer, desk: Desk) -> None:
