@@ -61,6 +61,10 @@ class Buffers:
         for index, place in enumerate(self._live):
             left[index] = _tensor(place).to(left[index].device, copy=True)
 
+    def all(self) -> list[Tensor]:
+        """What Lightning's thread has made for forwards to use."""
+        return [tensor for left in self._left for tensor in left]
+
     def before_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Hands to ``layers`` the buffers for forward ``minibatch``: copies of what the forward before it left."""
         if not self._live:
@@ -113,14 +117,18 @@ class Buffers:
             else:
                 setattr(*place, left.to(live.device, copy=True))
 
-    def publish(self, minibatch: int) -> None:
+    def publish(self, minibatch: int) -> bool:
         """Takes over what callbacks did to the live buffers after ``minibatch``, or refuses it by name.
+
+        Returns:
+            Whether they did anything.
 
         Raises:
             SettingError: where later forwards have started from the unchanged buffers already.
         """
         if not self._live:
-            return
+            return False
+        changed = False
         for index, (place, left) in enumerate(zip(self._live, self._of(minibatch), strict=True)):
             live = _tensor(place)
             if equal(live.to(left.device), left):
@@ -132,6 +140,8 @@ class Buffers:
                     " at the end of an epoch"
                 )
             self._of(minibatch)[index] = live.to(left.device, copy=True)
+            changed = True
+        return changed
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.buffers import Place
+from lightning_hetpipe.pipeline.lanes import Outside
 
 _SOURCES = ("_orig", "_g", "_v")
 
@@ -40,9 +41,11 @@ class Computed:
         if layers:
             self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
 
-    def show(self, minibatch: int) -> None:
-        """Lets the live layers hold what forward ``minibatch`` has computed."""
+    def show(self, minibatch: int, outside: Outside) -> None:
+        """Lets the live layers hold what forward ``minibatch`` has computed, for whoever is ``outside``."""
         if not self._live:
             return
-        for (module, name), left in zip(self._live, self._left[minibatch % len(self._left)], strict=True):
+        found = self._left[minibatch % len(self._left)]
+        outside.join(None, found)
+        for (module, name), left in zip(self._live, found, strict=True):
             vars(module)[name] = left.to(vars(module)[name].device)

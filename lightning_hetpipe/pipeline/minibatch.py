@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.flight import Flight, running
-from lightning_hetpipe.pipeline.lanes import Mark
+from lightning_hetpipe.pipeline.lanes import Mark, Outside
 from lightning_hetpipe.pipeline.piece_call import PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
@@ -57,7 +57,7 @@ class Minibatch(Flight):
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.turn: queue.SimpleQueue[tuple[Gradients, Mark | None] | Discarded] = queue.SimpleQueue()
         self.marks: list[Mark] = []
-        """Behind each backward of a stage."""
+        """Behind each backward of a stage, and each of user code that has found gradients of parameters."""
         self._engine = engine
         self._step = step
         self._view = view
@@ -71,14 +71,16 @@ class Minibatch(Flight):
         """What ``training_step`` had autocast do where it called ``piece``."""
         return self._calls[piece].autocast
 
-    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        """Adds a segment's gradient; segments come from the last to the first, as in a plain backward.
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor, lane: Outside) -> bool:
+        """Adds a segment's gradient, in ``lane``; segments come from the last to the first, as in a plain backward.
 
         Returns:
             Whether it is the first one of ``parameter``.
         """
         earlier = self.gradients.get(parameter)
         if earlier is not None:
+            for mark in self.marks:  # whoever has found it may be on a device of which the last mark says nothing
+                lane.join(mark, [earlier])
             gradient = earlier.to(gradient.device) + gradient
         self.gradients[parameter] = gradient
         return earlier is None
@@ -161,9 +163,15 @@ class Minibatch(Flight):
             self.end()
 
     def _add(self, direct: Sequence[tuple[nn.Parameter, Tensor]], gradients: Sequence[Tensor | None]) -> None:
+        outside, found = self._engine.lanes.outside, [gradient for gradient in gradients if gradient is not None]
         for (live, _), gradient in zip(direct, gradients, strict=True):
             if gradient is not None:
-                self.add_gradient(live, gradient)
+                self.add_gradient(live, gradient, outside)
+        mark = (
+            outside.mark(self.gradients[live].device for live, _ in direct if live in self.gradients) if found else None
+        )
+        if mark is not None:
+            self.marks.append(mark)
 
     def _check_calls(self) -> None:
         missing = self._engine.piece_names[len(self._calls) :]

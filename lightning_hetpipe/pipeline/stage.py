@@ -194,6 +194,7 @@ class Stage:
             own = self.layers[start : start + len(segment.layers)]
             self._parts[segment.index] = Part(own, segment.piece, start, self.ring, self._settings, self.device)
             start += len(own)
+        self.lane.join(None, [parameter for slot in self.ring.slots for parameter in slot.parameters])
 
     def start(self) -> None:
         name = f"hetpipe-stage-{self.index}"
@@ -218,6 +219,7 @@ class Stage:
         self.memory.publish(self.ring.held_bytes)
         for part in self._parts.values():
             part.buffers.begin(forwards)
+            self.lane.join(None, part.buffers.all())
             part.counter.clear()
         self._mark(version)
 
@@ -225,7 +227,8 @@ class Stage:
         self.ring.publish(version)
         self.memory.publish(self.ring.held_bytes)
         for part in self._parts.values():
-            part.buffers.publish(version)
+            if part.buffers.publish(version):
+                self.lane.join(None, part.buffers.all())
         self._mark(version)
 
     def _mark(self, version: int) -> None:
@@ -234,7 +237,7 @@ class Stage:
     def show(self, minibatch: int) -> None:
         for part in self._parts.values():
             part.buffers.show(minibatch)
-            part.computed.show(minibatch)
+            part.computed.show(minibatch, self._outside)
 
     def describe(self) -> str:
         """What the stage does right now, for people."""
@@ -338,7 +341,7 @@ class Stage:
             waiting = 0
             for live, gradient in zip(part.live_backwards, reversed(found), strict=True):
                 # Tied ones are summed, and the sum waits once.
-                if gradient is not None and minibatch.add_gradient(live, gradient):
+                if gradient is not None and minibatch.add_gradient(live, gradient, self.lane):
                     waiting += live.nbytes
             self.memory.release(minibatch.number, segment.index, waiting)
         mark = self.lane.mark()

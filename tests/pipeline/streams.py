@@ -2,8 +2,9 @@
 
 On a real device a lane's stream computes what its thread has given it later, in order; other streams come before or
 after only as marks say. Here all is computed at once, but each lane has a vector clock: an operator may read what
-another lane wrote, and write what another lane read, only if it has seen that moment by way of marks. What it uses of
-another lane's must have been named in ``join``, too, as memory would else be given away.
+another lane wrote, and write what another lane read, only if it has seen that moment by way of marks. What it reads or
+writes of memory that another lane has made must have been named in ``join``, too: as soon as nobody holds it any more,
+it would else be given away. What was made unseen is that of user code and Lightning's thread, as layers' copies are.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ class Streams:
         self.broken = broken
         self.lock = threading.Lock()
         self.outside = FakeLane(self, 0)
-        self.lasting: set[int] = set()
-        """Memory that is never given away."""
         self._lanes = [self.outside]
+        self._made: dict[int, int] = {}  # by which lane
         self._written: dict[int, tuple[int, int]] = {}
         self._read: dict[int, Moments] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no memory is used twice
@@ -56,10 +56,6 @@ class Streams:
         lane = FakeLane(self, len(self._lanes))
         self._lanes.append(lane)
         return lane
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """These last as long as the engine."""
-        self.lasting |= {_key(tensor) for tensor in tensors}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -87,6 +83,8 @@ class Streams:
             for tensor in written:
                 key = _key(tensor)
                 self._check(lane, name, tensor, "writes", [self._written.get(key), *self._read.get(key, {}).items()])
+            for tensor in made:
+                self._made[_key(tensor)] = lane.number
             for tensor in [*written, *made]:
                 self._kept.append(tensor.untyped_storage())
                 self._written[_key(tensor)] = lane.number, now
@@ -100,10 +98,9 @@ class Streams:
                 continue
             if lane.seen.get(moment[0], 0) < moment[1]:
                 self.races.append(f"{name} of lane {lane.number} {does} what lane {moment[0]} may still compute")
-            elif does == "reads" and not {_key(tensor)} & (self.lasting | lane.named):
-                self.races.append(
-                    f"{name} of lane {lane.number} uses memory of lane {moment[0]} that may be given away"
-                )
+        owner = self._made.get(_key(tensor), 0)
+        if owner != lane.number and _key(tensor) not in lane.named:
+            self.races.append(f"{name} of lane {lane.number} {does} memory of lane {owner} that may be given away")
 
 
 class FakeLane:
@@ -120,7 +117,8 @@ class FakeLane:
         self._streams.enter(self)
 
     def mark(self, devices: Iterable[torch.device] = ()) -> FakeMark | None:
-        list(devices)
+        if not (self.number or list(devices)):  # user code has streams on several devices
+            return None
         flight = current()
         if self._streams.host_inputs and flight is not None and flight not in self._streams.called:
             self._streams.called.add(flight)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lanes, OutsideLane
 from lightning_hetpipe.pipeline.line import Line
@@ -58,13 +59,7 @@ def train(
         return line.step(watched)
 
     def go() -> Iterator[None]:
-        with line.running() as engine:
-            if streams is not None:
-                for stage in engine.stages:
-                    streams.keep([*stage.ring.parameters, *(p for slot in stage.ring.slots for p in slot.parameters)])
-                    for part in stage._parts.values():
-                        streams.keep(tensor for tensors in part.buffers._left for tensor in tensors)
-                        streams.keep(buffer for layer in part.layers for buffer in layer.module.buffers())
+        with line.running():
             for minibatch in line.train(MINIBATCHES, step):
                 with torch.no_grad():
                     for parameter in parameters:
@@ -93,6 +88,48 @@ def test_a_version_is_waited_for_where_inputs_come_from_the_host(cuts: tuple[int
     """With inputs of user code's stream a stage would have waited already for what Lightning's thread did before."""
     streams = Streams(host_inputs=True)
     train(cuts, 3, streams)
+    assert streams.races == []
+
+
+def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
+    """A stage has made it, and the next step's takes its place while, on a device, readers may not be through."""
+    streams = Streams()
+    layers = net()
+    for layer in (layers[0], layers[4]):
+        prune.random_unstructured(layer, "weight", amount=1)  # type: ignore[no-untyped-call]  # torch has no types here
+    line = Line(layers, cuts=(0, 2), in_flight=3, lanes=streams.lanes())
+    with streams.watched(), line.running():
+        for minibatch in line.train(6, lambda number: line.step(lambda: line.call(torch.ones(6, 4)).square().mean())):
+            computed = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+            assert len(computed) == 2
+            assert all(value.isfinite().all() for value in computed)
+            with torch.no_grad():
+                for parameter, gradient in minibatch.gradients.items():
+                    parameter.sub_(gradient, alpha=0.1)
+    assert streams.races == []
+
+
+def test_gradients_of_a_tied_weight_are_added_in_order() -> None:
+    """Found in three stages and, before and after them, by user code: each adds what lanes before it may still compute,
+    and lets go of it, so that its memory would be given away."""
+    streams = Streams()
+    torch.manual_seed(0)
+    tied = nn.Linear(4, 4)
+    layers = nn.Sequential(tied, nn.Tanh(), tied, nn.Tanh(), tied)
+    line = Line(layers, cuts=(0, 1, 3), in_flight=3, lanes=streams.lanes())
+
+    def run() -> Tensor:
+        with streams.watched():
+            before = torch.ones(6, 4) @ tied.weight
+            after = tied.weight.square().sum()
+            loss: Tensor = (line.call(before) @ tied.weight).square().mean() + after
+            return loss
+
+    with streams.watched(), line.running():
+        for minibatch in line.train(6, lambda number: line.step(run)):
+            with torch.no_grad():
+                for parameter, gradient in minibatch.gradients.items():
+                    parameter.sub_(gradient, alpha=0.1)
     assert streams.races == []
 
 
