@@ -19,6 +19,7 @@ and an accelerator go through pinned memory, which the device reads and writes w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -55,13 +56,10 @@ class Lane(Outside, Protocol):
         """Called in the stage's thread, first."""
 
     def now(self) -> Any:
-        """A moment, for :meth:`spent`."""
+        """A moment in what this thread gives the lane's device, for :meth:`spent`; user code may ask as well."""
 
     def spent(self, since: Any) -> None:
         """What came after ``since`` counts as busy."""
-
-    def add(self, seconds: float) -> None:
-        """So many more do, in which others have computed for this lane."""
 
     def busy_seconds(self) -> float:
         """As far as it is known already."""
@@ -93,9 +91,6 @@ class HostLane:
 
     def spent(self, since: float) -> None:
         self._busy += time.perf_counter() - since
-
-    def add(self, seconds: float) -> None:
-        self._busy += seconds
 
     def busy_seconds(self) -> float:
         return self._busy
@@ -172,6 +167,7 @@ class CudaLane:
         self._sides = _Sides()
         self._busy = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
 
     def enter(self) -> None:
         torch.cuda.set_stream(self._stream)  # and with it this thread's device
@@ -189,20 +185,23 @@ class CudaLane:
 
     def now(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
     def spent(self, since: torch.cuda.Event) -> None:
-        self._pending.append((since, self.now()))
-
-    def add(self, seconds: float) -> None:
-        self._busy += seconds
+        with self._lock:
+            self._pending.append((since, self.now()))
+            self._settle()  # nobody may ever ask, and a device has room for so many events only
 
     def busy_seconds(self) -> float:
-        while self._pending and _is_over(self._pending[0][1]):
+        with self._lock:
+            self._settle()
+            return self._busy
+
+    def _settle(self) -> None:
+        while self._pending and all(map(_is_over, self._pending[0])):  # they may be in two streams of user code
             began, ended = self._pending.popleft()
             self._busy += began.elapsed_time(ended) / 1000
-        return self._busy
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -142,12 +142,12 @@ class Loss:
     def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
         self._stage = stage
         self._after = None if before is None else before(stage.index, "loss", minibatch)
-        self._started = time.perf_counter()
+        self._since = stage.lane.now()
 
     def end(self) -> None:
         if self._after is not None:
             self._after()
-        self._stage.lane.add(time.perf_counter() - self._started)
+        self._stage.lane.spent(self._since)
 
 
 class Stage:

@@ -143,9 +143,6 @@ class FakeLane:
     def spent(self, since: object) -> None:
         self._busy += 1
 
-    def add(self, seconds: float) -> None:
-        self._busy += seconds
-
     def busy_seconds(self) -> float:
         return self._busy
 

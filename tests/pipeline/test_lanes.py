@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lanes, OutsideLane
+from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, OutsideLane
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.minibatch import Step
+from lightning_hetpipe.pipeline.stage import Loss
 from tests.pipeline.streams import FakeLane, Streams
 
 MINIBATCHES = 9
@@ -194,6 +196,28 @@ class OnDevice:
         self.used.append(stream)
 
 
+class Event:
+    """Stands in for one of torch's that measure time; the device is at ``done``."""
+
+    count = 0
+    done = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Stream) -> None:
+        Event.count += 1
+        self.number, self.stream = Event.count, stream
+
+    def query(self) -> bool:
+        return self.number <= Event.done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return 1000.0 * (end.number - self.number)
+
+
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
     """Torch's streams, as a machine without a GPU can see them."""
@@ -203,6 +227,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
         Stream.current[stream.device] = stream
         Stream.current[torch.device("cuda")] = stream  # this thread's device follows
 
+    Event.count = Event.done = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
@@ -225,6 +251,39 @@ def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[S
     assert [tensor.used for tensor in given] == [[side], [side], [own], []]
     lane.join(None, given[:1])
     assert (len(streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
+
+
+def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[Stream]) -> None:
+    """A fit without loggers asks at its end, after millions of events."""
+    lane = CudaLane(torch.device("cuda:0"))
+    lane.enter()
+    for _ in range(4):
+        lane.spent(lane.now())
+    assert len(lane._pending) == 4
+    Event.done = 7  # the fourth has begun
+    assert (lane.busy_seconds(), len(lane._pending)) == (3.0, 1)
+    Event.done = 10
+    lane.spent(lane.now())
+    assert lane._pending == deque(), "those that are over are let go of"
+    assert lane.busy_seconds() == 5.0
+
+
+def test_a_loss_takes_as_long_as_on_the_device(streams: type[Stream]) -> None:
+    """Its thread is through long before; what it computes lies in the streams of user code."""
+    lane = measured = CudaLane(torch.device("cuda:0"))
+    mine = Stream(torch.device("cuda:0"))
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+
+    class Last:
+        index = 0
+        lane: Lane = measured
+
+    Loss(Last(), None, 1).end()
+    began, ended = lane._pending[0]
+    assert vars(began)["stream"] is vars(ended)["stream"] is mine
+    assert lane.busy_seconds() == 0.0
+    Event.done = 2
+    assert lane.busy_seconds() == 1.0
 
 
 def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) -> None:
