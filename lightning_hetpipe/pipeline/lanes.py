@@ -2,7 +2,7 @@
 
 A thread that runs an operator on an accelerator goes on long before it is computed; what one thread gives the device
 one after the other is a *stream*. Each stage has a stream of its own, so that several stages overlap on one device, and
-copies overlap with computing. User code and Lightning's thread share the device's default stream, as in a plain run.
+copies overlap with computing. User code and Lightning's thread share one, the device's default one, as in a plain run.
 The thread's side of it is a :class:`Lane`.
 
 Where a tensor goes from one lane to another, the first leaves a :class:`Mark` behind, and the other's stream waits for
@@ -100,23 +100,24 @@ class HostLane:
 
 
 class WaitingLane(HostLane):
-    """Of a stage on any ``device``, whose thread waits until what it has given it is computed."""
+    """Of a thread that shares the stream of the one that makes this, on any ``device``: as a rule the default one, but
+    somebody may call ``fit`` in another. The thread waits until what it has given the device is computed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def enter(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)  # and with it this thread's device
 
     def spent(self, since: float) -> None:
         self.synchronize()
         super().spent(since)
 
     def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class _Sides:

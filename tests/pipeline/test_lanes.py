@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, OutsideLane
+from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, OutsideLane, WaitingLane
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.minibatch import Step
 from lightning_hetpipe.pipeline.stage import Loss
@@ -174,6 +174,7 @@ class Stream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.waited: list[object] = []
+        self.synchronized = 0
         Stream.made.append(self)
 
     def record_event(self) -> tuple[str, Stream]:
@@ -181,6 +182,9 @@ class Stream:
 
     def wait_event(self, event: object) -> None:
         self.waited.append(event)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
 
 class OnDevice:
@@ -301,6 +305,19 @@ def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) 
     assert marked.events == [("event", mine)]
     assert outside.mark([torch.device("cpu")]) is None
     assert first not in streams.current, "no stream is asked for on a device that is not used"
+
+
+def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[Stream]) -> None:
+    """``with torch.cuda.stream(mine): trainer.fit(...)``: batches are moved there, and versions published."""
+    gpu = torch.device("cuda:0")
+    mine, default = Stream(gpu), Stream(gpu)
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    lane = WaitingLane(gpu)
+    torch.cuda.set_stream(default)  # type: ignore[arg-type]  # what another thread has
+    lane.enter()
+    assert Stream.current[gpu] is mine
+    lane.synchronize()
+    assert (mine.synchronized, default.synchronized) == (1, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")
