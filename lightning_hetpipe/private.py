@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +26,7 @@ from typing_extensions import Self
 __all__ = [
     "COMPILED_CALL",
     "GRAPH_GUARDS",
+    "Carried",
     "CompilerError",
     "CompilerLimit",
     "OperatorOverload",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
@@ -119,6 +121,30 @@ def run_backward(
         accumulate_grad=False,
     )
     return found
+
+
+class Carried(Generic[T]):
+    """Something that each thread holds for itself, and autograd's own threads (it has one for each GPU) hold while they
+    run hooks and functions of a backward pass that the thread has begun.
+
+    Whoever sets it sets it to None before the thread ends: torch would let go of it later, and wait for Python.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = f"lightning_hetpipe {name} {id(self)}"  # as torch's table of a thread has it
+
+    def get(self) -> T | None:
+        if not torch._C._is_key_in_tls(self.name):
+            return None
+        held: T = torch._C._get_obj_in_tls(self.name)
+        return held
+
+    def set(self, value: T | None) -> None:
+        if value is not None:
+            torch._C._stash_obj_in_tls(self.name, value)
+        elif torch._C._is_key_in_tls(self.name):
+            remove: Any = torch._C._remove_obj_from_tls  # torch has no types here
+            remove(self.name)
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:

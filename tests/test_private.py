@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import operator
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +88,58 @@ def test_parts_of_sparse_tensors() -> None:
     broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
     assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
     assert private.strided_parts(values) == (values,), broken
+
+
+@guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
+def test_carried() -> None:
+    held: private.Carried[str] = private.Carried("test")
+    broken = "a GPU's hooks would not know their minibatch"
+    assert held.get() is None, broken
+    held.set("mine")
+    seen: list[str | None] = []
+    thread = threading.Thread(target=lambda: seen.append(held.get()))
+    thread.start()
+    thread.join(10)
+    assert (held.get(), seen) == ("mine", [None]), broken
+    held.set(None)
+    held.set(None)
+    assert held.get() is None, broken
+
+
+IN_ANOTHER_THREAD = """
+import os, threading, torch
+from lightning_hetpipe.private import Carried
+
+held = Carried("test")
+seen = {}
+
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, further):
+        ctx.further = further
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        seen[threading.get_ident()] = held.get()
+        if ctx.further:
+            with torch.enable_grad():
+                Deep.apply(torch.ones((), requires_grad=True), ctx.further - 1).backward()
+        return gradient, None
+
+held.set("mine")
+Deep.apply(torch.ones((), requires_grad=True), 80).backward()
+held.set(None)
+print(list(seen.values()), flush=True)
+os._exit(0)  # such a thread of torch's ends no process in peace
+"""
+
+
+@pytest.mark.slow
+def test_what_is_carried_is_in_threads_of_autograds() -> None:
+    """Without a GPU it has threads of its own only for backward passes deep within one another."""
+    ran = subprocess.run([sys.executable, "-c", IN_ANOTHER_THREAD], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "['mine', 'mine']", ran.stderr
 
 
 @guards("_execution_engine")

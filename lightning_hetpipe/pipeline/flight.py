@@ -14,6 +14,7 @@ from lightning_hetpipe.pipeline.lanes import Mark
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.private import Carried
 
 
 class Pipeline(Protocol):
@@ -193,23 +194,19 @@ class Flight:
             self._pipeline.lock.release()
 
 
-class _Current(threading.local):
-    flight: Flight | None = None
-
-
-_current = _Current()
+_current: Carried[Flight] = Carried("flight")
 
 
 def current() -> Flight | None:
-    """The flight whose user code runs in this thread, if any."""
-    return _current.flight
+    """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    return _current.get()
 
 
 @contextmanager
 def running(flight: Flight) -> Iterator[None]:
     """Within it, this thread runs the user code of ``flight``."""
-    _current.flight = flight
+    _current.set(flight)
     try:
         yield
     finally:
-        _current.flight = None
+        _current.set(None)

@@ -19,7 +19,7 @@ Run = Callable[..., Any]
 
 
 class _Here(threading.local):
-    device = torch.device("cpu")
+    device: torch.device | None = None
 
 
 _here = _Here()
@@ -27,7 +27,11 @@ _here = _Here()
 
 def here() -> torch.device:
     """The device of the layer that runs in this thread, for regions of its graph, to which nobody hands it."""
-    return _here.device
+    if _here.device is not None:
+        return _here.device
+    # One of autograd's threads, which computes a region again: it has one for each GPU, and its device is that.
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
+    return torch.device("cuda", torch.cuda.current_device()) if initialized else torch.device("cpu")
 
 
 def set_here(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.private import Carried, pytree
 from lightning_hetpipe.strategy.metric_replay import (
     CHANGES,
     MetricCall,
@@ -62,7 +62,6 @@ class Record:
 class _Here(threading.local):
     """What the current thread is doing."""
 
-    record: Record | None = None
     replaying = False
 
 
@@ -76,6 +75,7 @@ class Replay:
     def __init__(self, pl_module: L.LightningModule) -> None:
         self._module = pl_module
         self._here = _Here()
+        self._record: Carried[Record] = Carried("record")
         self._log: dict[str, Redirect] = {}
         self._signatures: dict[str, inspect.Signature] = {}
         self._patches: list[Redirect] = []  # of metrics
@@ -103,16 +103,16 @@ class Replay:
         """Records what this thread logs and counts inside, into the record that is given."""
         if self._log and self._children != _child_ids(self._module):
             self._find_metrics()  # a hook has replaced a metric
-        record, outer = Record(), self._here.record
+        record, outer = Record(), self._record.get()
         self._open.append(record)
-        self._here.record = record
+        self._record.set(record)
         try:
             yield record
         except BaseException:
             self.discard(record)
             raise
         finally:
-            self._here.record = outer
+            self._record.set(outer)
 
     def discard(self, record: Record) -> None:
         """Forgets a record that will not be replayed, because its look-ahead is thrown away."""
@@ -162,7 +162,7 @@ class Replay:
         self._patches, self._twins, self._children = [], {}, []
 
     def _on_log(self, patch: Redirect, *args: Any, **kwargs: Any) -> None:
-        record = self._here.record
+        record = self._record.get()
         if record is None:
             patch.original(*args, **kwargs)
             return
@@ -178,7 +178,7 @@ class Replay:
         record.calls.append(LogCall(patch.name, kept_args, kept_kwargs, _caller()))
 
     def _on_metric(self, patch: Redirect, *args: Any, **kwargs: Any) -> Any:
-        record, twin = self._here.record, self._twins[id(patch.owner)]
+        record, twin = self._record.get(), self._twins[id(patch.owner)]
         if record is None:
             if patch.name in CHANGES and not self._here.replaying:
                 twin.drop()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, here
 
 PATHS = ["take", "held", "code", "device", "training", "forward", "register_buffer", "_parameters", "block.0.weight"]
 
@@ -60,3 +61,19 @@ def test_paths_with_dots_do_not_meet_those_without() -> None:
     layer.take({"a.b": one, "a_b": two})
     assert layer.held("a.b") is one
     assert layer.held("a_b") is two
+
+
+def test_a_region_that_a_thread_of_autograds_computes_again_is_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one for each, in which no layer runs: a checkpointed region would make its tensors on the host."""
+    asked: list[torch.device] = []
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: asked.append(here()))
+        thread.start()
+        thread.join(10)
+
+    ask()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    ask()
+    assert asked == [torch.device("cpu"), torch.device("cuda", 1)]
