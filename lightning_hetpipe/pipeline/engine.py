@@ -191,12 +191,11 @@ class Engine(Crew[Minibatch]):
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         last = [part for part in self._parts if part.piece == call.piece][-1]
-        mark = self.lanes.outside.mark(gradient.device for gradient in gradients if gradient is not None)
         if last is self._parts[-1]:
             minibatch.loss_ends()
-            minibatch.turn.put((gradients, mark))
+            minibatch.turn.put((gradients, call.collected))
         else:
-            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients, mark)
+            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients, call.collected)
 
     # The stages' side.
 

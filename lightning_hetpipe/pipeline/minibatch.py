@@ -128,7 +128,7 @@ class Minibatch(Flight):
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
                 + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
             )
-        call = PieceCall(piece, Value.of(inputs), Autocast.current())
+        call = PieceCall(piece, Value.of(inputs), Autocast.current(), self._engine.lanes.outside)
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
         self._engine.lanes.outside.join(self.arrived_after, outputs.tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.lanes import move
+from lightning_hetpipe.pipeline.lanes import Mark, Outside, move
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.private import graph_nodes, run_backward
 
@@ -26,12 +26,17 @@ class PieceCall:
     visit exactly what lies between the loss and this piece.
     """
 
-    def __init__(self, piece: int, inputs: Value, autocast: Autocast) -> None:
+    def __init__(self, piece: int, inputs: Value, autocast: Autocast, outside: Outside) -> None:
         self.piece = piece
         self.inputs = inputs
         self.autocast = autocast
         self.anchor = torch.zeros((), requires_grad=True)
+        self.outside = outside
         self.collecting = False
+        self.collected: Mark | None = None
+        """Behind the gradients of the outputs: autograd finds them in the stream in which user code made the call."""
+        self.taken: Mark | None = None
+        """Behind the gradients of the inputs."""
         self.outputs = 0
         self._given: list[GradientEdge | None] = []
         self._node: Node | None = None
@@ -57,6 +62,7 @@ class PieceCall:
         """The pipeline has computed them, each on the device of its stage: the graph below wants it on its input's."""
         pairs = zip(gradients, self.inputs.tensors, strict=True)
         self.input_gradients = [None if g is None else move(g, tensor.device) for g, tensor in pairs]
+        self.taken = self.outside.mark(tensor.device for tensor in self.inputs.tensors)
 
     def close(self) -> None:
         """Lets go of tensors and graph, as nothing is differentiated any more.
@@ -136,9 +142,11 @@ class _Seam(torch.autograd.Function):
         call: PieceCall = ctx.call
         if call.collecting:
             call.output_gradients = list(gradients)
+            call.collected = call.outside.mark(gradient.device for gradient in gradients if gradient is not None)
             into: Gradients = [None] * ctx.inputs
         elif call.input_gradients is not None:
             into = call.input_gradients
+            call.outside.join(call.taken, [gradient for gradient in into if gradient is not None])
         else:
             raise RuntimeError(
                 "a gradient through a pipelined module was asked for inside training_step (torch.autograd.grad or"

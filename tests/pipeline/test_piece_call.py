@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.lanes import Mark, Outside, OutsideLane
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
 
 
-def run(piece: int, inputs: Any, outputs: Any) -> tuple[PieceCall, Any]:
+def run(piece: int, inputs: Any, outputs: Any, outside: Outside | None = None) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(piece, Value.of(inputs), Autocast.current())
+    call = PieceCall(piece, Value.of(inputs), Autocast.current(), outside or OutsideLane())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 
@@ -158,3 +160,58 @@ def test_a_change_of_an_output_that_the_pipelines_backward_needs_is_noticed_ther
     y.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(kept.sum(), leaf)
+
+
+class Current:
+    """A stream that user code is in."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def synchronize(self) -> None:
+        raise AssertionError("no thread waits")
+
+
+class InStreams:
+    """User code whose stream changes: a mark names the one that it was made in."""
+
+    def __init__(self) -> None:
+        self.current = "first"
+        self.joined: list[tuple[str, str]] = []
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> Mark | None:
+        assert list(devices)
+        return Current(self.current)
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        assert isinstance(mark, Current)
+        assert len(list(tensors)) == 1
+        self.joined.append((self.current, mark.name))
+
+
+def test_gradients_are_found_in_the_stream_in_which_user_code_called_the_piece() -> None:
+    """``with torch.cuda.stream(side): z = self.net(x)``: autograd goes back there, too, and comes back to the thread's
+    own stream without waiting for what it has handed to the pipeline."""
+    streams = InStreams()
+    x = torch.ones(1, requires_grad=True)
+    lower, z = run(0, x * 2, grown(2.0), streams)
+    upper, y = run(1, z * 3, grown(5.0), streams)
+
+    def goes_to(stream: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            streams.current = stream
+
+        return hook
+
+    y.register_hook(goes_to("side"))
+    z.register_hook(goes_to("other"))
+    total = y.sum() + z.sum()  # so that the lower gradients need the upper part of the graph again
+    collect(upper, total, None, keep_graph=True)
+    streams.current = "first"
+    assert isinstance(upper.collected, Current)
+    assert upper.collected.name == "side"
+    upper.take_input_gradients([torch.tensor([7.0])])
+    assert lists(collect(lower, total, upper, keep_graph=False)) == [[22.0]]
+    assert streams.joined == [("side", "first")]
+    assert isinstance(lower.collected, Current)
+    assert lower.collected.name == "other"
