@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class ProcessState:
 
     Attributes:
         seed: Makes Torch's and Python's random state, where these are None.
+        gpu_random: Torch's on each GPU; none as long as it uses none.
     """
 
     numpy_random: NumpyRandom
@@ -50,6 +52,7 @@ class ProcessState:
     torch_random: Tensor | None = None
     python_random: Any = None
     seed: int = 0
+    gpu_random: Sequence[Tensor] = ()
 
     @staticmethod
     def current() -> ProcessState:
@@ -83,14 +86,21 @@ class ProcessState:
         if self.torch_random is None:
             torch.default_generator.manual_seed(self.seed)
             random.seed(self.seed)
+            for generator in torch.cuda.default_generators:
+                generator.manual_seed(self.seed)
         else:
             torch.set_rng_state(self.torch_random)
             random.setstate(self.python_random)
+            # There are none until the process uses a GPU, which may be after this state was taken.
+            for generator, state in zip(torch.cuda.default_generators, self.gpu_random, strict=False):
+                generator.set_state(state)
         torch.set_default_dtype(self.dtype)
 
 
 def _process_state(numpy_random: NumpyRandom) -> ProcessState:
-    return ProcessState(numpy_random, torch.get_default_dtype(), torch.get_rng_state(), random.getstate())
+    gpu_random = [generator.get_state() for generator in torch.cuda.default_generators]
+    dtype, torch_random = torch.get_default_dtype(), torch.get_rng_state()
+    return ProcessState(numpy_random, dtype, torch_random, random.getstate(), gpu_random=gpu_random)
 
 
 class NumpyRandom:

@@ -176,3 +176,37 @@ def test_the_process_keeps_its_numbers_when_its_generator_is_first_exchanged() -
         assert list(np.random.randn(3)) == list(expected.randn(3))
     again = pickle.loads(pickle.dumps(get_bit_generator()))
     assert np.random.rand() == np.random.RandomState(again).rand()
+
+
+def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that training_step draws there must not depend on whose stretch comes first."""
+    gpu = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+
+    def noise() -> list[float]:
+        return torch.rand(2, generator=gpu).tolist()
+
+    def turns(order: list[int]) -> list[list[float]]:
+        stretches = [Stretch(ProcessState.seeded(7, 0, minibatch)) for minibatch in (1, 2)]
+        found: list[list[float]] = [[], []]
+        for index in order:
+            stretches[index].enter()
+            found[index] += noise()
+            stretches[index].leave()
+        return found
+
+    first = turns([0, 0, 1, 1])
+    assert first[0] != first[1]
+    assert turns([0, 1, 0, 1]) == turns([1, 0, 1, 0]) == first
+    assert noise() == torch.rand(2, generator=torch.Generator().manual_seed(5)).tolist(), (
+        "the process's goes on as it was"
+    )
+
+
+def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    stretch.enter()
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator().manual_seed(5),))
+    stretch.leave()
+    stretch.enter()
+    stretch.leave(for_good=True)
