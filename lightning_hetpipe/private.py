@@ -149,7 +149,13 @@ class Carried(Generic[T]):
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold what ``tensor`` holds: itself, unless it is sparse."""
-    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def version_counter(tensor: Tensor) -> int:

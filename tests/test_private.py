@@ -88,6 +88,10 @@ def test_parts_of_sparse_tensors() -> None:
     broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
     assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
     assert private.strided_parts(values) == (values,), broken
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+        parts = private.strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
+        assert [part.layout for part in parts] == [torch.strided] * 3, "a GPU refuses such an input of a module"
 
 
 @guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
