@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 import time
@@ -18,6 +19,8 @@ T = TypeVar("T")
 class Worker(Generic[T]):
     """A daemon thread that handles what is put into its inbox, first in, first out.
 
+    It begins with the context variables of the thread that makes it: torch's settings for its compiler are such.
+
     ``handle`` must not raise: failures travel as values. The thread calls ``enter`` first, and runs torch operations on
     ``torch_threads`` threads.
     """
@@ -29,7 +32,8 @@ class Worker(Generic[T]):
         self._handle = handle
         self._torch_threads = torch_threads
         self._enter = enter
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._thread.start()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import queue
 import threading
@@ -35,6 +36,21 @@ class TestWorker:
         worker.close()
         assert worker.join(10)
         assert not thread.is_alive()
+
+    def test_it_sees_the_settings_of_the_thread_that_made_it(self) -> None:
+        """A user's ``torch._dynamo.config.recompile_limit = 64`` counts for what stages compile."""
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        setting = contextvars.ContextVar("setting", default=8)
+
+        def make() -> Worker[int]:
+            setting.set(64)
+            return Worker[int]("hetpipe-test", lambda _: seen.put(setting.get()), torch_threads=1)
+
+        worker = contextvars.copy_context().run(make)
+        worker.put(1)
+        assert (seen.get(timeout=10), setting.get()) == (64, 8)
+        worker.close()
+        assert worker.join(10)
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_torch_operations_use_as_many_threads_as_it_says(self, count: int) -> None:
