@@ -95,7 +95,9 @@ def test_parts_of_sparse_tensors() -> None:
 
 
 @guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
-def test_carried() -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
     held: private.Carried[str] = private.Carried("test")
     broken = "a GPU's hooks would not know their minibatch"
     assert held.get() is None, broken
@@ -114,6 +116,7 @@ IN_ANOTHER_THREAD = """
 import os, threading, torch
 from lightning_hetpipe.private import Carried
 
+torch.cuda.is_initialized = lambda: True  # as where a GPU is used
 held = Carried("test")
 seen = {}
 
