@@ -36,12 +36,14 @@ class Study:
         chance: Of random operations.
         default_dtype: In the watched step; None for torch's own.
         optimizer: The Trainer's.
+        samples: In its minibatch.
     """
 
     pieces: Sequence[Piece]
     chance: Chance
     default_dtype: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
+    samples: int = 1
 
     @property
     def layers(self) -> list[tuple[Layer, Value, Piece]]:

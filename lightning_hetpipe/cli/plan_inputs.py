@@ -23,7 +23,8 @@ from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.units import seconds_of
 from lightning_hetpipe.strategy.found import found_cluster
-from lightning_hetpipe.strategy.profiler import ProfilingStrategy, Progress
+from lightning_hetpipe.strategy.measuring import Progress
+from lightning_hetpipe.strategy.profiler import ProfilingStrategy
 from lightning_hetpipe.strategy.profiler import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, switch
 

@@ -52,6 +52,7 @@ class RunReport:
         samples_per_second: Over the time of those minibatches, without validation.
         stages: In order.
         timeline: What took place when, if it was asked for.
+        emulated: Whether stages took as long as other devices would, and ``time_s`` is of those.
     """
 
     in_flight: int
@@ -59,3 +60,4 @@ class RunReport:
     samples_per_second: float
     stages: list[StageReport]
     timeline: Timeline | None = None
+    emulated: bool = False

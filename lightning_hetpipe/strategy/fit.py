@@ -8,7 +8,7 @@ layers are measured and cut into stages, and the version that it used is stashed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,14 +18,14 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetpipe.capture.compiled import look_through
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.pieces import named_pieces
+from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
@@ -34,13 +34,15 @@ from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
-from lightning_hetpipe.planning.partition import stage_times
+from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.cuts import Cuts
+from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
-from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place, stage_count
+from lightning_hetpipe.strategy.layout import Layout, move_to_devices
 from lightning_hetpipe.strategy.lookahead import LookAhead
 from lightning_hetpipe.strategy.loss_scale import LossScale
 from lightning_hetpipe.strategy.outside import Outside
@@ -103,7 +105,7 @@ class Fit:
         self._redirects: list[Redirect] = []
         self._calls: PieceCalls | None = None
         self._last = -1
-        self._stages = 1
+        self._samples = 1  # in the watched minibatch
         self._asked: str | None = None  # of the other virtual workers, by the watched step
 
     def open(self) -> None:
@@ -212,8 +214,7 @@ class Fit:
         loss = self._loss_of(output)
         with self._precision.train_step_context():
             self._watch.check(loss)
-        layers = sum(len(piece.layers) for piece in self._watch.pieces)
-        self._stages = stage_count(self._settings.stages, len(self._settings.devices), layers)
+        self._samples = batch_size(args[0] if args else None)
         return output
 
     @contextmanager
@@ -234,27 +235,23 @@ class Fit:
         assert self._watch is not None
         assert self._outside is not None
         number = begun_minibatches(self._trainer)[0]
-        pieces, devices = self._watch.pieces, self._settings.devices
-        if self._settings.study is not None:
-            self._settings.study(Study(pieces, self._chance, self._default_dtype(), self._trainer.optimizers[0]))
-        layers = [layer for piece in pieces for layer in piece.layers]
-        stages, asked = self._stages, self._settings.in_flight
-        in_flight = (stages + 1 if stages > 1 else 1) if asked == "auto" else asked
+        pieces = self._watch.pieces
+        decision = self._decide(pieces)
+        in_flight = decision.in_flight
         if self._synchroniser is not None:
             in_flight = self._synchroniser.agree(in_flight)
         if self._asked is not None and in_flight > 1:
             raise ahead(self._asked)
-        if self._settings.recompute and stages == len(pieces) == 1:
+        if self._settings.recompute and len(decision.cuts) == len(pieces) == 1:
             nothing_to_recompute()
-        times = [0.0] * len(layers)
-        if stages > 1 or self._trainer.loggers:
-            times = measure(pieces, self._chance, self._default_dtype(), devices[-1])
-        cuts = self._settings.choose_cuts(times, stages)
-        self._layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
-        move_to_devices(self._layout, self._trainer.optimizers[0])
+        layers = [layer for piece in pieces for layer in piece.layers]
+        self._layout = Layout(
+            layers, decision.cuts, [*decision.devices], decision.times, decision.names, decision.emulated
+        )
+        self._move()
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
-            cuts,
+            decision.cuts,
             self._layout.devices,
             StageSettings(
                 self._chance,
@@ -285,6 +282,24 @@ class Fit:
         self.engine = engine
         engine.start()
         engine.begin(number - 1, forwards=number)
+
+    def _decide(self, pieces: Sequence[Piece]) -> Decision:
+        study = Study(pieces, self._chance, self._default_dtype(), self._trainer.optimizers[0], self._samples)
+        if (asked := self._settings.decide) is not None:
+            decision = asked(study)
+        else:
+            decision = equal_devices.decide(study, self._settings, reported=bool(self._trainer.loggers))
+        for line in decision.said:
+            rank_zero_info(line)
+        return decision
+
+    def _move(self) -> None:
+        """To the stages' devices; what else the module has, to the last stage's, where the loss is."""
+        assert self._layout is not None
+        root = self._layout.devices[-1]
+        if root != self._trainer.strategy.root_device:
+            self._module.to(root)
+        move_to_devices(self._layout, self._trainer.optimizers[0])
 
     # The epoch.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -17,6 +17,8 @@ from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
+T = TypeVar("T")
+
 
 @dataclass
 class Layout:
@@ -27,12 +29,16 @@ class Layout:
         cuts: The first layer of each stage.
         devices: The device of each stage.
         times: Seconds of each stage per minibatch, as profiled.
+        names: Of each stage's device, for people, where others were declared than torch's.
+        emulated: Whether stages take as long as those devices, which are not here.
     """
 
     layers: list[Layer]
     cuts: tuple[int, ...]
     devices: list[torch.device]
     times: list[float]
+    names: Sequence[str] | None = None
+    emulated: bool = False
 
     def is_spread(self) -> bool:
         """Whether stages lie on different devices."""
@@ -58,7 +64,7 @@ class Layout:
             samples_per_second=meter.samples / seconds,
             stages=[
                 StageReport(
-                    device=device_name(device),
+                    device=device_name(device) if self.names is None else self.names[index],
                     layers=[layer.name for layer in self.stage_layers(index)],
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=self.times[index],
@@ -74,6 +80,7 @@ class Layout:
                 )
                 for index, device in enumerate(self.devices)
             ],
+            emulated=self.emulated,
         )
 
 
@@ -103,7 +110,7 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int
     return stages
 
 
-def place(stages: int, devices: Sequence[torch.device]) -> list[torch.device]:
+def place(stages: int, devices: Sequence[T]) -> list[T]:
     """The device of each stage: the first k devices in order; where stages exceed devices, neighbours share one."""
     if stages <= len(devices):
         return list(devices[:stages])

@@ -14,10 +14,10 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.strategy.decision import Decide
 from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.ranks import Rank
 from lightning_hetpipe.strategy.wsp import WSPCallback
@@ -45,8 +45,8 @@ class FitSettings:
     recompute: bool = False
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
-    study: Callable[[Study], None] | None = None
-    """What is told what the watched step has shown, before there are stages."""
+    decide: Decide | None = None
+    """What decides on stages and Nm; None for devices that are all the same, without a plan."""
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 

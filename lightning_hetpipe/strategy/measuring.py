@@ -1,0 +1,97 @@
+"""Profiles what a watched step has shown: each layer on one device of each type, measured once and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from lightning_hetpipe.capture.profiling import Study, code_of
+from lightning_hetpipe.planning.memory import OPTIMIZERS
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.profile_cache import Conditions, ProfileCache
+
+Progress = Callable[[str, int, int], None]
+"""Is told which device is measured, how many layers are done, and of how many."""
+
+
+def profiled(
+    study: Study,
+    devices: Mapping[str, torch.device],
+    model: str,
+    precision: str,
+    cache: ProfileCache | None,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile of the layers on ``devices``, of which there is at least one.
+
+    Args:
+        study: What the watched step has shown.
+        devices: By the name of their type.
+        model: For people.
+        precision: The Trainer's.
+        cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
+        progress: Of the measuring.
+    """
+    found: Profile | None = None
+    for name, device in devices.items():
+        one = kept(study, name, model, precision, cache)
+        if one is None:
+            one = _measured(study, device, name, model, progress)
+            if cache is not None:
+                cache.put(_conditions(study, name, precision).key(), one)
+        found = one if found is None else found.joined(one)
+    assert found is not None
+    return found
+
+
+def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
+    """What was measured before on devices of that ``name``, perhaps on another machine; None if nothing was."""
+    one = None if cache is None else cache.get(_conditions(study, name, precision).key())
+    return None if one is None else replace(one, model=model)
+
+
+def _measured(study: Study, device: torch.device, name: str, model: str, progress: Progress | None) -> Profile:
+    count = len(study.layers)
+    sizes: list[LayerBytes] = []
+    times: list[Times] = []
+    for size, time in study.on(device):
+        sizes.append(size)
+        times.append(time)
+        if progress is not None:
+            progress(name, len(sizes), count)
+    return Profile(model, study.samples, sizes, {name: times}, {})
+
+
+def _conditions(study: Study, device: str, precision: str) -> Conditions:
+    layers = [(layer.name, layer.module) for layer, _, _ in study.layers]
+    given = [tensor for _, value, _ in study.layers for tensor in value.tensors]
+    return Conditions(
+        layers=[(name, code_of(module)) for name, module in layers],
+        parameters=[
+            (f"{name}.{own}", tuple(each.shape), f"{each.dtype} {each.requires_grad}")
+            for name, module in layers
+            for own, each in module.named_parameters()
+        ],
+        inputs=[(tuple(tensor.shape), str(tensor.dtype)) for tensor in given],
+        precision=precision,
+        torch=torch.__version__,
+        device=device,
+        settings={
+            "threads": str(torch.get_num_threads()),
+            "matmul": torch.get_float32_matmul_precision(),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+            "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
+        },
+    )
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the memory model calls ``optimizer``; None if it does not know it."""
+    name, options = type(optimizer).__name__.lower(), optimizer.defaults
+    if name in ("sgd", "rmsprop") and options.get("momentum"):
+        name = f"{name}_momentum"
+    if options.get("amsgrad"):
+        name = "amsgrad"
+    return name if name in OPTIMIZERS else None
