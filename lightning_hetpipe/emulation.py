@@ -1,4 +1,4 @@
-"""Devices that are slower than the host, for tests and benchmarks.
+"""Devices that are slower than the host: of clusters that are not at hand, and for tests and benchmarks.
 
 A stage that is *padded* computes what it always does, and then sleeps until the time is up that its device would take.
 It holds neither the GIL nor the lock over user code meanwhile, so any number of emulated devices run at once on a few
@@ -76,10 +76,14 @@ class Emulation:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.stages = [Padded() for _ in pads]
-        self._pads = list(pads)
         self._now = now
         self._sleep = sleep
+        self.begin(pads)
+
+    def begin(self, pads: Sequence[Pad]) -> None:
+        """Stages are those of ``pads``, and none has computed yet."""
+        self.stages = [Padded() for _ in pads]
+        self._pads = list(pads)
         self._late = [0.0 for _ in pads]
         self._loss = [0.0 for _ in pads]  # seconds of the one that has ended, until the backward begins
 
@@ -116,8 +120,8 @@ class Emulation:
             now = self._now()
         self._late[stage] = 0.0 if over > 0 else min(now - end, OVERSLEEP)
 
-    def check(self) -> None:
-        """Warns of stages that were slower than told.
+    def check(self, tolerated: float = 0.0) -> None:
+        """Warns of stages that were slower than told in more than the ``tolerated`` share of their passes.
 
         Raises:
             SettingError: where a pad belongs to no stage.
@@ -126,10 +130,10 @@ class Emulation:
             idle = next(index for index, padded in enumerate(self.stages) if not padded.passes)
             raise SettingError(f"{len(self._pads)} stages are padded, and there is no stage {idle}; leave its Pad out")
         for index, padded in enumerate(self.stages):
-            if padded.overruns:
+            if padded.overruns > tolerated * padded.passes:
                 warnings.warn(
-                    f"stage {index} computed for longer than its Pad in {padded.overruns} of {padded.passes} passes, by"
-                    f" up to {1000 * padded.longest:.1f} ms: it is slower than what it emulates",
+                    f"stage {index} computed for longer than it is to take in {padded.overruns} of {padded.passes}"
+                    f" passes, by up to {1000 * padded.longest:.1f} ms: it is slower than what it emulates",
                     stacklevel=4,
                 )
 

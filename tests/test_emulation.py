@@ -81,7 +81,7 @@ def test_a_stage_that_computes_for_longer_is_said_to() -> None:
     assert emulation.stages[0].overruns == 2
     assert emulation.stages[0].longest == pytest.approx(0.003)
     with pytest.warns(
-        UserWarning, match=r"stage 0 computed for longer than its Pad in 2 of 4 passes, by up to 3\.0 ms"
+        UserWarning, match=r"stage 0 computed for longer than it is to take in 2 of 4 passes, by up to 3\.0 ms"
     ):
         emulation.check()
 
@@ -145,7 +145,7 @@ def test_what_a_layer_raises_comes_through_without_a_sleep() -> None:
     assert not sleeps.slept
 
 
-@pytest.mark.filterwarnings("ignore:stage . computed for longer than its Pad")
+@pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
 def test_pads_are_in_place_within_the_context() -> None:
     strategy = even(7, 2, 3)
     strategy._before_pass = earlier = Delays(1)

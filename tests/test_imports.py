@@ -32,7 +32,7 @@ BELOW: dict[str, set[str]] = {
         "conf",
     },
     "demo": {"strategy", "server", "capture", "pipeline", "reporting", "planning", "rules", "errors", "private"},
-    "strategy": {"server", "capture", "pipeline", "reporting", "planning", "rules", "errors", "private"},
+    "strategy": {"server", "capture", "pipeline", "emulation", "reporting", "planning", "rules", "errors", "private"},
     "capture": {"pipeline", "planning", "rules", "errors", "private"},
     "reporting": {"planning", "rules", "errors", "private"},
     "server": {"planning", "rules", "errors", "private"},

@@ -14,12 +14,12 @@ from lightning_hetpipe.cli.plan_inputs import check, cluster_of, of_strategy, pr
 from lightning_hetpipe.cli.program import PLAN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning import profile_file
+from lightning_hetpipe.planning.advice import ways_out
 from lightning_hetpipe.planning.catalogue import known
 from lightning_hetpipe.planning.cluster import Device
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.search import Choice, best_plan
-from lightning_hetpipe.planning.units import in_bytes
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 
@@ -71,7 +71,13 @@ def run(config: DictConfig) -> float | None:
         profile_file.save(measured, folder / "profile.json")
         print(f"profile  {folder / 'profile.json'}")
     if not choice.fits:
-        print("Nothing fits; this is the plan that lacks the least.", *_help(choice), sep="\n")
+        ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+        print(
+            "Nothing fits; this is the plan that lacks the least.",
+            *(["It would fit with"] if ways else []),
+            *ways,
+            sep="\n",
+        )
         _unfit.append(choice)
         return None
     plan.save(folder / "plan.json")
@@ -94,22 +100,6 @@ def _remarks(choice: Choice, profile: Profile) -> list[str]:
 
 def _named(device: Device, number: int) -> str:
     return f"{device.name}:{number}"
-
-
-def _help(choice: Choice) -> list[str]:
-    """What would make it fit."""
-    if (found := choice.help) is None:
-        return []
-    lines = []
-    if found.in_flight is not None:
-        lines.append(f"- strategy.in_flight={found.in_flight}, or fewer")
-    if found.recompute is not None:
-        lines.append(f"- strategy.recompute=true, with strategy.in_flight={found.recompute} or fewer")
-    if found.lacking:
-        spots = {stage: choice.stages[stage].spot for stage in sorted(found.lacking)}
-        more = [f"{in_bytes(found.lacking[n])} on {_named(spot.device, spot.number)}" for n, spot in spots.items()]
-        lines.append(f"- more memory: {' and '.join(more)}")
-    return ["It would fit with", *lines] if lines else []
 
 
 def _picture(choice: Choice, folder: Path) -> str:

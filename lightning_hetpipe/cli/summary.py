@@ -15,6 +15,10 @@ from lightning_hetpipe.planning.units import in_bytes
 
 _NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
 _MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
+_EMULATED = (
+    "ms per minibatch: what the stage takes on its emulated device, with what it receives; it computes for less and"
+    " sleeps for the rest"
+)
 _COUNTED = (
     "memory: the most at once of weight versions, activations and waiting gradients; live weights and the optimizer's"
     " state come on top"
@@ -51,6 +55,8 @@ class RunResult(Protocol):
     def samples_per_second(self) -> float: ...
     @property
     def stages(self) -> Sequence[StageResult]: ...
+    @property
+    def emulated(self) -> bool: ...
 
 
 def summary(
@@ -76,7 +82,15 @@ def summary(
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
-        lines += [_headline(run, virtual_workers), "", *_stage_table(run), "", _MEASURED, _COUNTED, ""]
+        lines += [
+            _headline(run, virtual_workers),
+            "",
+            *_stage_table(run),
+            "",
+            _EMULATED if run.emulated else _MEASURED,
+            _COUNTED,
+            "",
+        ]
         each = "" if virtual_workers == 1 else "   of this virtual worker; each trains on a share of the data"
         rows.append(("samples per second", f"{run.samples_per_second:,.0f}{each}" if run.minibatches else _NONE))
     rows += _results(metrics)

@@ -1,6 +1,7 @@
 """Divides layers, in order, among stages, so that the slowest stage is as fast as possible.
 
-:func:`partition` has stages on equal devices, and :func:`cheapest_cuts` those of any costs in a given order.
+:func:`partition` has stages on equal devices, :func:`cheapest_cuts` those of any costs in a given order, and
+:func:`cuts_in_order` those on given devices.
 :func:`divide` chooses the devices' order too, and leaves devices out where fewer are as good.
 """
 
@@ -77,6 +78,24 @@ def cheapest_cuts(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     for starts in reversed(chosen):
         cuts.append(int(starts[cuts[-1]]))
     return (0, *reversed(cuts[1:]))
+
+
+def cuts_in_order(
+    profile: Profile, cluster: Cluster, spots: Sequence[Spot], recompute: bool = False
+) -> tuple[int, ...]:
+    """The first layer of each of ``len(spots)`` stages on ``spots``, which may share a device, with the least T_max.
+
+    Memory is no concern here, and neighbours on one device are taken to be linked as any two of its node are.
+
+    Raises:
+        ValueError: if there are more stages than layers.
+        SettingError: where the profile has no times of a device.
+    """
+    if not 1 <= len(spots) <= len(profile.layers):
+        raise ValueError(f"cannot divide {len(profile.layers)} layers among {len(spots)} stages")
+    costs = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
+    kinds = range(len(spots))
+    return cheapest_cuts([costs.stage(kinds, index) for index in kinds])
 
 
 def stage_times(times: Sequence[float], cuts: Sequence[int]) -> list[float]:

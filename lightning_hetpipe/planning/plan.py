@@ -278,6 +278,9 @@ def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterat
         yield Problem(f"{place}.device", f"is '{stage.device}', and {stage.node} has {len(node.devices)}, from 0 on")
     elif number is not None and canonical(node.devices[number].name) != canonical(stage.device_name):
         yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
+    elif number is not None and (limit := node.devices[number].memory) is not None and stage.memory_bytes > limit:
+        said = f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has"
+        yield Problem(f"{place}.memory_bytes", said)
 
 
 def _worker(document: Document) -> PlannedWorker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.planning.cluster import Cluster
+from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.strategy.decision import Decide
 from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.ranks import Rank
@@ -27,6 +30,9 @@ MOST = 1000
 
 LONGEST = 2000
 """Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+
+
+Stages = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,6 @@ class FitSettings:
 
 LATER: dict[str, tuple[Any, str]] = {
     "weights": ("stash", "weight stashing"),
-    "plan": (None, "profiling and partitioning at the start of every run"),
-    "cluster": (None, "the devices that it finds"),
     "allocation": ("auto", "the devices in their order"),
     "lr_correction": (None, "the optimizer's own learning rate"),
     "start_method": ("popen", "one process"),
@@ -81,6 +85,48 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
     if value > MOST:
         raise SettingError(f"{name}={value!r} is more than {MOST}, each of which would take a thread; set fewer")
     return value
+
+
+def cluster(value: Any) -> Cluster | None:
+    if value is not None and not isinstance(value, Cluster):
+        raise SettingError(f"cluster={value!r} must be a lightning_hetpipe.Cluster, or None")
+    return value
+
+
+def plan(value: Any) -> Plan | None:
+    """``value``, or what the file of that name holds.
+
+    Raises:
+        SettingError: for what is neither, and for a plan that no device can run.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Plan | str | os.PathLike):
+        raise SettingError(f"plan={value!r} must be a lightning_hetpipe.Plan, or the path of one")
+    made = value if isinstance(value, Plan) else Plan.load(value)
+    made.check()
+    if len(made.virtual_workers) != 1:
+        raise SettingError(
+            f"the plan for {made.model} has {len(made.virtual_workers)} virtual workers, and in this release a plan is"
+            " for one; make one for each"
+        )
+    return made
+
+
+def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
+    """What a plan says, unless something else was asked for."""
+    if asked not in ("auto", planned):
+        raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
+    return planned
+
+
+def check_alone(name: str, virtual_workers: int) -> None:
+    """Refuses several virtual workers with what is for one: ``name``."""
+    if virtual_workers > 1:
+        raise SettingError(
+            f"{name} is for one virtual worker in this release, and there are {virtual_workers}; leave {name} out, or"
+            " train with one"
+        )
 
 
 def switch(name: str, value: Any) -> bool:
@@ -139,9 +185,6 @@ def only_wsp(given: Sequence[WSPCallback]) -> WSPCallback:
             " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of trainer.callbacks)"
         )
     return given[0] if given else WSPCallback()
-
-
-Stages = int | Literal["auto"]
 
 
 def stage_counts(stages: Any, virtual_workers: int) -> Stages | list[Stages]:

@@ -17,17 +17,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.planning.cluster import Cluster
 from lightning_hetpipe.planning.partition import partition
+from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import compiler, settings
+from lightning_hetpipe.strategy import compiler, emulating, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
+from lightning_hetpipe.strategy.planner import Planner
 from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
     evaluating_loop,
@@ -36,6 +41,7 @@ from lightning_hetpipe.strategy.private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.strategy.ranks import devices_of
+from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
 
@@ -46,10 +52,11 @@ class HetPipeStrategy(VirtualWorkers):
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
 
     Args:
-        stages: k, the number of stages; by default one for each device. On CPU they may exceed the devices. A list
-            gives each virtual worker of a node its own, or each of all nodes.
-        in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage. Each
-            stage holds Nm copies of its weights.
+        stages: k, the number of stages; by default one for each device, of devices that differ those that are of use.
+            On CPU they may exceed the devices. A list gives each virtual worker of a node its own, or each of all
+            nodes.
+        in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage; where
+            devices differ, as many as are planned. Each stage holds Nm copies of its weights.
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
             processes, each of those is one, and this is to be left out.
@@ -75,7 +82,16 @@ class HetPipeStrategy(VirtualWorkers):
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
-        plan, cluster, allocation, lr_correction, start_method: of later releases.
+        plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
+            flight. By default, where devices differ, one is made at the start of a fit from measurements of the layers,
+            which are kept on disk: the devices' order, the cuts and, unless they are given, k and Nm. Results depend on
+            Nm alone of these (law L1 of the design), and so on measurements, which differ a little from time to time:
+            runs on one machine repeat as long as what was measured is kept, and ``plan`` or ``in_flight`` pins Nm for
+            good. Where devices are all the same, measurements decide on cuts only.
+        cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
+            CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
+            the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
+        allocation, lr_correction, start_method: of later releases.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
 
     Attributes:
@@ -94,8 +110,8 @@ class HetPipeStrategy(VirtualWorkers):
         virtual_workers: int = 1,
         weights: str = "stash",
         module: str | Sequence[str] | None = None,
-        plan: Any = None,
-        cluster: Any = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        cluster: Cluster | None = None,
         allocation: str = "auto",
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
@@ -122,8 +138,6 @@ class HetPipeStrategy(VirtualWorkers):
         )
         of_later_releases = {
             "weights": weights,
-            "plan": plan,
-            "cluster": cluster,
             "allocation": allocation,
             "lr_correction": lr_correction,
             "start_method": start_method,
@@ -132,6 +146,14 @@ class HetPipeStrategy(VirtualWorkers):
             settings.check_later(name, value)
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
+        self.plan, self.cluster = settings.plan(plan), settings.cluster(cluster)
+        self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
+        if self.plan is not None:
+            self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
+            self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+        for name, value in (("plan", self.plan), ("cluster", self.cluster)):
+            if value is not None:
+                settings.check_alone(name, self.virtual_workers)
         self.module = settings.module_names(module)
         self.recompute = settings.switch("recompute", recompute)
         self.compile = compiler.options(compile)
@@ -140,6 +162,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._fit: Fit | Alone | None = None
         self._evaluation: Evaluation | None = None
         self._before_pass: BeforePass | None = None
+        self._emulation: Emulation | None = None
 
     # Who we are: one process, one virtual worker.
 
@@ -151,6 +174,9 @@ class HetPipeStrategy(VirtualWorkers):
     @property
     def root_device(self) -> torch.device:
         """The last stage's device."""
+        if self._engine is not None:
+            root: torch.device = self._engine.root_device
+            return root
         devices = self._devices()
         used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
         return devices[used - 1]
@@ -168,6 +194,9 @@ class HetPipeStrategy(VirtualWorkers):
 
     def _configure_launcher(self) -> None:
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        for name, value in (("plan", self.plan), ("cluster", self.cluster)):
+            if value is not None:
+                settings.check_alone(name, self.world_size)
         super()._configure_launcher()
 
     def model_to_device(self) -> None:
@@ -222,6 +251,8 @@ class HetPipeStrategy(VirtualWorkers):
                     fit.close()
                 finally:
                     self.last_run = fit.report
+                if self._emulation is not None and self._failure is None:
+                    self._emulation.check(emulating.TOLERATED)
         finally:
             super().teardown()
 
@@ -306,10 +337,39 @@ class HetPipeStrategy(VirtualWorkers):
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:
+        """Those that stages may lie on, in the plan's order if there is one."""
+        found = self._found_devices()
+        if self.plan is None and self.cluster is None:
+            return found
+        site = Site.of(self.cluster, found, self.plan)
+        return list(site.devices) if self.plan is None else site.planned(self.plan)
+
+    def _found_devices(self) -> list[torch.device]:
         rank = self._rank
         return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
 
+    def _planner(self) -> Planner | None:
+        """What decides; None where all devices are the same, so that there is little to decide."""
+        site = Site.of(self.cluster, self._found_devices(), self.plan)
+        if self.plan is None and self.cluster is None and (site.is_even or self._group is not None):
+            return None
+        assert self.lightning_module is not None
+        self._emulation = Emulation(()) if site.emulated else None
+        return Planner(
+            site,
+            type(self.lightning_module).__name__,
+            str(self.precision_plugin.precision),
+            self.stages,
+            self.in_flight,
+            self.recompute,
+            self.plan,
+            self._plan_name,
+            self._emulation,
+            ProfileCache(),
+        )
+
     def _fit_settings(self) -> settings.FitSettings:
+        planner = self._planner()
         return settings.FitSettings(
             stages=self.stages,
             in_flight=self.in_flight,
@@ -318,7 +378,8 @@ class HetPipeStrategy(VirtualWorkers):
             devices=self._devices(),
             torch_threads=_torch_threads(),
             choose_cuts=self._choose_cuts,
-            before_pass=self._before_pass,
+            before_pass=self._before_pass or (planner.emulation if planner is not None else None),
+            decide=planner,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
@@ -328,6 +389,8 @@ class HetPipeStrategy(VirtualWorkers):
 
     def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         """The first layer of each stage; tests put their own cuts in its place."""
+        if self.plan is not None and len(times) == len(self.plan.layers):  # evaluation outside of a fit
+            return tuple(stage.first_layer for stage in self.plan.virtual_workers[0].stages)
         return partition(times, stages)
 
     @property

@@ -24,6 +24,7 @@ class Run:
     in_flight: int = 1
     minibatches: int = 10
     samples_per_second: float = 3120.4
+    emulated: bool = False
 
 
 def test_the_table_shows_each_stage_aligned() -> None:
@@ -46,6 +47,8 @@ def test_the_table_says_what_its_times_are() -> None:
     text = summary(Run([Stage(["net.0"], ["Linear"])]), {})
     assert "ms per minibatch: forward and backward" in text
     assert "memory: the most at once of weight versions" in text
+    text = summary(Run([Stage(["net.0"], ["Linear"])], emulated=True), {})
+    assert "ms per minibatch: what the stage takes on its emulated device" in text
 
 
 def test_a_dash_stands_where_nothing_was_measured() -> None:

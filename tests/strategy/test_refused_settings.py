@@ -63,8 +63,6 @@ def test_a_module_that_is_no_name(value: Any) -> None:
 LATER_VALUES: list[tuple[str, Any]] = [
     ("weights", "spectrain"),
     ("weights", None),
-    ("plan", "plan.json"),
-    ("cluster", object()),
     ("allocation", "np"),
     ("lr_correction", "theorem"),
     ("start_method", "spawn"),

@@ -1,0 +1,28 @@
+"""What would make a plan fit that does not, in words."""
+
+from __future__ import annotations
+
+from lightning_hetpipe.planning.search import Choice
+from lightning_hetpipe.planning.units import in_bytes
+
+
+def ways_out(choice: Choice, cli: bool = False) -> list[str]:
+    """A phrase for each way; none where it fits, or where nothing helps.
+
+    Args:
+        choice: Of :func:`~lightning_hetpipe.planning.search.best_plan`.
+        cli: Whether settings are given on the command line, not in Python.
+    """
+    if (found := choice.help) is None:
+        return []
+    prefix, true = ("strategy.", "true") if cli else ("", "True")
+    lines = []
+    if found.in_flight is not None:
+        lines.append(f"{prefix}in_flight={found.in_flight}, or fewer")
+    if found.recompute is not None:
+        lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute} or fewer")
+    if found.lacking:
+        spots = {stage: choice.stages[stage].spot for stage in sorted(found.lacking)}
+        each = [f"{in_bytes(found.lacking[n])} on {spot.device.name}:{spot.number}" for n, spot in spots.items()]
+        lines.append(f"more memory: {' and '.join(each)}")
+    return lines

@@ -1,0 +1,73 @@
+"""How slow the stages on a CPU are to be, so that they compare as the devices do that are not here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_hetpipe.emulation import Pad
+from lightning_hetpipe.planning.cluster import Cluster, Device
+from lightning_hetpipe.planning.outlook import ChosenStage
+from lightning_hetpipe.planning.profile import Profile
+
+SHARE = 1 / 3
+"""Of the CPU's cores, what stages may compute on at once: the rest is Lightning's loop's, and the system's."""
+
+LEAST = 2.0
+"""How many times as long as the layers alone the fastest device takes: a stage does more than to compute layers."""
+
+TOLERATED = 0.1
+"""Of the passes of an emulated stage, how many may take longer than they are to, before that is warned of."""
+
+
+def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tuple[Profile, float]:
+    """``profile`` as emulated devices are to keep to, and how many times longer that is than it says.
+
+    Seconds that were measured on such a device, or come from those of one, are kept to. Where only this machine's CPU
+    was measured, ratios are all there is: the fastest device takes :data:`LEAST` times as long as the CPU, or longer by
+    as much as it takes for all of them to fit into its cores.
+
+    Args:
+        profile: With times of all devices of ``cluster``.
+        cluster: The emulated devices.
+        cores: That this process may use; by default counted.
+    """
+    if set(profile.times) - set(profile.estimated) != {"cpu"}:
+        return profile, 1.0
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    speeds = relative_speeds(profile, cluster)
+    factor = max(LEAST * max(speeds), sum(speeds) / (SHARE * cores))
+    times = {name: [each.divided(1 / factor) for each in own] for name, own in profile.times.items()}
+    return replace(profile, times=times), factor
+
+
+def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
+    """Of each device, how many times faster than the CPU it does the whole model."""
+    cpu = sum(each.forward + each.backward for each in profile.times["cpu"])
+    whole = [sum(each.forward + each.backward for each in profile.times_on(spot.device)) for spot in cluster.spots]
+    return [cpu / each if each else 1.0 for each in whole]
+
+
+def pads(stages: Sequence[ChosenStage]) -> list[Pad]:
+    """What each stage takes: its layers on its device, and what it receives over the links."""
+    return [Pad(s.times.forward + s.times.receive, s.times.backward + s.times.receive_gradient) for s in stages]
+
+
+def described(profile: Profile, cluster: Cluster, factor: float) -> str:
+    """One line on what is emulated, and how fast."""
+    if set(profile.times) - set(profile.estimated) != {"cpu"}:
+        names = ", ".join(dict.fromkeys(spot.device.name for spot in cluster.spots))
+        return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"
+    kinds = [_kind(spot.device) for spot in cluster.spots]
+    speeds = dict(zip(kinds, relative_speeds(profile, cluster), strict=True))
+    each = ", ".join(f"{name} {factor / speed:.2g}" for name, speed in speeds.items())
+    return (
+        f"the devices are emulated on this CPU, and take as many times as long as it does: {each}; only their ratios"
+        " mean something"
+    )
+
+
+def _kind(device: Device) -> str:
+    return device.name if device.speed == 1.0 else f"{device.name} of speed {device.speed:g}"

@@ -1,0 +1,192 @@
+"""Decides by a profile of the layers: at the start of a fit, or as a saved plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.rehearsal import measure
+from lightning_hetpipe.emulation import Emulation
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.advice import ways_out
+from lightning_hetpipe.planning.memory import optimizer_state
+from lightning_hetpipe.planning.outlook import ChosenStage, Outlook, outlook
+from lightning_hetpipe.planning.partition import cuts_in_order, stage_times
+from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.planning.profile import Profile
+from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search import Choice, best_plan
+from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.strategy import emulating
+from lightning_hetpipe.strategy.decision import Decision
+from lightning_hetpipe.strategy.layout import place, stage_count
+from lightning_hetpipe.strategy.measuring import kept, optimizer_name, profiled
+from lightning_hetpipe.strategy.settings import Stages
+from lightning_hetpipe.strategy.site import Site
+
+UNKNOWN_OPTIMIZER = "adam"
+"""What state an optimizer is taken to keep that the memory model does not know."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for the layers that a watched step has shown, or follows ``plan``.
+
+    Attributes:
+        site: Where stages may lie.
+        model: The model's name, for people.
+        precision: The Trainer's.
+        stages, in_flight, recompute: What the strategy was asked for.
+        plan: To be followed.
+        plan_name: For people.
+        emulation: Of the site's devices, where they are emulated; it is told what stages take.
+        cache: Of profiles.
+    """
+
+    site: Site
+    model: str
+    precision: str
+    stages: Stages = "auto"
+    in_flight: Stages = "auto"
+    recompute: bool = False
+    plan: Plan | None = None
+    plan_name: str = ""
+    emulation: Emulation | None = None
+    cache: ProfileCache | None = None
+
+    def __call__(self, study: Study) -> Decision:
+        """Decides.
+
+        Raises:
+            SettingError: where the plan is one for another model, or where what was asked for does not fit.
+        """
+        if self.plan is not None:
+            return self._follow(self.plan, study)
+        profile, factor = self._profile(study)
+        found = self._found(profile, study)
+        return self._decision(found, profile, factor, self._why(found, profile, study))
+
+    # A plan that was given.
+
+    def _follow(self, plan: Plan, study: Study) -> Decision:
+        names = [layer.name for layer, _, _ in study.layers]
+        if (differs := plan.differences(names)) is not None:
+            raise SettingError(
+                f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
+                " plan out"
+            )
+        spots = plan.spots(0, self.site.cluster)
+        cuts = [stage.first_layer for stage in plan.virtual_workers[0].stages]
+        if self.site.emulated:
+            profile, factor = self._profile(study)
+            found = outlook(profile, self.site.cluster, spots, cuts, plan.in_flight, recompute=self.recompute)
+            return self._decision(found, profile, factor, ["because plan says so"])
+        devices = [self.site.device(spot) for spot in spots]
+        each = measure(study.pieces, study.chance, study.default_dtype, devices[-1])
+        where = [self.site.name(spot) for spot in spots]
+        said = [_what(where, names, cuts, plan.in_flight), "because plan says so"]
+        known = where if self.site.declared else None
+        return Decision(tuple(cuts), devices, plan.in_flight, stage_times(each, cuts), said, known)
+
+    # A plan of its own.
+
+    def _profile(self, study: Study) -> tuple[Profile, float]:
+        """Of all devices; where they are emulated, by how much they are slower than the profile said."""
+        site = self.site
+        profile = profiled(study, site.types, self.model, self.precision, self.cache)
+        devices = [spot.device for spot in site.cluster.spots]
+        if not site.emulated:
+            return profile, 1.0
+        for name in dict.fromkeys(device.name for device in devices if device.name not in profile.times):
+            if (one := kept(study, name, self.model, self.precision, self.cache)) is not None:
+                profile = profile.joined(one)
+        if set(profile.times) != {"cpu"} and all(spot.device.name != "cpu" for spot in site.cluster.spots):
+            profile = replace(profile, times={name: own for name, own in profile.times.items() if name != "cpu"})
+        precision = "16" if "16" in self.precision else "32"
+        return emulating.slowed(profile.with_estimates(devices, precision), site.cluster)
+
+    def _found(self, profile: Profile, study: Study) -> Outlook:
+        cluster, layers = self.site.cluster, len(profile.layers)
+        asked = None if self.in_flight == "auto" else self.in_flight
+        stages = stage_count(self.stages, len(cluster.spots), layers) if self.stages != "auto" else None
+        state = _optimizer(study)
+        choice = best_plan(profile, cluster, optimizer=state, in_flight=asked, recompute=self.recompute)
+        if stages is None or len(choice.stages) == stages:
+            if not choice.fits:
+                raise self._unfit(choice, ways_out(choice), profile)
+            return choice
+        spots = place(stages, cluster.spots)
+        cuts = cuts_in_order(profile, cluster, spots, self.recompute)
+        in_flight = asked or (stages + 1 if stages > 1 else 1)
+        bytes_ = optimizer_state(state)
+        found = outlook(profile, cluster, spots, cuts, in_flight, state=bytes_, recompute=self.recompute)
+        if not _has_room(found.stages):
+            raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True"], profile)
+        return found
+
+    def _unfit(self, found: Outlook, ways: Sequence[str], profile: Profile) -> SettingError:
+        lacking = [
+            f"{stage.spot.device.name}:{stage.spot.number} lacks {in_bytes(stage.overflow)}"
+            for stage in found.stages
+            if stage.overflow
+        ]
+        help_ = f"; it would fit with {', or '.join(ways)}" if ways else "; give devices with more memory"
+        said = f"{self.model} does not fit into the memory of its devices: {', '.join(lacking) or 'stages share one'}"
+        return SettingError(f"{said}{help_}\n\n{self._table(found, profile)}")
+
+    def _table(self, found: Outlook, profile: Profile) -> Plan:
+        choice = (
+            found
+            if isinstance(found, Choice)
+            else Choice(found.stages, found.in_flight, found.recompute, found.rate, found.simulation, (), (), ())
+        )
+        names = [layer.name for layer in profile.layers]
+        return Plan.of(choice, self.model, names, self.site.cluster, [*profile.estimated])
+
+    def _why(self, found: Outlook, profile: Profile, study: Study) -> list[str]:
+        reasons = list(found.reasons) if isinstance(found, Choice) else [f"stages={self.stages} was asked for"]
+        for spot in found.idle if isinstance(found, Choice) else ():
+            reasons.append(f"{self.site.name(spot)} is not used, as the plan is no better with it")
+        if study.optimizer is None or optimizer_name(study.optimizer) is None:
+            reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
+        return [f"because {'; '.join(reasons)}"]
+
+    def _decision(self, found: Outlook, profile: Profile, factor: float, why: Sequence[str]) -> Decision:
+        site, names = self.site, [layer.name for layer in profile.layers]
+        cuts = tuple(stage.first for stage in found.stages)
+        where = [site.name(stage.spot) for stage in found.stages]
+        said = [_what(where, names, cuts, found.in_flight), *why]
+        if site.emulated:
+            assert self.emulation is not None
+            self.emulation.begin(emulating.pads(found.stages))
+            said.append(emulating.described(profile, site.cluster, factor))
+            where = [f"{each} (emulated)" for each in where]
+        return Decision(
+            cuts,
+            [site.device(stage.spot) for stage in found.stages],
+            found.in_flight,
+            [stage.times.total for stage in found.stages],
+            said,
+            where if site.declared else None,
+            site.emulated,
+        )
+
+
+def _optimizer(study: Study) -> str:
+    return (optimizer_name(study.optimizer) if study.optimizer is not None else None) or UNKNOWN_OPTIMIZER
+
+
+def _has_room(stages: Sequence[ChosenStage]) -> bool:
+    """Also where several share a device."""
+    taken: dict[tuple[int, int], int] = {}
+    for stage in stages:
+        where = stage.spot.node, stage.spot.number
+        taken[where] = taken.get(where, 0) + stage.memory.total
+    return all(s.limit is None or taken[s.spot.node, s.spot.number] <= s.limit for s in stages)
+
+
+def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:
+    stages = ", ".join(f"{device} from {layers[cut]}" for device, cut in zip(devices, cuts, strict=True))
+    plural = "" if in_flight == 1 else "s"
+    return f"HetPipe: stages on {stages}; {in_flight} minibatch{'es' if plural else ''} in flight"

@@ -1,0 +1,95 @@
+"""Where one virtual worker's stages may lie: the devices as planning knows them, and as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.cluster import Cluster, Node, Spot
+from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.strategy.found import found_cluster
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place to train.
+
+    Attributes:
+        cluster: As declared over what was found; memory that neither says is the catalogue's.
+        devices: Torch's, one for each of ``cluster.spots``.
+        declared: Whether the cluster was declared: its names are what the user knows.
+        emulated: Whether the devices are not here, so that stages on a CPU take as long as they would.
+    """
+
+    cluster: Cluster
+    devices: Sequence[torch.device]
+    declared: bool = False
+    emulated: bool = False
+
+    @classmethod
+    def of(cls, declared: Cluster | None, devices: Sequence[torch.device], plan: Plan | None = None) -> Site:
+        """With ``devices``, those that the Trainer was given.
+
+        A CPU stands for any number of devices: of those that are ``declared``, or of as many as a ``plan`` has.
+
+        Raises:
+            SettingError: where accelerators are declared otherwise than they are there.
+        """
+        on_cpu = all(device.type == "cpu" for device in devices)
+        if declared is None:
+            if on_cpu and plan is not None:
+                numbers = [stage.device_number or 0 for worker in plan.virtual_workers for stage in worker.stages]
+                devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
+            return cls(_named_as_in(plan, found_cluster(devices)), devices)
+        if not on_cpu:
+            return cls(declared.over(found_cluster(devices)), devices, declared=True)
+        emulated = any(spot.device.name != "cpu" or spot.device.speed != 1.0 for spot in declared.spots)
+        return cls(declared.with_memory({}), [CPU] * len(declared.spots), declared=True, emulated=emulated)
+
+    def planned(self, plan: Plan) -> list[torch.device]:
+        """Of each stage of ``plan``.
+
+        Raises:
+            SettingError: where the plan has devices that are not here.
+        """
+        if found := list(plan.problems(self.cluster)):
+            way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
+            raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")
+        return [self.device(spot) for spot in plan.spots(0, self.cluster)]
+
+    def device(self, spot: Spot) -> torch.device:
+        """Torch's for ``spot``."""
+        return self.devices[self.cluster.spots.index(spot)]
+
+    @property
+    def types(self) -> dict[str, torch.device]:
+        """One device of each type that is here, by its name."""
+        if self.emulated:
+            return {"cpu": CPU}
+        return {spot.device.name: device for spot, device in zip(self.cluster.spots, self.devices, strict=True)}
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no two devices differ."""
+        return len({spot.device for spot in self.cluster.spots}) == 1
+
+    def name(self, spot: Spot) -> str:
+        """Of the device, as tables have it."""
+        where = f"{self.cluster.nodes[spot.node].name} " if len(self.cluster.nodes) > 1 else ""
+        return f"{where}{spot.device.name}:{spot.number}"
+
+
+def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
+    """One node that was found is the one of a plan that has one: machines have other names than people give them."""
+    if plan is None:
+        return found
+    names = {stage.node for worker in plan.virtual_workers for stage in worker.stages}
+    if len(names) != 1:
+        return found
+    (node,) = found.nodes
+    return Cluster([Node(names.pop(), node.devices, node.link)], found.link)

@@ -1,0 +1,305 @@
+"""Plans that the strategy runs, and those that it makes: stages, devices and Nm as planned, results bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
+from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.strategy import planner, site
+from tests.exact.running import assert_equal, expect, fit
+from tests.models import SGD, Task, mlp, vectors
+from tests.strategy.refusing import Learner, assert_refused, quiet_trainer, refused
+
+pytestmark = pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
+
+LAYERS = tuple(f"net.{number}" for number in range(7))
+LOADER = vectors(24, 4)
+MIB = 1 << 20
+TWO = [torch.device("cpu"), torch.device("cpu", 0)]
+"""The same memory by two names."""
+
+
+def planned(*cuts: int, in_flight: int = 3, device: str = "cpu", memory: int = 1) -> Plan:
+    """For ``mlp``: stages that start at ``cuts``, on the devices of one node, the last of them first."""
+    ends, count = [*cuts[1:], len(LAYERS)], len(cuts)
+    stages = [
+        PlannedStage("box", f"{device}:{count - 1 - number}", first, after - 1, 0.1, memory, None)
+        for number, (first, after) in enumerate(zip(cuts, ends, strict=True))
+    ]
+    return Plan("MLP", in_flight, in_flight, 0, 0.1, 10.0, (PlannedWorker(10.0, tuple(stages)),), LAYERS)
+
+
+Says = Callable[..., None]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Each layer takes the milliseconds that a test says, by the name of a device; on ``others``, measured earlier."""
+
+    def say(others: Mapping[str, float] | None = None, **here: float) -> None:
+        def profile(study: Study, name: str, ms: float) -> Profile:
+            layers = [LayerBytes(layer.name, MIB, MIB, 0) for layer, _, _ in study.layers]
+            return Profile("m", 1, layers, {name: [Times(ms / 3000, ms / 1500)] * len(layers)}, {})
+
+        def profiled(study: Study, devices: Mapping[str, torch.device], *_: Any) -> Profile:
+            first, *rest = [profile(study, name, here[name]) for name in devices]
+            for other in rest:
+                first = first.joined(other)
+            return first
+
+        earlier = others or {}
+        monkeypatch.setattr(planner, "profiled", profiled)
+        monkeypatch.setattr(
+            planner, "kept", lambda study, name, *_: profile(study, name, earlier[name]) if name in earlier else None
+        )
+
+    return say
+
+
+def box(*devices: Device | str) -> Cluster:
+    return Cluster([Node("box", devices)])
+
+
+def trained(strategy: HetPipeStrategy) -> list[tuple[str, list[str]]]:
+    """Each stage's device and its layers; what was trained is what the oracle says at the run's Nm."""
+    task: Task = mlp(SGD)
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    record = fit(task, LOADER, strategy=strategy, max_epochs=1)
+    assert strategy.last_run is not None
+    task.load_state_dict(before)
+    assert_equal(expect(task, LOADER, strategy.last_run.in_flight, max_epochs=1), record)
+    return [(stage.device, stage.layers) for stage in strategy.last_run.stages]
+
+
+# Given.
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_plan_is_run_as_it_says(as_file: bool, tmp_path: Path) -> None:
+    plan = planned(0, 1, 4, in_flight=5)
+    plan.save(tmp_path / "plan.json")
+    strategy = HetPipeStrategy(plan=tmp_path / "plan.json" if as_file else plan)
+    assert [layers for _, layers in trained(strategy)] == [list(LAYERS[:1]), list(LAYERS[1:4]), list(LAYERS[4:])]
+    assert strategy.last_run is not None
+    assert strategy.last_run.in_flight == 5
+
+
+def test_a_plans_devices_are_taken_in_its_order() -> None:
+    strategy = HetPipeStrategy(plan=planned(0, 2), parallel_devices=TWO)
+    assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu"]
+
+
+def test_what_the_plan_says_may_be_said_again() -> None:
+    strategy = HetPipeStrategy(plan=planned(0, 2), stages=2, in_flight=3)
+    assert (strategy.stages, strategy.in_flight) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stages": 3}, "stages=3, but the plan has 2; leave stages out"),
+        ({"in_flight": 4}, "in_flight=4, but the plan has 3; leave in_flight out"),
+        ({"virtual_workers": 2}, "plan is for one virtual worker in this release, and there are 2"),
+    ],
+)
+def test_settings_that_contradict_a_plan(settings: dict[str, Any], said: str) -> None:
+    with refused(said):
+        HetPipeStrategy(plan=planned(0, 2), **settings)
+
+
+def test_a_plan_for_several_virtual_workers() -> None:
+    one = planned(0)
+    (worker,) = one.virtual_workers
+    other = replace(worker, stages=(replace(worker.stages[0], device="cpu:1"),))
+    with refused("the plan for MLP has 2 virtual workers", "make one for each"):
+        HetPipeStrategy(plan=replace(one, virtual_workers=(worker, other)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "plan.json cannot be read (No such file or directory)"),
+        ("{", "plan.json is no JSON"),
+        ("{}", "has no 'schema_version'"),
+        ("whole", "the plan cannot be run: virtual_workers[0].stages[1].first_layer is 3 and must be 2"),
+    ],
+)
+def test_files_that_are_no_plan(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "plan.json"
+    if text == "whole":
+        planned(0, 2).save(path)
+        document = json.loads(path.read_text())
+        document["virtual_workers"][0]["stages"][1]["first_layer"] = 3
+        text = json.dumps(document)
+    if text is not None:
+        path.write_text(text)
+    with refused(said):
+        HetPipeStrategy(plan=path)
+
+
+@pytest.mark.parametrize("name", ["plan", "cluster"])
+def test_something_else(name: str) -> None:
+    given: Any = {name: 3}
+    with refused(f"{name}=3 must be a lightning_hetpipe.{name.title()}"):
+        HetPipeStrategy(**given)
+
+
+def test_a_plan_for_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    planned(0, 2).save(path)
+    said = "was made for another model than Learner: it has 7 layers and the model 4; 'net.4' and what follows is there"
+    assert_refused(Learner(), f"plan={path}", said, strategy=HetPipeStrategy(plan=path))
+    one_stage = HetPipeStrategy(plan=planned(0, in_flight=1))  # which needs no pipeline, but is a plan all the same
+    assert_refused(Learner(), "plan=<for MLP> was made for another model", strategy=one_stage)
+
+
+def test_devices_that_are_not_there() -> None:
+    said = "the plan for MLP cannot be run here: virtual_workers[0].stages[0].device is 'T4:1', where box has a cpu"
+    strategy = HetPipeStrategy(plan=planned(0, 2, device="T4"))
+    assert_refused(mlp(), said, "give the cluster that it was made for", strategy=strategy, loader=LOADER)
+    strategy = HetPipeStrategy(plan=planned(0, 2, device="T4"), cluster=box("T4"))
+    assert_refused(mlp(), "is 'T4:1', and box has 1, from 0 on", strategy=strategy, loader=LOADER)
+
+
+def test_a_plan_that_takes_more_memory_than_is_declared() -> None:
+    cluster = box(Device("cpu", 4 * MIB), Device("cpu", 9 * MIB))
+    strategy = HetPipeStrategy(plan=planned(0, 2, memory=5 * MIB), cluster=cluster)
+    said = "virtual_workers[0].stages[1].memory_bytes is 5.0 MiB, 1.0 MiB more than cpu:0 has"
+    assert_refused(mlp(), said, strategy=strategy, loader=LOADER)
+
+
+def test_evaluation_without_a_fit_has_the_plans_stages() -> None:
+    strategy = HetPipeStrategy(plan=planned(0, 5, in_flight=2))
+    trainer = quiet_trainer(strategy)
+    assert strategy._choose_cuts([1.0] * 7, 2) == (0, 5)
+    assert strategy._choose_cuts([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
+    assert trainer.strategy is strategy
+
+
+# Of devices that are not here.
+
+
+def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
+    measured(cpu=0.2)
+    strategy = HetPipeStrategy(cluster=box("RTX-3090", Device("Quadro-RTX-4000", "7.5 GiB")))
+    stages = trained(strategy)
+    assert sorted(device for device, _ in stages) == ["Quadro-RTX-4000:1 (emulated)", "RTX-3090:0 (emulated)"]
+    layers = {device.partition(":")[0]: len(layers) for device, layers in stages}
+    assert layers["RTX-3090"] > layers["Quadro-RTX-4000"]
+    assert strategy.last_run is not None
+    assert strategy.last_run.emulated
+    assert min(stage.time_s for stage in strategy.last_run.stages) > 2 * 0.0002  # of the CPU
+
+
+def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> None:
+    measured({"T4": 1.5, "A100-40": 0.5}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), in_flight=2)
+    stages = {device.partition(":")[0]: len(layers) for device, layers in trained(strategy)}
+    assert strategy.last_run is not None
+    times = {stage.device.partition(":")[0]: stage.time_s for stage in strategy.last_run.stages}
+    assert times == pytest.approx({"T4": 1.5e-3 * stages["T4"], "A100-40": 0.5e-3 * stages["A100-40"]})
+    assert strategy._emulation is not None
+    assert [pad.forward + pad.backward for pad in strategy._emulation._pads] == pytest.approx([*times.values()])
+    assert all(stage.passes for stage in strategy._emulation.stages)
+
+
+def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(plan=planned(0, 3, device="T4"), cluster=box("T4", "T4"))
+    assert [(device, len(layers)) for device, layers in trained(strategy)] == [
+        ("T4:1 (emulated)", 3),
+        ("T4:0 (emulated)", 4),
+    ]
+
+
+def test_stages_that_were_asked_for_lie_on_the_devices_in_their_order(measured: Says) -> None:
+    """A plan of its own would leave the slow one out."""
+    measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), stages=2)
+    assert trained(strategy) == [
+        ("T4:0 (emulated)", [*LAYERS[:1]]),
+        ("A100-40:1 (emulated)", [*LAYERS[1:]]),
+    ]
+    assert strategy.last_run is not None
+    assert strategy.last_run.in_flight == 3
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says) -> None:
+    measured(cpu=0.2)
+    strategy = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), Device("T4", 28 * MIB)), in_flight=4)
+    with pytest.raises(SettingError) as caught:
+        quiet_trainer(strategy).fit(mlp(), LOADER)
+    said, _, table = str(caught.value).partition("\n\n")
+    assert said.startswith("Task does not fit into the memory of its devices: ")
+    assert re.search(r"; it would fit with in_flight=[1-3], or fewer, or .*more memory: ", said)
+    assert "box T4:0" in table
+    assert " MiB !" in table
+
+
+def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
+    measured(cpu=0.2)
+    strategy = HetPipeStrategy(cluster=box(Device("cpu", "1 GiB"), Device("cpu", "1 GiB")))
+    assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu:1"]
+    assert strategy.last_run is not None
+    assert not strategy.last_run.emulated
+
+
+def test_a_cluster_is_for_one_virtual_worker() -> None:
+    with refused("cluster is for one virtual worker in this release, and there are 2"):
+        HetPipeStrategy(cluster=box("T4"), virtual_workers=2)
+
+
+# Found.
+
+
+def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
+    measured(fast=0.1, slow=0.2)
+    told: list[str] = []
+    monkeypatch.setattr("lightning_hetpipe.strategy.fit.rank_zero_info", told.append)
+    stages = trained(HetPipeStrategy(parallel_devices=TWO))
+    assert sorted((device, len(layers)) for device, layers in stages) == [("cpu", 5), ("cpu:0", 2)]
+    what, why = told
+    assert what.startswith("HetPipe: stages on ")
+    assert "fast:0 from net." in what
+    assert why.startswith("because stage ")
+
+
+def test_equal_devices_are_told_of_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("lightning_hetpipe.strategy.fit.rank_zero_info", told.append)
+    trained(HetPipeStrategy(stages=2))
+    assert len(told) == 2
+    assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")
+    assert told[0].endswith("and 3 minibatches in flight")
+
+
+def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no layer goes there with the loss, and so do batches that are fetched later."""
+    monkeypatch.setattr(site, "found_cluster", lambda devices: box(Device("fast"), Device("useless")))
+    measured(fast=0.01, useless=10.0)
+
+    class Seen(Task):
+        def __init__(self) -> None:
+            super().__init__(mlp().net)
+            self.seen: list[tuple[torch.device, torch.device]] = []
+
+        def compute(self, batch: Any) -> Any:
+            self.seen.append((self.device, self.trainer.strategy.root_device))
+            return super().compute(batch)
+
+    task = Seen()
+    fit(task, LOADER, strategy=HetPipeStrategy(parallel_devices=TWO, in_flight=2), max_epochs=1)
+    assert task.seen == [(TWO[1], TWO[1]), *[(TWO[0], TWO[0])] * (len(LOADER) - 1)]
