@@ -8,7 +8,7 @@ layers are measured and cut into stages, and the version that it used is stashed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,30 +16,21 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
 from lightning_hetpipe.capture.compiled import look_through
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.pieces import Piece, named_pieces
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
-from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import equal_devices
-from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.cuts import Cuts
-from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices
@@ -53,16 +44,17 @@ from lightning_hetpipe.strategy.private import (
     DataFetcher,
     DataLoaderIterFetcher,
     begun_minibatches,
-    closure_loss,
     move_before_transfer,
     step_arguments,
     with_workers,
 )
 from lightning_hetpipe.strategy.recording import Recording
 from lightning_hetpipe.strategy.release import released_step
-from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
+from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.telemetry import Telemetry
+from lightning_hetpipe.strategy.user_step import UserStep, without_graph
+from lightning_hetpipe.strategy.watched import WatchedStep
 
 
 class Fit:
@@ -85,6 +77,7 @@ class Fit:
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
         self._loss_scale = LossScale(precision, self._unlocked)
+        self._user_step = UserStep(trainer, precision, self._loss_scale)
         self._settings = settings
         self._run_seed = run_seed
         self._synchroniser = synchroniser
@@ -94,7 +87,7 @@ class Fit:
         )
         self._names = named_pieces(self._module, settings.module)
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
-        self._watch: Watch | None = None
+        self._watched: WatchedStep | None = None
         self._layout: Layout | None = None
         self._telemetry: Telemetry | None = None
         self._outside: Outside | None = None
@@ -105,8 +98,7 @@ class Fit:
         self._redirects: list[Redirect] = []
         self._calls: PieceCalls | None = None
         self._last = -1
-        self._samples = 1  # in the watched minibatch
-        self._asked: str | None = None  # of the other virtual workers, by the watched step
+        self._moved = False  # to another root device
 
     def open(self) -> None:
         """Puts the pipeline between Lightning's loops and the module, until :meth:`close`."""
@@ -177,7 +169,7 @@ class Fit:
             with self._precision.train_step_context():
                 self._outsiders.replay(number)
         self._telemetry.count(minibatch, args[0] if args else None)
-        return _without_graph(minibatch.output)
+        return without_graph(minibatch.output)
 
     def backward(self, native: Callable[[], None]) -> None:
         """Lightning's backward: hands over the gradients; for the watched step computes them, and then sets up."""
@@ -201,53 +193,19 @@ class Fit:
             self.engine.offer()
 
     def _watched_step(self, native: Callable[..., Any], number: int, args: tuple[Any, ...]) -> Any:
-        torch.set_num_threads(self._settings.torch_threads)
-        callbacks = getattr(self._trainer, "callbacks", [])  # set by a connector, without declaring it
-        finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        self._watch = Watch(self._module, self._names, self._chance, number, frozen_too=finetuning)
-        self._outside = Outside(self._module)
-        asked = self._settings.asked
-        asked()
-        with self._watch.watching(), self._own_random_numbers(number):
-            output = native(*args)
-        self._asked = asked()
-        loss = self._loss_of(output)
-        with self._precision.train_step_context():
-            self._watch.check(loss)
-        self._samples = batch_size(args[0] if args else None)
-        return output
-
-    @contextmanager
-    def _own_random_numbers(self, number: int) -> Iterator[None]:
-        """Those of minibatch ``number``, if several are to be in flight: it draws the same where a run is resumed."""
-        asked, stages = self._settings.in_flight, self._settings.stages
-        if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
-            yield
-            return
-        stretch = Stretch(ProcessState.seeded(self._run_seed, self._settings.virtual_worker, number))
-        stretch.enter()
-        try:
-            yield
-        finally:
-            stretch.leave()
+        self._watched = WatchedStep(
+            self._trainer, self._precision, self._settings, self._chance, self._names, self._user_step, number
+        )
+        return self._watched.run(native, args, self._run_seed)
 
     def _set_up(self) -> None:
-        assert self._watch is not None
-        assert self._outside is not None
-        number = begun_minibatches(self._trainer)[0]
-        pieces = self._watch.pieces
-        decision = self._decide(pieces)
-        in_flight = decision.in_flight
-        if self._synchroniser is not None:
-            in_flight = self._synchroniser.agree(in_flight)
-        if self._asked is not None and in_flight > 1:
-            raise ahead(self._asked)
-        if self._settings.recompute and len(decision.cuts) == len(pieces) == 1:
-            nothing_to_recompute()
+        assert self._watched is not None
+        watched, number = self._watched, begun_minibatches(self._trainer)[0]
+        self._outside = watched.outside
+        pieces, (decision, in_flight) = watched.pieces, watched.decide(self._synchroniser)
         layers = [layer for piece in pieces for layer in piece.layers]
-        self._layout = Layout(
-            layers, decision.cuts, [*decision.devices], decision.times, decision.names, decision.emulated
-        )
+        devices = list(decision.devices)
+        self._layout = Layout(layers, decision.cuts, devices, decision.times, decision.names, decision.emulated)
         self._move()
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
@@ -257,14 +215,14 @@ class Fit:
                 self._chance,
                 in_flight,
                 self._settings.torch_threads,
-                self._default_dtype(),
+                self._user_step.default_dtype(),
                 self._settings.before_pass,
                 self._settings.recompute,
                 self._settings.compile,
             ),
             self._settings.timeout,
             self._module,
-            self._watch.changed_buffers(),
+            watched.changed_buffers(),
         )
         self._outside.leave_out([piece.module for piece in pieces], engine.versioned())
         if in_flight > 1:
@@ -276,30 +234,21 @@ class Fit:
             if piece.captured is not None:
                 piece.captured.alone = engine.quiet.alone
         self.evaluation.take_over(pieces, self._layout, in_flight)
-        self._watch = None
+        self._watched = None
         self._telemetry = Telemetry(self._trainer, engine, self._layout, self._synchroniser)
         self._telemetry.start()
         self.engine = engine
         engine.start()
         engine.begin(number - 1, forwards=number)
 
-    def _decide(self, pieces: Sequence[Piece]) -> Decision:
-        study = Study(pieces, self._chance, self._default_dtype(), self._trainer.optimizers[0], self._samples)
-        if (asked := self._settings.decide) is not None:
-            decision = asked(study)
-        else:
-            decision = equal_devices.decide(study, self._settings, reported=bool(self._trainer.loggers))
-        for line in decision.said:
-            rank_zero_info(line)
-        return decision
-
     def _move(self) -> None:
         """To the stages' devices; what else the module has, to the last stage's, where the loss is."""
         assert self._layout is not None
         root = self._layout.devices[-1]
-        if root != self._trainer.strategy.root_device:
+        self._moved = root != self._trainer.strategy.root_device
+        if self._moved:
             self._module.to(root)
-        move_to_devices(self._layout, self._trainer.optimizers[0])
+        move_to_devices(self._layout, self._trainer.optimizers[0], self._moved)
 
     # The epoch.
 
@@ -453,9 +402,11 @@ class Fit:
     def _submit(self, number: int, args: tuple[Any, ...]) -> None:
         assert self.engine is not None
         assert self._calls is not None
+        if self._moved:  # and perhaps fetched before
+            args = move_data_to_device(args, self.engine.root_device)
         self._loss_scale.take(number)
         step = Step(
-            run=partial(self._user_step, number, args),
+            run=partial(self._user_step.run, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=nullcontext if self._outsiders is None else partial(self._outsiders.recording, number),
             stretch=self._recording.stretch(
@@ -465,27 +416,3 @@ class Fit:
         )
         self.engine.submit(number, step)
         self._recording.began(number, self.engine.minibatches[number].version)
-
-    def _user_step(self, number: int, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
-        with self._precision.train_step_context():
-            output = self._module.training_step(*args)
-        return output, self._loss_scale.scaled(number, self._loss_of(output))
-
-    def _loss_of(self, output: Any) -> Tensor:
-        loss = closure_loss(output, self._trainer.accumulate_grad_batches)
-        if loss is None:
-            raise returned_none()
-        return loss
-
-    def _default_dtype(self) -> torch.dtype | None:
-        """The default dtype within ``training_step``, where the precision plugin makes it another one."""
-        with self._precision.train_step_context():
-            inside = torch.get_default_dtype()
-        return None if inside is torch.get_default_dtype() else inside
-
-
-def _without_graph(output: Any) -> Any:
-    """``output`` of ``training_step`` with its loss detached: the gradients exist already."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    return {**output, "loss": output["loss"].detach()}

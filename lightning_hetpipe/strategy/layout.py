@@ -117,9 +117,14 @@ def place(stages: int, devices: Sequence[T]) -> list[T]:
     return [devices[stage * len(devices) // stages] for stage in range(stages)]
 
 
-def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None) -> None:
-    """Moves the live weights, their gradients and their optimizer state to their stages' devices."""
-    moved = False
+def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, moved: bool = False) -> None:
+    """Moves the live weights, their gradients and their optimizer state to their stages' devices.
+
+    Args:
+        layout: Which layers lie where.
+        optimizer: Whose state follows its parameters.
+        moved: Whether other parameters of the optimizer's have moved before.
+    """
     for stage, device in enumerate(layout.devices):
         for layer in layout.stage_layers(stage):
             for tensor in [*layer.module.parameters(), *layer.module.buffers()]:

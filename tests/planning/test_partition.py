@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.partition import partition, stage_times
+from lightning_hetpipe.planning.cluster import Cluster, Node
+from lightning_hetpipe.planning.outlook import stage_times_on
+from lightning_hetpipe.planning.partition import cuts_in_order, partition, stage_times
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from tests.planning.instances import clusters, profiles
 
 
 def all_partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -94,3 +98,26 @@ def test_stage_times_are_the_sums_of_their_layers(case: tuple[list[float], int])
 
 def test_stage_times_of_an_example() -> None:
     assert stage_times([1.0, 2.0, 4.0, 8.0], (0, 1, 3)) == [1.0, 6.0, 8.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=profiles(6), cluster=clusters(3), recompute=st.booleans())
+def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
+    profile: Profile, cluster: Cluster, recompute: bool
+) -> None:
+    spots = cluster.spots[: len(profile.layers)]
+
+    def slowest(cuts: Sequence[int]) -> float:
+        return max(each.total for each in stage_times_on(profile, cluster, spots, cuts, recompute))
+
+    cuts = cuts_in_order(profile, cluster, spots, recompute)
+    every = all_partitions(len(profile.layers), len(spots))
+    assert cuts in every
+    assert slowest(cuts) == pytest.approx(min(map(slowest, every)), rel=1e-9)
+
+
+def test_more_stages_on_given_devices_than_layers() -> None:
+    one = Profile("m", 1, [LayerBytes("0", 1, 1, 0)], {"gpu": [Times(1.0, 1.0)]}, {})
+    cluster = Cluster([Node("box", ["gpu", "gpu"])])
+    with pytest.raises(ValueError, match="cannot divide 1 layers among 2 stages"):
+        cuts_in_order(one, cluster, cluster.spots)

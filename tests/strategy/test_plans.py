@@ -268,7 +268,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
     monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
     measured(fast=0.1, slow=0.2)
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.fit.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
     stages = trained(HetPipeStrategy(parallel_devices=TWO))
     assert sorted((device, len(layers)) for device, layers in stages) == [("cpu", 5), ("cpu:0", 2)]
     what, why = told
@@ -279,7 +279,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
 
 def test_equal_devices_are_told_of_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.fit.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
     trained(HetPipeStrategy(stages=2))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")

@@ -1,0 +1,117 @@
+"""The first minibatch of a fit: watched for pieces and their layers, and then decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
+from lightning_hetpipe.reporting.meter import batch_size
+from lightning_hetpipe.strategy import equal_devices
+from lightning_hetpipe.strategy.collectives import ahead
+from lightning_hetpipe.strategy.decision import Decision
+from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute
+from lightning_hetpipe.strategy.synchroniser import Synchroniser
+from lightning_hetpipe.strategy.user_step import UserStep
+
+
+class WatchedStep:
+    """Minibatch ``number``, run in Lightning's own thread on the live weights.
+
+    Attributes:
+        outside: What the module has besides its pieces.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        precision: Precision,
+        settings: FitSettings,
+        chance: Chance,
+        names: Sequence[str] | None,
+        user_step: UserStep,
+        number: int,
+    ) -> None:
+        callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+        finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        module: L.LightningModule = trainer.lightning_module
+        self.outside = Outside(module)
+        self._trainer = trainer
+        self._precision = precision
+        self._settings = settings
+        self._chance = chance
+        self._user_step = user_step
+        self._number = number
+        self._watch = Watch(module, names, chance, number, frozen_too=finetuning)
+        self._asked: str | None = None  # of the other virtual workers
+        self._samples = 1
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self._watch.pieces
+
+    def changed_buffers(self) -> set[int]:
+        """The ``id`` of each live buffer that the forward has changed."""
+        return self._watch.changed_buffers()
+
+    def run(self, native: Callable[..., Any], args: tuple[Any, ...], run_seed: int) -> Any:
+        """The user's step, as Lightning would run it: by ``native``."""
+        torch.set_num_threads(self._settings.torch_threads)
+        asked = self._settings.asked
+        asked()
+        with self._watch.watching(), self._own_random_numbers(run_seed):
+            output = native(*args)
+        self._asked = asked()
+        loss = self._user_step.loss_of(output)
+        with self._precision.train_step_context():
+            self._watch.check(loss)
+        self._samples = batch_size(args[0] if args else None)
+        return output
+
+    def decide(self, synchroniser: Synchroniser | None) -> tuple[Decision, int]:
+        """What is to be run, and the Nm that all virtual workers agree on.
+
+        Raises:
+            SettingError: where what was asked for cannot be done with these layers.
+        """
+        settings = self._settings
+        dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
+        study = Study(self.pieces, self._chance, dtype, optimizer, self._samples)
+        if settings.decide is not None:
+            decision = settings.decide(study)
+        else:
+            decision = equal_devices.decide(study, settings, reported=bool(self._trainer.loggers))
+        in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
+        if self._asked is not None and in_flight > 1:
+            raise ahead(self._asked)
+        for line in decision.said:
+            rank_zero_info(line)
+        if settings.recompute and len(decision.cuts) == len(self.pieces) == 1:
+            nothing_to_recompute()
+        return decision, in_flight
+
+    @contextmanager
+    def _own_random_numbers(self, run_seed: int) -> Iterator[None]:
+        """The minibatch's, if several are to be in flight: it draws the same where a run is resumed."""
+        asked, stages = self._settings.in_flight, self._settings.stages
+        if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
+            yield
+            return
+        stretch = Stretch(ProcessState.seeded(run_seed, self._settings.virtual_worker, self._number))
+        stretch.enter()
+        try:
+            yield
+        finally:
+            stretch.leave()
