@@ -18,7 +18,7 @@ def ways_out(choice: Choice, cli: bool = False) -> list[str]:
     prefix, true = ("strategy.", "true") if cli else ("", "True")
     lines = []
     if found.in_flight is not None:
-        lines.append(f"{prefix}in_flight={found.in_flight}, or fewer")
+        lines.append(f"{prefix}in_flight={found.in_flight} or fewer")
     if found.recompute is not None:
         lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute} or fewer")
     if found.lacking:

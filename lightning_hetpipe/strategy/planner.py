@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.emulation import Emulation
@@ -122,7 +124,7 @@ class Planner:
         bytes_ = optimizer_state(state)
         found = outlook(profile, cluster, spots, cuts, in_flight, state=bytes_, recompute=self.recompute)
         if not _has_room(found.stages):
-            raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True"], profile)
+            raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
         return found
 
     def _unfit(self, found: Outlook, ways: Sequence[str], profile: Profile) -> SettingError:
@@ -131,9 +133,12 @@ class Planner:
             for stage in found.stages
             if stage.overflow
         ]
-        help_ = f"; it would fit with {', or '.join(ways)}" if ways else "; give devices with more memory"
-        said = f"{self.model} does not fit into the memory of its devices: {', '.join(lacking) or 'stages share one'}"
-        return SettingError(f"{said}{help_}\n\n{self._table(found, profile)}")
+        rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
+        help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
+        return SettingError(
+            f"{self.model} does not fit into the memory of its devices:"
+            f" {', '.join(lacking) or 'stages share one'}; {help_}"
+        )
 
     def _table(self, found: Outlook, profile: Profile) -> Plan:
         choice = (

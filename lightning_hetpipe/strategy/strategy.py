@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import compiler, emulating, settings
+from lightning_hetpipe.strategy import compiler, emulating, environment, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
@@ -216,7 +216,7 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compiler.check(self.compile, self._devices())
         super().setup(trainer)
-        asked, seed = self._fit_settings(), self._agreed(_run_seed())
+        asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
         if not fitting:
             loop = evaluating_loop(trainer)
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
@@ -376,7 +376,7 @@ class HetPipeStrategy(VirtualWorkers):
             module=self.module,
             timeout=self.timeout,
             devices=self._devices(),
-            torch_threads=_torch_threads(),
+            torch_threads=environment.torch_threads(),
             choose_cuts=self._choose_cuts,
             before_pass=self._before_pass or (planner.emulation if planner is not None else None),
             decide=planner,
@@ -401,14 +401,3 @@ class HetPipeStrategy(VirtualWorkers):
     def _engine(self) -> Any:
         """The running engine, if any."""
         return self._fit.engine if self._fit is not None else None
-
-
-def _run_seed() -> int:
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return int(seed) if seed else torch.initial_seed()
-
-
-def _torch_threads() -> int:
-    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(threads)) if threads.isdigit() else 1

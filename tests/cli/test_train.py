@@ -97,3 +97,15 @@ def test_it_runs_as_a_module(folder: Path) -> None:
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "hetpipe-train trains a LightningModule" in run.stdout
+
+
+def test_devices_of_a_cluster_are_emulated(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
+    train("--config-dir", "mine", "experiment=mine", "cluster=mixed_box", "trainer.enable_progress_bar=false")
+    said = capsys.readouterr().out
+    assert "Trained as a pipeline of 2 stages" in said
+    assert re.search(r"0 +(RTX-3090:0|RTX-2080-Ti:1|Quadro-RTX-4000:2) \(emulated\)", said)
+    assert "ms per minibatch: what the stage takes on its emulated device" in said
+    assert list((folder / "cache").rglob("*.json"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.strategy import planner, site
@@ -236,16 +234,22 @@ def test_stages_that_were_asked_for_lie_on_the_devices_in_their_order(measured: 
     assert strategy.last_run.in_flight == 3
 
 
-def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says) -> None:
+def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(cpu=0.2)
+    told: list[str] = []
+    monkeypatch.setattr("lightning_hetpipe.strategy.planner.rank_zero_info", told.append)
     strategy = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), Device("T4", 28 * MIB)), in_flight=4)
-    with pytest.raises(SettingError) as caught:
-        quiet_trainer(strategy).fit(mlp(), LOADER)
-    said, _, table = str(caught.value).partition("\n\n")
-    assert said.startswith("Task does not fit into the memory of its devices: ")
-    assert re.search(r"; it would fit with in_flight=[1-3], or fewer, or .*more memory: ", said)
+    said = ["Task does not fit into the memory of its devices: T4:", "; it would fit with in_flight=", " on T4:"]
+    assert_refused(mlp(), *said, strategy=strategy, loader=LOADER)
+    (table,) = told
     assert "box T4:0" in table
     assert " MiB !" in table
+
+
+def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
+    measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box(Device("T4", MIB), "A100-40"), stages=2)
+    assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "stages='auto'", strategy=strategy, loader=LOADER)
 
 
 def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
