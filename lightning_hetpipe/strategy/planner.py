@@ -12,6 +12,7 @@ from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.advice import ways_out
+from lightning_hetpipe.planning.catalogue import canonical
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import ChosenStage, Outlook, outlook
 from lightning_hetpipe.planning.partition import cuts_in_order, stage_times
@@ -100,10 +101,11 @@ class Planner:
         devices = [spot.device for spot in site.cluster.spots]
         if not site.emulated:
             return profile, 1.0
-        for name in dict.fromkeys(device.name for device in devices if device.name not in profile.times):
+        for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
             if (one := kept(study, name, self.model, self.precision, self.cache)) is not None:
-                profile = profile.joined(one)
-        if set(profile.times) != {"cpu"} and all(spot.device.name != "cpu" for spot in site.cluster.spots):
+                # Its kernels may keep other bytes there; a profile has one number for all.
+                profile = profile.joined(replace(one, layers=profile.layers, samples=profile.samples))
+        if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
             profile = replace(profile, times={name: own for name, own in profile.times.items() if name != "cpu"})
         precision = "16" if "16" in self.precision else "32"
         return emulating.slowed(profile.with_estimates(devices, precision), site.cluster)

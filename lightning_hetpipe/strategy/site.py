@@ -75,8 +75,8 @@ class Site:
 
     @property
     def is_even(self) -> bool:
-        """Whether no two devices differ."""
-        return len({spot.device for spot in self.cluster.spots}) == 1
+        """Whether all devices are of one type; that one has a few MiB less, for a screen, is no difference."""
+        return len({spot.device.name for spot in self.cluster.spots}) == 1
 
     def name(self, spot: Spot) -> str:
         """Of the device, as tables have it."""
