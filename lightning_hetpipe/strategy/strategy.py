@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -219,6 +220,7 @@ class HetPipeStrategy(VirtualWorkers):
         asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
         if not fitting:
             loop = evaluating_loop(trainer)
+            asked = replace(asked, before_pass=self._before_pass, decide=None)  # what a fit decides is not known here
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
             self._evaluation.open()
         else:

@@ -213,6 +213,16 @@ def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> 
     assert all(stage.passes for stage in strategy._emulation.stages)
 
 
+def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -> None:
+    """A test of the trained model, as hetpipe-train has it, asked for pads that only a fit's plan could give."""
+    measured(cpu=1.0)
+    strategy = HetPipeStrategy(cluster=box("RTX-3090", "Quadro-RTX-4000"), in_flight=3)
+    trainer, task = quiet_trainer(strategy, max_epochs=1), mlp(SGD)
+    trainer.fit(task, LOADER)
+    (found,) = trainer.test(task, LOADER, verbose=False)
+    assert found
+
+
 def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
     measured({"T4": 0.3}, cpu=0.01)
     strategy = HetPipeStrategy(plan=planned(0, 3, device="T4"), cluster=box("T4", "T4"))
