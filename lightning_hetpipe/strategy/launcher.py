@@ -238,8 +238,11 @@ def finish(failed: bool = False) -> Mapping[int, int]:
 
 
 def _at_exit() -> None:
-    """The program ends, and its exit code tells whether all virtual workers came to the end."""
-    if finish() and _launch is not None and _launch.uncaught.error is None:
+    """The program ends, and its exit code tells whether all virtual workers came to the end.
+
+    Where something has failed in this process, too, it has an exit code for that: the program has been told.
+    """
+    if finish() and _launch is not None and not _launch.failed and _launch.uncaught.error is None:
         # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
         Finalize(None, _exit, args=(1,), exitpriority=_LAST)
 
