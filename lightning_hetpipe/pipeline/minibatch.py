@@ -77,13 +77,19 @@ class Minibatch(Flight):
         Returns:
             Whether it is the first one of ``parameter``.
         """
+        earlier = self.earlier_gradient(parameter, lane)
+        if earlier is not None:
+            gradient = earlier.to(gradient.device) + gradient
+        self.gradients[parameter] = gradient
+        return earlier is None
+
+    def earlier_gradient(self, parameter: nn.Parameter, lane: Outside) -> Tensor | None:
+        """The sum of the gradients of ``parameter`` so far, to be used in ``lane``."""
         earlier = self.gradients.get(parameter)
         if earlier is not None:
             for mark in self.marks:  # whoever has found it may be on a device of which the last mark says nothing
                 lane.join(mark, [earlier])
-            gradient = earlier.to(gradient.device) + gradient
-        self.gradients[parameter] = gradient
-        return earlier is None
+        return earlier
 
     # The runner's side.
 

@@ -73,7 +73,6 @@ class Part:
         self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
         uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
         self.live_parameters = [nn.ModuleList(live).get_parameter(use) for use in uses]
-        self.live_backwards = self.live_parameters[::-1]
         self._ring = ring
         self._settings = settings
         self._calls = [

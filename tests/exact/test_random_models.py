@@ -115,6 +115,17 @@ def check(case: Case) -> None:
     assert_equal(expected, fit(task, loader, strategy=strategy, accumulate_grad_batches=case.accumulate))
 
 
+@pytest.mark.parametrize(("uses", "cuts"), [(3, (0, 2)), (4, (0, 2)), (4, (0, 1, 3))])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_module_that_is_used_several_times_before_a_cut_and_behind_it(
+    uses: int, cuts: tuple[int, ...], in_flight: int
+) -> None:
+    """Its uses on one stage were added up before they came to those of the next stages: other last bits."""
+    kinds = ["shared linear"] * uses
+    torch.manual_seed(0)
+    check(Case(kinds, cuts, in_flight, 3, 2, 2, 1, False, 0, build(kinds)))
+
+
 @given(cases())
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_models(case: Case) -> None:
