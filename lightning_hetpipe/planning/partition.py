@@ -1,8 +1,8 @@
 """Divides layers, in order, among stages, so that the slowest stage is as fast as possible.
 
 :func:`partition` has stages on equal devices, :func:`cheapest_cuts` those of any costs in a given order, and
-:func:`cuts_in_order` those on given devices.
-:func:`divide` chooses the devices' order too, and leaves devices out where fewer are as good.
+:func:`cuts_in_order` those on given devices. :class:`Dividing` chooses the devices' order too, under their memory, and
+leaves devices out where fewer are as good.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.catalogue import canonical
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.document import Document, write
+from lightning_hetpipe.planning.outlook import Outlook
 from lightning_hetpipe.planning.plan_table import table
-from lightning_hetpipe.planning.search import Choice
 from lightning_hetpipe.planning.units import in_bytes
 
 VERSION = 1
@@ -114,20 +114,21 @@ class Plan:
     @classmethod
     def of(
         cls,
-        choice: Choice,
+        found: Outlook,
         model: str,
         layers: Sequence[str],
         cluster: Cluster,
         estimated: Collection[str] = (),
         clock_distance: int = 0,
     ) -> Plan:
-        """What :func:`~lightning_hetpipe.planning.search.best_plan` has chosen for one virtual worker.
+        """What was found for one virtual worker.
 
         Args:
-            choice: Its answer.
+            found: What :func:`~lightning_hetpipe.planning.search.best_plan` has chosen, or what to expect of stages
+                that were asked for.
             model: For people.
             layers: Names.
-            cluster: That the choice was made for.
+            cluster: That it was found for.
             estimated: Names of the devices whose figures come from a data sheet.
             clock_distance: D.
         """
@@ -142,16 +143,16 @@ class Plan:
                 stage.memory.total,
                 stage.limit,
             )
-            for stage in choice.stages
+            for stage in found.stages
         )
         return cls(
             model,
-            choice.in_flight,
-            choice.in_flight,
+            found.in_flight,
+            found.in_flight,
             clock_distance,
-            choice.bottleneck,
-            choice.rate,
-            (PlannedWorker(choice.rate, stages),),
+            found.bottleneck,
+            found.rate,
+            (PlannedWorker(found.rate, stages),),
             tuple(layers),
         )
 

@@ -143,13 +143,8 @@ class Planner:
         )
 
     def _table(self, found: Outlook, profile: Profile) -> Plan:
-        choice = (
-            found
-            if isinstance(found, Choice)
-            else Choice(found.stages, found.in_flight, found.recompute, found.rate, found.simulation, (), (), ())
-        )
         names = [layer.name for layer in profile.layers]
-        return Plan.of(choice, self.model, names, self.site.cluster, [*profile.estimated])
+        return Plan.of(found, self.model, names, self.site.cluster, [*profile.estimated])
 
     def _why(self, found: Outlook, profile: Profile, study: Study) -> list[str]:
         reasons = list(found.reasons) if isinstance(found, Choice) else [f"stages={self.stages} was asked for"]
@@ -195,5 +190,4 @@ def _has_room(stages: Sequence[ChosenStage]) -> bool:
 
 def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:
     stages = ", ".join(f"{device} from {layers[cut]}" for device, cut in zip(devices, cuts, strict=True))
-    plural = "" if in_flight == 1 else "s"
-    return f"HetPipe: stages on {stages}; {in_flight} minibatch{'es' if plural else ''} in flight"
+    return f"HetPipe: stages on {stages}; {in_flight} minibatch{'' if in_flight == 1 else 'es'} in flight"
