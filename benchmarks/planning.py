@@ -48,6 +48,8 @@ EMULATED_MS = 40
 EMULATED = {"bottleneck first": "first", "bottleneck in the middle": "in the middle", "bottleneck last": "last"}
 EMULATED_IN_FLIGHT = (2, 3, 4, 6)
 """Where the schedule leaves bubbles, and where it does not."""
+PLAIN = "plain Trainer"
+"""The same training on one core: with next to nothing to compute, what a minibatch takes is Lightning's step."""
 
 Rounds = Sequence[Mapping[str, Measurement]]
 
@@ -103,11 +105,16 @@ def emulated() -> dict[str, Task]:
     }
 
 
-def predicted(each: Task) -> float:
-    """Minibatches per second that the simulator says."""
+def plain() -> Task:
+    """The trainings of `emulated` without stages."""
+    return replace(next(iter(emulated().values())), variant="plain", pads=(), in_flight=None)
+
+
+def predicted(each: Task, step: float) -> float:
+    """Minibatches per second that the simulator says, where Lightning's step takes ``step`` seconds."""
     assert each.in_flight is not None
     stages = [StageTimes(forward, backward) for forward, backward in each.pads]
-    run = simulate(stages, each.in_flight, each.total)
+    run = simulate(stages, each.in_flight, each.total, step=step)
     first, last = each.warmup, each.warmup + each.steps
     return each.steps / (run.published[last - 1] - run.published[first - 1])
 
@@ -123,7 +130,8 @@ def run(options: Options) -> Outcome:
     tasks = emulated()
     if options.quick:
         tasks = {name: each for name, each in tasks.items() if each.in_flight in (2, 6)}
-    rounds, failures = in_rounds({name: partial(measure, each) for name, each in tasks.items()}, options.rounds)
+    variants = {PLAIN: plain(), **tasks}
+    rounds, failures = in_rounds({name: partial(measure, each) for name, each in variants.items()}, options.rounds)
     repeats = 1 if options.quick else 5
     absent = missing(OPT_350M, *map(file_of, BEST))
     return report(
@@ -181,7 +189,11 @@ def report(
             for name, found in mixes.items()
         },
         "tasks": {name: asdict(each) for name, each in tasks.items()},
-        "predicted": {name: predicted(each) for name, each in tasks.items()},
+        "predicted": [
+            {name: predicted(each, _step(measured)) for name, each in tasks.items()}
+            for measured in rounds
+            if PLAIN in measured
+        ],
         "rounds": [{name: asdict(value) for name, value in measured.items()} for measured in rounds],
         "failures": dict(failures),
     }
@@ -203,11 +215,19 @@ def _against_hands(name: str, found: Mapping[str, Mapping[bool, Outlook | None]]
 
 
 def _against_engine(name: str, each: Task, rounds: Rounds) -> Figure:
-    """How far the engine is from what was simulated, as a fraction of that."""
-    expected = predicted(each)
-    found = [abs(measured[name].rate / expected - 1) for measured in rounds if name in measured]
+    """How far the engine is from what was simulated with the step of the same round, as a fraction of that."""
+    found = [
+        abs(measured[name].rate / predicted(each, _step(measured)) - 1)
+        for measured in rounds
+        if name in measured and PLAIN in measured
+    ]
     spread = Spread.of(found) if found else None
     return Figure(f"engine off the simulation, {name}", spread, target=0.05, at_most=True, digits=3)
+
+
+def _step(measured: Mapping[str, Measurement]) -> float:
+    """Seconds of Lightning's step, as the plain Trainer takes them."""
+    return 1 / measured[PLAIN].rate
 
 
 def _rows(mixes: Mapping[str, Mapping[str, Mapping[bool, Outlook | None]]]) -> list[tuple[str, ...]]:

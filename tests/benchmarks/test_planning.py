@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import planning
 from benchmarks.harness import Measurement
-from benchmarks.planning import MIXES, OPT_350M, emulated, gap, mixes, predicted, report
+from benchmarks.planning import MIXES, OPT_350M, PLAIN, emulated, gap, mixes, plain, predicted, report
 from benchmarks.planning_problems import best_of_all, by_hand, small
 from benchmarks.reference_graphs import BEST, busiest, busiest_of, file_of, missing
 from lightning_hetpipe.planning.partition import Dividing
@@ -71,11 +71,23 @@ def test_plans_are_no_slower_than_what_people_do() -> None:
     assert "does not fit" in outcome.text
 
 
+def test_what_is_trained_plainly_is_what_emulated_stages_train() -> None:
+    one = next(iter(emulated().values()))
+    assert (plain().layers, plain().width, plain().batch) == (one.layers, one.width, one.batch)
+    assert plain().variant == "plain"
+
+
 def test_the_report_compares_the_engine_with_the_simulation() -> None:
     tasks = emulated()
-    name = "bottleneck first, Nm = 2"
-    expected = predicted(tasks[name])
-    rounds = [{name: Measurement("strategy", expected * 0.97, cores=0.5, threads=1, loss=0.5)}]
+    name = "bottleneck last, Nm = 2"
+    expected = predicted(tasks[name], step=0.01)
+    assert expected < predicted(tasks[name], step=0.0)
+    rounds = [
+        {
+            name: Measurement("strategy", expected * 0.97, cores=0.5, threads=1, loss=0.5),
+            PLAIN: Measurement("plain", 100.0, cores=1.0, threads=1, loss=0.5),
+        }
+    ]
     outcome = report(MACHINE, 0.0, [0.5], {"resnet50": 81.0}, {}, tasks, rounds, {"x": "it broke"}, "there is no data")
     cells = {figure.name: figure.cells() for figure in outcome.figures}
     assert cells[f"engine off the simulation, {name}"] == ("0.030", "0.030 .. 0.030", "0.05", "met")
