@@ -124,14 +124,15 @@ class _Step:
 
 
 class Arrangements:
-    """All that ``rules`` allow, of stages with ``costs``.
+    """All that ``rules`` allow, of stages with ``costs``; of so many ``stages``, unless that is None.
 
     Raises:
         TooMany: where there are too many states to look through.
     """
 
-    def __init__(self, costs: Costs, rules: Rules) -> None:
+    def __init__(self, costs: Costs, rules: Rules, stages: int | None = None) -> None:
         self.costs = costs
+        self.stages = stages
         self._rules = rules
         groups = [kind.group for kind in costs.kinds]
         rows: dict[State, int] = {}
@@ -142,7 +143,7 @@ class Arrangements:
         self._depths = [rows]
         self._steps: list[list[_Step]] = []
         count = len(rows)
-        while True:
+        while len(self._depths) != stages:
             steps, after = _steps(rows, rules, groups)
             if not after:
                 break
@@ -166,7 +167,7 @@ class Arrangements:
         own[:, n] = NEVER
         found = [own]
         for depth in range(len(self._depths)):
-            if (found[-1][:, 0] <= most).any():
+            if self.stages in (None, depth + 1) and (found[-1][:, 0] <= most).any():
                 return self._trace(found, most, room)
             if depth == len(self._steps) or not (found[-1] <= most).any():
                 return None
@@ -305,7 +306,7 @@ def least_bottleneck(arrangements: Arrangements, room: Room, at_least: int = 0) 
         if found is None:
             low = most
         else:
-            best = _shrunk(costs, room, low, found)
+            best = _shrunk(arrangements, room, low, found)
 
     gap = max(1, low // 64)
     while low + gap < best.bottleneck:
@@ -322,9 +323,9 @@ def least_bottleneck(arrangements: Arrangements, room: Room, at_least: int = 0) 
     return best
 
 
-def _shrunk(costs: Costs, room: Room, low: int, best: Arrangement) -> Arrangement:
+def _shrunk(arrangements: Arrangements, room: Room, low: int, best: Arrangement) -> Arrangement:
     """``best`` with better cuts: looked for in its own order, where that costs little."""
-    own = Arrangements(costs, Fixed(best.kinds))
+    own = Arrangements(arrangements.costs, Fixed(best.kinds), arrangements.stages)
     for _ in range(SHRINKS):
         if low + 1 >= best.bottleneck:
             break

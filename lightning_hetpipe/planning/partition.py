@@ -138,6 +138,7 @@ class Dividing:
         ordered: Whether stages are to lie on them in their order; some may be left out all the same.
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
+        stages: How many there are to be, at most one for each layer and each device; None for as many as are of use.
     """
 
     def __init__(
@@ -149,8 +150,10 @@ class Dividing:
         ordered: bool = False,
         state: float = 0.0,
         recompute: bool = False,
+        stages: int | None = None,
     ) -> None:
         self._layers = profile.layers
+        self._stages = stages
         self._state = state
         self._recompute = recompute
         self._in_order = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
@@ -193,7 +196,7 @@ class Dividing:
             rules = self._rules.pop(0)
             costs = self._in_order if rules is GivenOrder else self._costs
             try:
-                self._known = Arrangements(costs, rules(costs))
+                self._known = Arrangements(costs, rules(costs), self._stages)
             except TooMany:
                 self.exact = False
         return self._known

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import Outlook, outlook
@@ -94,6 +95,7 @@ def best_plan(
     in_flight: int | None = None,
     recompute: bool = False,
     synchronise: float = 0.0,
+    stages: int | None = None,
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
@@ -107,12 +109,18 @@ def best_plan(
         in_flight: Nm, where it is not to be chosen.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
+        stages: k, where it is not to be chosen.
 
     Raises:
-        SettingError: where the profile has no times of a device.
+        SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
     """
     spots = cluster.spots if spots is None else tuple(spots)
-    search = _Search(profile, cluster, spots, ordered, optimizer_state(optimizer), recompute, synchronise)
+    if stages is not None and not 1 <= stages <= min(len(spots), len(profile.layers)):
+        raise SettingError(
+            f"stages={stages} cannot be planned for {len(spots)} devices and {len(profile.layers)} layers, of which"
+            " each stage has one at least; ask for no more than there are"
+        )
+    search = _Search(profile, cluster, spots, ordered, optimizer_state(optimizer), recompute, synchronise, stages)
     choice = search.choose() if in_flight is None else search.at(in_flight)
     assert choice is not None
     return choice
@@ -130,6 +138,7 @@ class _Search:
         state: float,
         recompute: bool,
         synchronise: float,
+        stages: int | None,
     ) -> None:
         self._profile = profile
         self._cluster = cluster
@@ -138,7 +147,10 @@ class _Search:
         self._state = state
         self._recompute = recompute
         self._synchronise = synchronise
-        self._dividing = Dividing(profile, cluster, spots, ordered=ordered, state=state, recompute=recompute)
+        self._stages = stages
+        self._dividing = Dividing(
+            profile, cluster, spots, ordered=ordered, state=state, recompute=recompute, stages=stages
+        )
         self._found: dict[int, Outlook | None] = {}
         self._bounds: dict[int, list[set[Load]]] = {}
         self._fastest: Division | None = None
@@ -154,6 +166,8 @@ class _Search:
             if found.rate > best * (1 + NEGLIGIBLE):
                 better = in_flight
             best = max(best, found.rate)
+            if len(found.stages) == 1:
+                break  # nothing else computes meanwhile: more in flight would make weights staler for nothing
             # Nothing is faster than 1 / T_max; and what has not helped for as many as there are stages will not.
             if (
                 best * self._without_limits().bottleneck >= 1 - NEGLIGIBLE
@@ -254,7 +268,16 @@ class _Search:
         return self._choice(found, [in_flight], reasons, Help(fewer, again, lacking))
 
     def _with_recompute(self) -> _Search:
-        return _Search(self._profile, self._cluster, self._spots, self._ordered, self._state, True, self._synchronise)
+        return _Search(
+            self._profile,
+            self._cluster,
+            self._spots,
+            self._ordered,
+            self._state,
+            True,
+            self._synchronise,
+            self._stages,
+        )
 
     def _choice(
         self, found: Outlook, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
@@ -282,6 +305,8 @@ class _Search:
 def _slowest(found: Outlook) -> str:
     number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
     stage = found.stages[number]
+    if len(found.stages) == 1:
+        return f"all layers on {stage.spot.device.name} take {found.bottleneck:.3g} s for each minibatch"
     share = 100 * found.rate * found.bottleneck
     return (
         f"stage {number} on {stage.spot.device.name} is the slowest, with {found.bottleneck:.3g} s for each minibatch;"
@@ -297,6 +322,8 @@ def _why(chosen: Outlook, plans: Sequence[Outlook], unfit: int | None) -> list[s
             f"Nm = {chosen.in_flight} is the smallest within 1% of the best, {best.rate:.3g} minibatches per second at"
             f" Nm = {best.in_flight}"
         )
+    elif len(chosen.stages) == 1:
+        reasons.append("there is nothing that a second one in flight could overlap with")
     elif len(plans) > 1:
         reasons.append(f"no Nm is faster than {chosen.in_flight}, and a smaller one is slower by more than 1%")
     if unfit is not None:

@@ -75,6 +75,42 @@ def test_at_one_in_flight_it_is_the_best_of_all_that_fit(
 
 
 @settings(max_examples=40, deadline=None)
+@given(profile=profiles(5), cluster=clusters(4, limited=False), stages=st.integers(1, 4), ordered=st.booleans())
+def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
+    profile: Profile, cluster: Cluster, stages: int, ordered: bool
+) -> None:
+    """The strategy took the first devices in their order, whichever were faster."""
+    stages = min(stages, len(profile.layers), len(cluster.spots))
+    found = best_plan(profile, cluster, in_flight=1, stages=stages, ordered=ordered)
+    assert len(found.stages) == stages
+    all_of_them = divisions(len(profile.layers), cluster.spots, ordered)
+    assert found.bottleneck == min(bottleneck(profile, cluster, each) for each in all_of_them if len(each) == stages)
+
+
+def test_more_stages_than_there_are_devices_cannot_be_planned() -> None:
+    profile, cluster = even()
+    with pytest.raises(SettingError, match="stages=4 cannot be planned for 3 devices and 12 layers"):
+        best_plan(profile, cluster, stages=4)
+
+
+def test_a_given_number_of_stages_that_does_not_fit() -> None:
+    """Also the plan that lacks the least, and what would help, have so many."""
+    profile, cluster = even()
+    found = best_plan(profile, cluster, stages=1)
+    assert len(found.stages) == 1
+    assert found.help is not None
+    assert found.help.lacking
+
+
+def test_one_stage_has_nothing_to_overlap() -> None:
+    """A second minibatch in flight would hide Lightning's step in the simulation, and make weights stale for it."""
+    profile, cluster = even(memory=None)
+    slow_updates = replace(profile, times={"gpu": [Times(1.0, 2.0, 1.0)] * 12})
+    assert best_plan(slow_updates, cluster, stages=1).in_flight == 1
+    assert best_plan(slow_updates, cluster, stages=3).in_flight > 3
+
+
+@settings(max_examples=40, deadline=None)
 @given(profile=profiles(6), cluster=clusters(3), in_flight=st.integers(2, 4), recompute=st.booleans())
 def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight: int, recompute: bool) -> None:
     found = best_plan(profile, cluster, in_flight=in_flight, recompute=recompute)
