@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -13,6 +14,7 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.advice import ways_out
 from lightning_hetpipe.planning.catalogue import canonical
+from lightning_hetpipe.planning.cluster import Spot
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import ChosenStage, Outlook, outlook
 from lightning_hetpipe.planning.partition import cuts_in_order, stage_times
@@ -111,44 +113,49 @@ class Planner:
         return emulating.slowed(profile.with_estimates(devices, precision), site.cluster)
 
     def _found(self, profile: Profile, study: Study) -> Outlook:
-        cluster, layers = self.site.cluster, len(profile.layers)
+        cluster = self.site.cluster
+        stages = None
+        if self.stages != "auto":
+            stages = stage_count(self.stages, len(cluster.spots), len(profile.layers))
+            if stages > len(cluster.spots):
+                return self._shared(profile, study, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
-        stages = stage_count(self.stages, len(cluster.spots), layers) if self.stages != "auto" else None
-        state = _optimizer(study)
-        choice = best_plan(profile, cluster, optimizer=state, in_flight=asked, recompute=self.recompute)
-        if stages is None or len(choice.stages) == stages:
-            if not choice.fits:
-                raise self._unfit(choice, ways_out(choice), profile)
-            return choice
+        plan = partial(
+            best_plan, profile, cluster, optimizer=_optimizer(study), in_flight=asked, recompute=self.recompute
+        )
+        choice = plan(stages=stages)
+        if not choice.fits:
+            other = ["stages='auto'"] if stages is not None and plan().fits else []
+            raise self._unfit(choice, [*other, *ways_out(choice)], profile)
+        return choice
+
+    def _shared(self, profile: Profile, study: Study, stages: int) -> Outlook:
+        """More stages than devices, of which neighbours share one; with as many in flight as have room."""
+        cluster, state = self.site.cluster, optimizer_state(_optimizer(study))
         spots = place(stages, cluster.spots)
         cuts = cuts_in_order(profile, cluster, spots, self.recompute)
-        in_flight = asked or (stages + 1 if stages > 1 else 1)
-        bytes_ = optimizer_state(state)
-        found = outlook(profile, cluster, spots, cuts, in_flight, state=bytes_, recompute=self.recompute)
-        if not _has_room(found.stages):
-            raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
-        return found
+        most = stages + 1 if self.in_flight == "auto" else self.in_flight
+        for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
+            found = outlook(profile, cluster, spots, cuts, in_flight, state=state, recompute=self.recompute)
+            if not _lacking(found.stages):
+                return found
+        raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
 
     def _unfit(self, found: Outlook, ways: Sequence[str], profile: Profile) -> SettingError:
-        lacking = [
-            f"{stage.spot.device.name}:{stage.spot.number} lacks {in_bytes(stage.overflow)}"
-            for stage in found.stages
-            if stage.overflow
-        ]
+        lacking = [f"{self.site.name(spot)} lacks {in_bytes(more)}" for spot, more in _lacking(found.stages).items()]
         rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
-        return SettingError(
-            f"{self.model} does not fit into the memory of its devices:"
-            f" {', '.join(lacking) or 'stages share one'}; {help_}"
-        )
+        return SettingError(f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}")
 
     def _table(self, found: Outlook, profile: Profile) -> Plan:
         names = [layer.name for layer in profile.layers]
         return Plan.of(found, self.model, names, self.site.cluster, [*profile.estimated])
 
     def _why(self, found: Outlook, profile: Profile, study: Study) -> list[str]:
-        reasons = list(found.reasons) if isinstance(found, Choice) else [f"stages={self.stages} was asked for"]
-        for spot in found.idle if isinstance(found, Choice) else ():
+        reasons = list(found.reasons) if isinstance(found, Choice) else []
+        if self.stages != "auto":
+            reasons.append(f"stages={self.stages} was asked for")
+        for spot in found.idle if isinstance(found, Choice) and self.stages == "auto" else ():
             reasons.append(f"{self.site.name(spot)} is not used, as the plan is no better with it")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
@@ -179,13 +186,13 @@ def _optimizer(study: Study) -> str:
     return (optimizer_name(study.optimizer) if study.optimizer is not None else None) or UNKNOWN_OPTIMIZER
 
 
-def _has_room(stages: Sequence[ChosenStage]) -> bool:
-    """Also where several share a device."""
-    taken: dict[tuple[int, int], int] = {}
+def _lacking(stages: Sequence[ChosenStage]) -> dict[Spot, int]:
+    """Bytes that devices lack, of which several stages may share one."""
+    taken: dict[Spot, int] = {}
     for stage in stages:
-        where = stage.spot.node, stage.spot.number
-        taken[where] = taken.get(where, 0) + stage.memory.total
-    return all(s.limit is None or taken[s.spot.node, s.spot.number] <= s.limit for s in stages)
+        taken[stage.spot] = taken.get(stage.spot, 0) + stage.memory.total
+    limits = ((spot, spot.device.memory) for spot in taken)
+    return {spot: taken[spot] - limit for spot, limit in limits if limit is not None and taken[spot] > limit}
 
 
 def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:

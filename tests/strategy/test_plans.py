@@ -232,16 +232,34 @@ def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
     ]
 
 
-def test_stages_that_were_asked_for_lie_on_the_devices_in_their_order(measured: Says) -> None:
+def test_stages_that_were_asked_for_lie_on_the_devices_that_are_best(measured: Says) -> None:
+    """They lay on the first ones in their order, of which one was slow. A plan of its own would have three."""
+    measured({"T4": 0.3, "A100-40": 0.2, "V100-16": 0.2}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box("T4", "A100-40", "V100-16"), stages=2)
+    stages = dict(trained(strategy))
+    assert {name: len(layers) for name, layers in stages.items()} in (
+        {"A100-40:1 (emulated)": 3, "V100-16:2 (emulated)": 4},
+        {"A100-40:1 (emulated)": 4, "V100-16:2 (emulated)": 3},
+    )
+
+
+def test_stages_that_were_asked_for_have_all_the_devices_they_need(measured: Says) -> None:
     """A plan of its own would leave the slow one out."""
     measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), stages=2)
-    assert trained(strategy) == [
-        ("T4:0 (emulated)", [*LAYERS[:1]]),
-        ("A100-40:1 (emulated)", [*LAYERS[1:]]),
-    ]
+    assert {name: len(layers) for name, layers in trained(strategy)} == {
+        "T4:0 (emulated)": 1,
+        "A100-40:1 (emulated)": 6,
+    }
+
+
+def test_one_device_has_one_minibatch_in_flight(measured: Says) -> None:
+    """As where one is found: two would make weights stale for nothing."""
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box("T4"))
+    assert trained(strategy) == [("T4:0 (emulated)", [*LAYERS])]
     assert strategy.last_run is not None
-    assert strategy.last_run.in_flight == 3
+    assert strategy.last_run.in_flight == 1
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +277,25 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monk
 def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
     measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box(Device("T4", MIB), "A100-40"), stages=2)
-    assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "stages='auto'", strategy=strategy, loader=LOADER)
+    assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "with stages='auto', or", strategy=strategy, loader=LOADER)
+
+
+@pytest.mark.parametrize(("memory", "in_flight"), [("1 GiB", 4), (40 * MIB, 3)])
+def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
+    memory: int | str, in_flight: int, measured: Says
+) -> None:
+    """Of three stages on two devices two share one, and what they take together counts."""
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box(Device("T4", memory), "T4"), stages=3)
+    assert [device for device, _ in trained(strategy)] == [f"T4:{n} (emulated)" for n in (0, 0, 1)]
+    assert strategy.last_run is not None
+    assert strategy.last_run.in_flight == in_flight
+
+
+def test_stages_that_share_a_device_and_do_not_fit(measured: Says) -> None:
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), "T4"), stages=3, in_flight=4)
+    assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "fewer in_flight", strategy=strategy, loader=LOADER)
 
 
 def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
