@@ -85,12 +85,17 @@ class Planner:
         cuts = [stage.first_layer for stage in plan.virtual_workers[0].stages]
         if self.site.emulated:
             profile, factor = self._profile(study)
-            found = outlook(profile, self.site.cluster, spots, cuts, plan.in_flight, recompute=self.recompute)
-            return self._decision(found, profile, factor, ["because plan says so"])
+            state = optimizer_state(_optimizer(study))
+            found = outlook(
+                profile, self.site.cluster, spots, cuts, plan.in_flight, state=state, recompute=self.recompute
+            )
+            if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
+                raise self._unfit(found, ["a plan for what is trained here"], profile)
+            return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
         devices = [self.site.device(spot) for spot in spots]
         each = measure(study.pieces, study.chance, study.default_dtype, devices[-1])
         where = [self.site.name(spot) for spot in spots]
-        said = [_what(where, names, cuts, plan.in_flight), "because plan says so"]
+        said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
         known = where if self.site.declared else None
         return Decision(tuple(cuts), devices, plan.in_flight, stage_times(each, cuts), said, known)
 

@@ -232,6 +232,14 @@ def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
     ]
 
 
+def test_a_plan_that_does_not_fit_what_is_emulated_is_refused(measured: Says) -> None:
+    """Its own numbers were believed, whatever the batch that it was made for."""
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(plan=planned(0, 3, device="T4"), cluster=box(Device("T4", 16 * MIB), "T4"))
+    said = ["Task does not fit into the memory of its devices: T4:0 lacks", "a plan for what is trained here"]
+    assert_refused(mlp(SGD), *said, strategy=strategy, loader=LOADER)
+
+
 def test_stages_that_were_asked_for_lie_on_the_devices_that_are_best(measured: Says) -> None:
     """They lay on the first ones in their order, of which one was slow. A plan of its own would have three."""
     measured({"T4": 0.3, "A100-40": 0.2, "V100-16": 0.2}, cpu=0.01)
