@@ -209,6 +209,7 @@ class Plan:
                         )
                 if cluster is not None:
                     yield from _place_problems(stage, f"{place}[{number}]", cluster)
+            yield from _shared_problems(worker.stages, place, cluster)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
@@ -282,6 +283,25 @@ def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterat
     elif number is not None and (limit := node.devices[number].memory) is not None and stage.memory_bytes > limit:
         said = f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has"
         yield Problem(f"{place}.memory_bytes", said)
+
+
+def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
+    """Of devices that several stages share, each of which would fit there alone."""
+    memory: dict[tuple[str, int], int | None] = {}
+    for node in () if cluster is None else cluster.nodes:
+        memory |= {(node.name, at): device.memory for at, device in enumerate(node.devices)}
+    shared: dict[tuple[str, int], list[int]] = {}
+    for number, stage in enumerate(stages):
+        if (at := stage.device_number) is not None:
+            shared.setdefault((stage.node, at), []).append(number)
+    for where, numbers in shared.items():
+        limits = [*(stages[number].memory_limit_bytes for number in numbers), memory.get(where)]
+        limit = min((each for each in limits if each is not None), default=None)
+        taken = [stages[number].memory_bytes for number in numbers]
+        if limit is not None and max(taken) <= limit < sum(taken):
+            together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
+            said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
+            yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
 
 
 def _worker(document: Document) -> PlannedWorker:

@@ -42,6 +42,19 @@ def test_a_round_trip(plan: Plan) -> None:
     assert str(plan)
 
 
+def test_stages_that_share_a_device_fit_together() -> None:
+    """Each was compared with the whole device."""
+    shared = with_stage(1, device="RTX-3090:0", memory_bytes=23 << 30, memory_limit_bytes=24 << 30)
+    assert list(shared.problems()) == []
+    more = with_stage(1, device="RTX-3090:0", memory_bytes=(23 << 30) + 1, memory_limit_bytes=24 << 30)
+    (problem,) = more.problems()
+    assert problem.place == "virtual_workers[0].stages[1].memory_bytes"
+    assert problem.said.startswith("makes 24.0 GiB with what else lies on RTX-3090:0, 1 byte")
+    declared = Cluster([Node("box", [Device("RTX-3090", "23 GiB"), "T4"])])
+    (problem,) = shared.problems(declared)
+    assert "1.0 GiB more than it has" in problem.said
+
+
 def test_the_file_has_these_keys(tmp_path: Path) -> None:
     """DESIGN, section 7."""
     PLAN.save(tmp_path / "plan.json")
