@@ -7,9 +7,10 @@ cores, as long as what they really compute fits into those.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,10 +79,19 @@ class Emulation:
     ) -> None:
         self._now = now
         self._sleep = sleep
+        self._lock = threading.Lock()
         self.begin(pads)
 
-    def begin(self, pads: Sequence[Pad]) -> None:
-        """Stages are those of ``pads``, and none has computed yet."""
+    def begin(self, pads: Sequence[Pad], devices: Sequence[Hashable] | None = None) -> None:
+        """Stages are those of ``pads``, and none has computed yet.
+
+        Args:
+            pads: Of each stage.
+            devices: Of each stage; by default each has its own. Stages on one device take turns there, in the order in
+                which their passes begin.
+        """
+        self._devices = [*range(len(pads))] if devices is None else [*devices]
+        self._until: dict[Hashable, float] = {}  # when a device is done with what it was given
         self.stages = [Padded() for _ in pads]
         self._pads = list(pads)
         self._late = [0.0 for _ in pads]
@@ -97,24 +107,29 @@ class Emulation:
             raise SettingError(f"{len(self._pads)} stages are padded, and there is a stage {stage}; give each a Pad")
         if work == "loss":
             return partial(self._lost, stage, self._now())
-        pad = self._pads[stage]
-        if work != "backward":
-            return partial(self._fill, stage, self._now(), pad.forward)
-        loss, self._loss[stage] = self._loss[stage], 0.0
-        return partial(self._fill, stage, self._now() - loss, pad.backward)
+        pad, began = self._pads[stage], self._now()
+        seconds = pad.backward if work == "backward" else pad.forward
+        if work == "backward":
+            loss, self._loss[stage] = self._loss[stage], 0.0
+            began -= loss
+        device = self._devices[stage]
+        with self._lock:
+            start = max(began, self._until.get(device, began))
+            self._until[device] = start + seconds - self._late[stage]
+        return partial(self._fill, stage, began, start, seconds)
 
     def _lost(self, stage: int, began: float) -> None:
         self._loss[stage] = self._now() - began
 
-    def _fill(self, stage: int, began: float, seconds: float) -> None:
+    def _fill(self, stage: int, began: float, start: float, seconds: float) -> None:
         now, padded = self._now(), self.stages[stage]
         padded.passes += 1
         padded.computed += now - began
-        over = now - began - seconds
+        over = now - start - seconds
         if over > 0:
             padded.overruns += 1
             padded.longest = max(padded.longest, over)
-        end = began + seconds - self._late[stage]
+        end = start + seconds - self._late[stage]
         if now < end:
             self._sleep(end - now)
             now = self._now()

@@ -100,6 +100,23 @@ def test_the_loss_is_part_of_the_last_stages_time() -> None:
     assert emulation.stages[1].passes == 4
 
 
+def test_stages_on_one_device_take_turns() -> None:
+    """Each had the device for itself, which so was as fast as two."""
+    sleeper = Sleeper()
+    emulation = Emulation((), sleeper.now, sleeper.sleep)
+    emulation.begin([*PADS, Pad(0.002, 0.002)], ["T4:0", "T4:0", "T4:1"])
+    began = sleeper.time
+    passes = [emulation(stage, "forward", 1) for stage in (0, 1, 2)]
+    sleeper.time += 0.001
+    ends = []
+    for ended in (passes[2], passes[0], passes[1]):
+        ended()
+        ends.append(sleeper.time - began)
+    assert ends == pytest.approx([0.002, 0.004, 0.009])
+    assert take(emulation, sleeper, 0, "backward", 0.001) == pytest.approx(0.009)  # nothing else is there by now
+    assert not any(stage.overruns for stage in emulation.stages)
+
+
 class Sleeps(threading.local):
     """A clock for each thread, which moves only where that sleeps, so that all is slept that was told."""
 

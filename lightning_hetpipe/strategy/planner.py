@@ -173,7 +173,7 @@ class Planner:
         said = [_what(where, names, cuts, found.in_flight), *why]
         if site.emulated:
             assert self.emulation is not None
-            self.emulation.begin(emulating.pads(found.stages))
+            self.emulation.begin(emulating.pads(found.stages), [stage.spot for stage in found.stages])
             said.append(emulating.described(profile, site.cluster, factor))
             where = [f"{each} (emulated)" for each in where]
         return Decision(

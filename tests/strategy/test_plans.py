@@ -296,6 +296,9 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
     measured({"T4": 0.3}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box(Device("T4", memory), "T4"), stages=3)
     assert [device for device, _ in trained(strategy)] == [f"T4:{n} (emulated)" for n in (0, 0, 1)]
+    assert strategy._emulation is not None
+    first, second, third = strategy._emulation._devices
+    assert first == second != third  # whose stages take turns
     assert strategy.last_run is not None
     assert strategy.last_run.in_flight == in_flight
 
