@@ -192,10 +192,10 @@ class Cluster:
     def over(self, found: Cluster) -> Cluster:
         """This one as declared for the machines of ``found``: what it does not say of a device is as found.
 
-        Nodes and their devices stand for one another by their places.
+        Nodes and their devices stand for one another by their places. A device has no more memory than was found.
 
         Raises:
-            SettingError: where there are more or fewer than were found.
+            SettingError: where there are more or fewer than were found, or another GPU of the catalogue's.
         """
         if len(self.nodes) != len(found.nodes):
             raise SettingError(f"the cluster declares {_count(self.nodes, 'node')}, and {len(found.nodes)} are there")
@@ -206,8 +206,16 @@ class Cluster:
                     f"the cluster's node '{node.name}' declares {_count(node.devices, 'device')}, and"
                     f" {len(there.devices)} are there ({', '.join(device.name for device in there.devices)})"
                 )
-            pairs = zip(node.devices, there.devices, strict=True)
-            devices = [replace(one, memory=other.memory) if one.memory is None else one for one, other in pairs]
+            devices = []
+            for number, (one, other) in enumerate(zip(node.devices, there.devices, strict=True)):
+                if known(one.name) and known(other.name) and canonical(one.name) != canonical(other.name):
+                    raise SettingError(
+                        f"the cluster's node '{node.name}' declares '{one.name}' as device {number}, where"
+                        f" '{other.name}' is there ({', '.join(device.name for device in there.devices)}); declare"
+                        " devices in the order in which they are found"
+                    )
+                memory = [each.memory for each in (one, other) if each.memory is not None]
+                devices.append(replace(one, memory=min(memory, default=None)))
             nodes.append(Node(node.name, devices, there.link if node.link == NO_LINK else node.link))
         return Cluster(nodes, found.link if self.link == NO_LINK else self.link)
 

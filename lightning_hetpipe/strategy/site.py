@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,7 +47,7 @@ class Site:
                 devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
             return cls(_named_as_in(plan, found_cluster(devices)), devices)
         if not on_cpu:
-            return cls(declared.over(found_cluster(devices)), devices, declared=True)
+            return cls(_as_measured(declared.over(found_cluster(devices))), devices, declared=True)
         emulated = any(spot.device.name != "cpu" or spot.device.speed != 1.0 for spot in declared.spots)
         return cls(declared.with_memory({}), [CPU] * len(declared.spots), declared=True, emulated=emulated)
 
@@ -71,7 +71,11 @@ class Site:
         """One device of each type that is here, by its name."""
         if self.emulated:
             return {"cpu": CPU}
-        return {spot.device.name: device for spot, device in zip(self.cluster.spots, self.devices, strict=True)}
+        found: dict[str, torch.device] = {}
+        for spot, device in zip(self.cluster.spots, self.devices, strict=True):
+            if spot.device.speed == 1.0:
+                found.setdefault(spot.device.name, device)
+        return found
 
     @property
     def is_even(self) -> bool:
@@ -82,6 +86,18 @@ class Site:
         """Of the device, as tables have it."""
         where = f"{self.cluster.nodes[spot.node].name} " if len(self.cluster.nodes) > 1 else ""
         return f"{where}{spot.device.name}:{spot.number}"
+
+
+def _as_measured(cluster: Cluster) -> Cluster:
+    """With speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
+    speeds: dict[str, float] = {}
+    for device in (spot.device for spot in cluster.spots):
+        speeds[device.name] = 1.0 if device.speed == 1.0 else speeds.get(device.name, device.speed)
+    nodes = [
+        Node(node.name, [replace(each, speed=each.speed / speeds[each.name]) for each in node.devices], node.link)
+        for node in cluster.nodes
+    ]
+    return Cluster(nodes, cluster.link)
 
 
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:

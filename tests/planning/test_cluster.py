@@ -73,6 +73,16 @@ def test_declared_over_found() -> None:
         Cluster([Node("a", ["T4"]), Node("b", ["T4"])]).over(found)
 
 
+def test_what_is_declared_does_not_change_what_is_there() -> None:
+    """One in another order named each device after another one, and memory that nobody has was planned with."""
+    found = Cluster([Node("here", [Device("RTX-3090", 10), Device("T4", 20)])])
+    same = Cluster([Node("box", [Device("NVIDIA GeForce RTX 3090", 12), Device("mine", 15)])])
+    assert [device.memory for device in same.over(found).nodes[0].devices] == [10, 15]
+    said = r"'box' declares 'T4' as device 0, where 'RTX-3090' is there \(RTX-3090, T4\); declare devices in the order"
+    with pytest.raises(SettingError, match=said):
+        Cluster([Node("box", ["T4", "RTX-3090"])]).over(found)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -1,0 +1,57 @@
+"""Where stages may lie: what is declared over GPUs that are there, and which of them are measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_hetpipe import Cluster, Device, Node
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.strategy.site import Site
+
+GIB = 1 << 30
+HERE = ["NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090", "Tesla T4"]
+GPUS = [torch.device("cuda", index) for index in range(len(HERE))]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=HERE[device.index], total_memory=16 * GIB)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def site(*devices: Device | str) -> Site:
+    return Site.of(Cluster([Node("box", devices)]), GPUS)
+
+
+def seconds(of: Site) -> list[float]:
+    """Of one layer on each device, where each type was measured to take as many as its device's index + 1."""
+    times = {name: [Times(device.index + 1.0, 0.0)] for name, device in of.types.items()}
+    profile = Profile("m", 1, [LayerBytes("net", 1, 1, 1)], times, {})
+    return [profile.times_on(spot.device)[0].forward for spot in of.cluster.spots]
+
+
+def test_one_device_of_each_type_is_measured() -> None:
+    assert Site.of(None, GPUS).types == {"RTX-3090": GPUS[0], "T4": GPUS[2]}
+    assert not Site.of(None, GPUS).is_even
+    assert Site.of(None, GPUS[:2]).is_even
+
+
+def test_a_declared_speed_is_one_beside_the_device_that_is_measured() -> None:
+    """The slow one was measured, and its speed divided by once more; and the fast one was taken to be as slow."""
+    assert seconds(site("RTX-3090", Device("RTX-3090", speed=0.5), "T4")) == [1.0, 2.0, 3.0]
+    assert seconds(site(Device("RTX-3090", speed=0.5), "RTX-3090", "T4")) == [4.0, 2.0, 3.0]
+    assert seconds(site("RTX-3090", Device("hot one", speed=0.5), "T4")) == [1.0, 2.0, 3.0]
+
+
+def test_a_declared_name_is_for_the_device_that_is_there() -> None:
+    assert (
+        site("RTX 3090", Device("left one", "8 GiB"), Device("T4", "20 GiB")).cluster.spots[1].device.memory == 8 * GIB
+    )
+    with pytest.raises(SettingError, match="declares 'T4' as device 1, where 'RTX-3090' is there"):
+        site("RTX 3090", "T4", "RTX 3090")
