@@ -33,15 +33,17 @@ def decide(study: Study, settings: FitSettings, reported: bool) -> Decision:
     cuts = settings.choose_cuts(times, stages)
     in_flight = settings.in_flight
     each = stage_times(times, cuts)
-    said = []
+    why = f"in_flight={in_flight} was asked for"
     if in_flight == "auto":
         in_flight = stages + 1 if stages > 1 else 1
-        if stages > 1:
-            slowest = max(range(stages), key=each.__getitem__)
-            said = [
-                f"HetPipe: {stages} stages, which start at {', '.join(names[cut] for cut in cuts)}, and {in_flight}"
-                " minibatches in flight",
-                f"because no cut makes the slowest stage faster ({slowest}: {1000 * each[slowest]:.3g} ms for a"
-                " minibatch), and one more in flight than there are stages keeps all of them busy",
-            ]
+        why = "one more in flight than there are stages keeps all of them busy"
+    said = []
+    if stages > 1:
+        slowest = max(range(stages), key=each.__getitem__)
+        said = [
+            f"HetPipe: {stages} stages, which start at {', '.join(names[cut] for cut in cuts)}, and {in_flight}"
+            f" minibatch{'' if in_flight == 1 else 'es'} in flight",
+            f"because no cut makes the slowest stage faster ({slowest}: {1000 * each[slowest]:.3g} ms for a"
+            f" minibatch), and {why}",
+        ]
     return Decision(cuts, place(stages, devices), in_flight, each, said)

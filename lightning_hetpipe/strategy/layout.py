@@ -92,7 +92,12 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int
     """
     if stages == "auto":
         if devices > layers:
-            warnings.warn(f"{devices} devices, but only {layers} layers: {devices - layers} stay idle", stacklevel=2)
+            idle = devices - layers
+            warnings.warn(
+                f"{devices} devices, but only {layers} layer{'' if layers == 1 else 's'}: {idle}"
+                f" {'stays' if idle == 1 else 'stay'} idle",
+                stacklevel=2,
+            )
         if layers == 1:
             warnings.warn("the pipelined module is one layer, so HetPipeStrategy trains it as one stage", stacklevel=2)
         elif devices == 1:

@@ -98,6 +98,8 @@ class WatchedStep:
             raise ahead(self._asked)
         for line in decision.said:
             rank_zero_info(line)
+        if decision.said and in_flight != decision.in_flight:
+            rank_zero_info(f"but {in_flight} in flight, the most that any virtual worker has, as all have as many")
         if settings.recompute and len(decision.cuts) == len(self.pieces) == 1:
             nothing_to_recompute()
         return decision, in_flight

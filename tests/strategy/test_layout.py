@@ -22,6 +22,7 @@ def test_auto_is_a_stage_for_each_device_while_there_are_layers(devices: int, la
         (1, 4, "there is one device, .* as one stage, without a pipeline; for more, set stages"),
         (1, 1, "the pipelined module is one layer"),
         (6, 4, "6 devices, but only 4 layers: 2 stay idle"),
+        (2, 1, "2 devices, but only 1 layer: 1 stays idle"),
     ],
 )
 def test_what_a_user_would_not_expect_is_said(devices: int, layers: int, message: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.strategy import planner, site
+from lightning_hetpipe.strategy.watched import WatchedStep
 from tests.exact.running import assert_equal, expect, fit
 from tests.models import SGD, Task, mlp, vectors
 from tests.strategy.refusing import Learner, assert_refused, quiet_trainer, refused
@@ -338,13 +340,38 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
     assert why.startswith("because stage ")
 
 
-def test_equal_devices_are_told_of_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "minibatches", "why"),
+    [
+        ("auto", "3 minibatches", "one more in flight than there are stages keeps all of them busy"),
+        (1, "1 minibatch", "in_flight=1 was asked for"),
+    ],
+)
+def test_equal_devices_are_told_of_in_two_lines(
+    asked: Any, minibatches: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Nm was given nothing was told, although the cuts were decided all the same."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
-    trained(HetPipeStrategy(stages=2))
+    trained(HetPipeStrategy(stages=2, in_flight=asked))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")
-    assert told[0].endswith("and 3 minibatches in flight")
+    assert told[0].endswith(f"and {minibatches} in flight")
+    assert told[1].endswith(f" ms for a minibatch), and {why}")
+
+
+def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was told its own k + 1, and had another's."""
+    told: list[str] = []
+    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    alone = WatchedStep.decide
+    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2)
+    monkeypatch.setattr(WatchedStep, "decide", lambda self, _: alone(self, others))
+    strategy = HetPipeStrategy(stages=2)
+    trained(strategy)
+    assert strategy.last_run is not None
+    assert strategy.last_run.in_flight == 5
+    assert [line.partition(",")[0] for line in told[2:]] == ["but 5 in flight"]
 
 
 def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
