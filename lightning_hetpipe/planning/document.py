@@ -96,6 +96,11 @@ class Document:
             self.refuse(f"is {_shown(value)} and must be a whole number, {least} or more")
         return value
 
+    def truth(self) -> bool:
+        if not isinstance(self.value, bool):
+            self.refuse(f"is {_shown(self.value)} and must be true or false")
+        return self.value
+
     def version(self, mine: int) -> None:
         """Refuses another schema version than ``mine``."""
         if (found := self["schema_version"].whole()) != mine:

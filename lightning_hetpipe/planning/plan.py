@@ -100,6 +100,8 @@ class Plan:
         minibatches_per_second: Of all virtual workers together, simulated.
         virtual_workers: Each.
         layers: Their names, in order.
+        recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
+            the plan says; files of earlier releases do not say it, and mean no.
     """
 
     model: str
@@ -110,6 +112,7 @@ class Plan:
     minibatches_per_second: float
     virtual_workers: tuple[PlannedWorker, ...]
     layers: tuple[str, ...]
+    recompute: bool = False
 
     @classmethod
     def of(
@@ -154,6 +157,7 @@ class Plan:
             found.rate,
             (PlannedWorker(found.rate, stages),),
             tuple(layers),
+            found.recompute,
         )
 
     @classmethod
@@ -175,6 +179,7 @@ class Plan:
             document["minibatches_per_second"].number(),
             tuple(_worker(each) for each in document["virtual_workers"].entries()),
             tuple(each.text() for each in document["layers"].entries()),
+            "recompute" in document and document["recompute"].truth(),
         )
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -57,7 +57,7 @@ def _headline(plan: Plan) -> str:
     rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
     return (
         f"{plan.model}: {together}{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
-        f" {rate} minibatches per second, simulated"
+        f"{' forwards computed again (recompute),' if plan.recompute else ''} {rate} minibatches per second, simulated"
     )
 
 

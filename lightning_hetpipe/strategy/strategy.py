@@ -71,7 +71,7 @@ class HetPipeStrategy(VirtualWorkers):
             its defaults.
         recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
             there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
-            forward at once, so that it has nothing to gain and computes once.
+            forward at once, so that it has nothing to gain and computes once. A ``plan`` that says so is enough, too.
         compile: Whether stages run their layers compiled by ``torch.compile``: True for its inductor, which needs a C++
             compiler for stages on a CPU; the name of another backend; or some of its arguments ``backend``, ``mode``,
             ``dynamic`` and ``options``. Each stage is compiled in its first minibatch (which may take minutes, in which
@@ -156,7 +156,7 @@ class HetPipeStrategy(VirtualWorkers):
             if value is not None:
                 settings.check_alone(name, self.virtual_workers)
         self.module = settings.module_names(module)
-        self.recompute = settings.switch("recompute", recompute)
+        self.recompute = settings.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compiler.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None

@@ -41,4 +41,14 @@ def plans(draw: st.DrawFn) -> Plan:
     bottleneck = max(stage.time_s for worker in workers for stage in worker.stages)
     rate = sum(worker.minibatches_per_second for worker in workers)
     few = st.integers(1, 9)
-    return Plan(draw(NAMES), draw(few), draw(few), draw(few) - 1, bottleneck, rate, tuple(workers), tuple(layers))
+    return Plan(
+        draw(NAMES),
+        draw(few),
+        draw(few),
+        draw(few) - 1,
+        bottleneck,
+        rate,
+        tuple(workers),
+        tuple(layers),
+        draw(st.booleans()),
+    )

@@ -69,6 +69,7 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "minibatches_per_second",
         "virtual_workers",
         "layers",
+        "recompute",
     ]
     (worker,) = value["virtual_workers"]
     assert list(worker) == ["minibatches_per_second", "stages"]
@@ -96,6 +97,27 @@ def test_of_a_choice() -> None:
     assert [(stage.first_layer, stage.last_layer) for stage in worker.stages] == [(0, 1), (2, 3)]
     assert [stage.memory_bytes for stage in worker.stages] == [stage.memory.total for stage in choice.stages]
     assert plan.spots(0, cluster) == [stage.spot for stage in choice.stages]
+
+
+def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
+    """Nothing in plan.json said so, and a plan that fits with it alone was run without."""
+    profile = Profile("m", 1, [LayerBytes(name, 0, 100, 0) for name in "abcd"], {"T4": [Times(1.0, 2.0)] * 4}, {})
+    cluster = Cluster([Node("n", [Device("T4", 300), Device("T4", 300)])])
+    assert not best_plan(profile, cluster, in_flight=3).fits
+    plan = Plan.of(best_plan(profile, cluster, in_flight=3, recompute=True), "m", "abcd", cluster)
+    assert plan.recompute
+    assert "3 minibatches in flight, forwards computed again (recompute), 0." in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_files_that_do_not_say_recompute_mean_no(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    value = json.loads((tmp_path / "plan.json").read_text())
+    del value["recompute"]
+    (tmp_path / "plan.json").write_text(json.dumps(value))
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert not PLAN.recompute
 
 
 def test_devices_by_name_and_number() -> None:
@@ -201,6 +223,7 @@ def test_whether_it_is_for_this_model(layers: str, says: str | None) -> None:
             lambda it: it["virtual_workers"][0]["stages"][1].update(time_s="fast"),
             r"virtual_workers\[0\].stages\[1\].time_s is \"fast\" and must be a number, 0 or more",
         ),
+        (lambda it: it.update(recompute=1), "recompute is 1 and must be true or false"),
         (lambda it: it["layers"].append(3), r"layers\[3\] is 3 and must be text"),
     ],
 )
