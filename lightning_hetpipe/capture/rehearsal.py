@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ def measure(
     default_dtype: torch.dtype | None,
     device: torch.device,
     backward: bool = True,
+    tick: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs.
 
-    Without ``backward``, forward only, in the mode of gradients that holds here.
+    Without ``backward``, forward only, in the mode of gradients that holds here. After each layer in each round,
+    ``tick`` is called.
     """
     state = ProcessState.current()
     try:
@@ -38,7 +40,8 @@ def measure(
                 for piece in pieces
                 for layer, value in zip(piece.layers, piece.inputs, strict=True)
                 for each in [Rehearsal(layer, value, piece, chance, default_dtype, device)]
-            ]
+            ],
+            tick=tick,
         )
     finally:
         state.restore()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from copy import deepcopy
 from typing import Any
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from tqdm import tqdm
 
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.building import built
@@ -23,7 +21,6 @@ from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.units import seconds_of
 from lightning_hetpipe.strategy.found import found_cluster
-from lightning_hetpipe.strategy.measuring import Progress
 from lightning_hetpipe.strategy.profiler import ProfilingStrategy
 from lightning_hetpipe.strategy.profiler import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, switch
@@ -101,24 +98,11 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_QUIET)
         config.trainer.pop("strategy", None)
-    strategy = ProfilingStrategy(ProfileCache(), _progress(), **kept)
+    strategy = ProfilingStrategy(ProfileCache(), progress_bar=True, **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy)
     return profile_model(trainer, model, datamodule=data)
-
-
-def _progress() -> Progress:
-    bar: tqdm[Any] = tqdm(unit="layer", leave=False, disable=None, file=sys.stderr)
-
-    def show(device: str, done: int, of: int) -> None:
-        bar.set_description(f"measuring on {device}", refresh=False)
-        bar.total, bar.n = of, done
-        bar.refresh()
-        if done == of:
-            bar.close()
-
-    return show
 
 
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:

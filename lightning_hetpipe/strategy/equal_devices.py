@@ -7,10 +7,10 @@ results do not depend.
 from __future__ import annotations
 
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.layout import place, stage_count
+from lightning_hetpipe.strategy.measuring import layer_seconds
 from lightning_hetpipe.strategy.settings import FitSettings
 
 
@@ -29,7 +29,7 @@ def decide(study: Study, settings: FitSettings, reported: bool) -> Decision:
     stages = stage_count(settings.stages, len(devices), len(names))
     times = [0.0] * len(names)
     if stages > 1 or reported:
-        times = measure(study.pieces, study.chance, study.default_dtype, devices[-1])
+        times = layer_seconds(study, devices[-1], settings.progress_bar)
     cuts = settings.choose_cuts(times, stages)
     in_flight = settings.in_flight
     each = stage_times(times, cuts)

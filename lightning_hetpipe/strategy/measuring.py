@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from lightning_hetpipe.capture.profiling import Study, code_of
+from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.planning.memory import OPTIMIZERS
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.profile_cache import Conditions, ProfileCache
-
-Progress = Callable[[str, int, int], None]
-"""Is told which device is measured, how many layers are done, and of how many."""
+from lightning_hetpipe.planning.timing import ROUNDS
+from lightning_hetpipe.strategy.progress import ticking
 
 
 def profiled(
@@ -22,7 +22,7 @@ def profiled(
     model: str,
     precision: str,
     cache: ProfileCache | None,
-    progress: Progress | None = None,
+    progress_bar: bool = False,
 ) -> Profile:
     """The profile of the layers on ``devices``, of which there is at least one.
 
@@ -32,13 +32,13 @@ def profiled(
         model: For people.
         precision: The Trainer's.
         cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
-        progress: Of the measuring.
+        progress_bar: Whether one is shown of the measuring.
     """
     found: Profile | None = None
     for name, device in devices.items():
         one = kept(study, name, model, precision, cache)
         if one is None:
-            one = _measured(study, device, name, model, progress)
+            one = _measured(study, device, name, model, progress_bar)
             if cache is not None:
                 cache.put(_conditions(study, name, precision).key(), one)
         found = one if found is None else found.joined(one)
@@ -52,15 +52,14 @@ def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCach
     return None if one is None else replace(one, model=model)
 
 
-def _measured(study: Study, device: torch.device, name: str, model: str, progress: Progress | None) -> Profile:
-    count = len(study.layers)
+def _measured(study: Study, device: torch.device, name: str, model: str, progress_bar: bool) -> Profile:
     sizes: list[LayerBytes] = []
     times: list[Times] = []
-    for size, time in study.on(device):
-        sizes.append(size)
-        times.append(time)
-        if progress is not None:
-            progress(name, len(sizes), count)
+    with ticking(f"measuring on {name}", len(study.layers), progress_bar) as tick:
+        for size, time in study.on(device):
+            sizes.append(size)
+            times.append(time)
+            tick()
     return Profile(model, study.samples, sizes, {name: times}, {})
 
 
@@ -85,6 +84,12 @@ def _conditions(study: Study, device: str, precision: str) -> Conditions:
             "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
         },
     )
+
+
+def layer_seconds(study: Study, device: torch.device, progress_bar: bool) -> list[float]:
+    """How long each layer takes on ``device``, forward and backward: all that cuts for equal devices need."""
+    with ticking(f"measuring on {device}", (ROUNDS + 1) * len(study.layers), progress_bar) as tick:
+        return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:

@@ -9,7 +9,6 @@ from functools import partial
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.advice import ways_out
@@ -26,7 +25,7 @@ from lightning_hetpipe.planning.units import in_bytes
 from lightning_hetpipe.strategy import emulating
 from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.layout import place, stage_count
-from lightning_hetpipe.strategy.measuring import kept, optimizer_name, profiled
+from lightning_hetpipe.strategy.measuring import kept, layer_seconds, optimizer_name, profiled
 from lightning_hetpipe.strategy.settings import Stages
 from lightning_hetpipe.strategy.site import Site
 
@@ -47,6 +46,7 @@ class Planner:
         plan_name: For people.
         emulation: Of the site's devices, where they are emulated; it is told what stages take.
         cache: Of profiles.
+        progress_bar: Whether one is shown of the measuring.
     """
 
     site: Site
@@ -59,6 +59,7 @@ class Planner:
     plan_name: str = ""
     emulation: Emulation | None = None
     cache: ProfileCache | None = None
+    progress_bar: bool = False
 
     def __call__(self, study: Study) -> Decision:
         """Decides.
@@ -93,7 +94,7 @@ class Planner:
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
         devices = [self.site.device(spot) for spot in spots]
-        each = measure(study.pieces, study.chance, study.default_dtype, devices[-1])
+        each = layer_seconds(study, devices[-1], self.progress_bar)
         where = [self.site.name(spot) for spot in spots]
         said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
         known = where if self.site.declared else None
@@ -104,7 +105,7 @@ class Planner:
     def _profile(self, study: Study) -> tuple[Profile, float]:
         """Of all devices; where they are emulated, by how much they are slower than the profile said."""
         site = self.site
-        profile = profiled(study, site.types, self.model, self.precision, self.cache)
+        profile = profiled(study, site.types, self.model, self.precision, self.cache, self.progress_bar)
         devices = [spot.device for spot in site.cluster.spots]
         if not site.emulated:
             return profile, 1.0

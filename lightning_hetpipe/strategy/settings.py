@@ -53,6 +53,8 @@ class FitSettings:
     timeline: Window | None = None
     decide: Decide | None = None
     """What decides on stages and Nm; None for devices that are all the same, without a plan."""
+    progress_bar: bool = False
+    """Whether one is shown of what takes longer than a moment."""
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 

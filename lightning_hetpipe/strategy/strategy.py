@@ -41,6 +41,7 @@ from lightning_hetpipe.strategy.private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
+from lightning_hetpipe.strategy.progress import has_bars
 from lightning_hetpipe.strategy.ranks import devices_of
 from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
@@ -368,9 +369,11 @@ class HetPipeStrategy(VirtualWorkers):
             self._plan_name,
             self._emulation,
             ProfileCache(),
+            has_bars(self.lightning_module.trainer),
         )
 
     def _fit_settings(self) -> settings.FitSettings:
+        assert self.lightning_module is not None
         planner = self._planner()
         return settings.FitSettings(
             stages=self.stages,
@@ -386,6 +389,7 @@ class HetPipeStrategy(VirtualWorkers):
             compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
+            progress_bar=has_bars(self.lightning_module.trainer),
             asked=self.asked,
         )
 

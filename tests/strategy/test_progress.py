@@ -1,0 +1,77 @@
+"""The bar of what takes longer than a moment: on a terminal, where bars are wanted, and gone afterwards."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from functools import partial
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node
+from lightning_hetpipe.strategy import progress
+from tests.strategy.refusing import Learner, batches, quiet_trainer
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """As stderr; every wait is longer than a moment, and every step is drawn."""
+    stderr = Terminal()
+    monkeypatch.setattr(progress, "MOMENT", 0)
+    monkeypatch.setattr(progress, "tqdm", partial(tqdm, mininterval=0, miniters=1, ncols=80, file=stderr))
+    return stderr
+
+
+def last_line(text: str) -> str:
+    """What a terminal shows in the end."""
+    return text.rsplit("\r", 1)[-1].strip()
+
+
+def test_a_bar_tells_how_far_it_is_and_goes(terminal: Terminal) -> None:
+    with progress.ticking("measuring on cpu", 4, shown=True) as tick:
+        for _ in range(4):
+            tick()
+    written = terminal.getvalue()
+    assert "measuring on cpu" in written
+    assert "2/4" in written
+    assert last_line(written) == ""
+
+
+def test_a_failure_leaves_no_bar(terminal: Terminal) -> None:
+    with pytest.raises(KeyboardInterrupt), progress.ticking("measuring", 4, shown=True) as tick:
+        tick()
+        raise KeyboardInterrupt
+    assert "1/4" in terminal.getvalue()
+    assert last_line(terminal.getvalue()) == ""
+
+
+def test_nothing_is_drawn_within_a_moment(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "MOMENT", 60)
+    with progress.ticking("measuring", 4, shown=True) as tick:
+        tick()
+    assert terminal.getvalue().strip() == ""
+
+
+def test_nothing_is_drawn_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "MOMENT", 0)
+    with redirect_stderr(io.StringIO()) as file, progress.ticking("measuring", 4, shown=True) as tick:
+        tick()
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("cluster", [None, Cluster([Node("box", ["cpu", "cpu"])])], ids=["equal", "declared"])
+def test_layers_are_measured_under_a_bar_unless_the_trainer_has_none(
+    wanted: bool, cluster: Cluster | None, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    strategy = HetPipeStrategy(stages=2, cluster=cluster)
+    quiet_trainer(strategy, enable_progress_bar=wanted).fit(Learner(), batches(3))
+    assert ("measuring on cpu" in terminal.getvalue()) == wanted
