@@ -23,6 +23,18 @@ class Discarded(BaseException):
     """
 
 
+def of_file(setting: str, error: SettingError, advice: str) -> SettingError:
+    """``error``, whose text begins with a file's path, for a user who gave that file as ``setting``.
+
+    Args:
+        setting: Its name.
+        error: What is wrong with the file.
+        advice: What to do, where the error does not say.
+    """
+    text = str(error)
+    return SettingError(f"{setting}={text}" if "; " in text else f"{setting}={text}; {advice}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1)

@@ -62,6 +62,15 @@ def _missing_config(error: MissingConfigException) -> str:
 def _composition(error: HydraException, program: Program) -> str:
     """`modle=resnet` is the one that happens: a key without a section. Next come values with a comma."""
     text = " ".join(str(error).split()).replace("++", "")
+    inner = error.__cause__  # of a mapping on the command line, a key in it
+    if isinstance(inner, OmegaConfBaseException) and "." in (inner.full_key or "") and inner.parent_node is not None:
+        section, _, key = str(inner.full_key).rpartition(".")
+        near = closest(key, list(map(str, inner.parent_node)))
+        return (
+            f"{inner.full_key} is not a setting; did you mean {section}.{near}?"
+            if near
+            else f"{section}={{...}} takes no {key} that the files have not; write {inner.full_key}=... instead"
+        )
     if match := re.match(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'", text):
         return str(unknown(match[1], "", [*program.read, "experiment"]))
     if match := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' ", text):

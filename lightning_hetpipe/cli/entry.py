@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from lightning_hetpipe.cli.blame import blamed
 from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
 from lightning_hetpipe.cli.frames import passed
-from lightning_hetpipe.cli.overrides import settled
-from lightning_hetpipe.cli.program import Program
+from lightning_hetpipe.cli.overrides import planned, settled
+from lightning_hetpipe.cli.program import TRAIN, Program
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def enter(application: Callable[[], Any], program: Program) -> None:
     130 for Ctrl-C; 143 for SIGTERM.
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
-    sys.argv[1:] = settled(sys.argv[1:])
+    sys.argv[1:] = settled(planned(sys.argv[1:]) if program is TRAIN else sys.argv[1:])
     # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     asked_for_all = wants_all()

@@ -64,7 +64,10 @@ def run(config: DictConfig) -> float | None:
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed | nominal, distance)
-    print(plan, *_remarks(choice, profile), "", sep="\n")
+    remarks = _remarks(choice, profile)
+    if of_strategy(config, "compile", False):
+        remarks.append("- strategy.compile is not in these times, which are of layers that are not compiled")
+    print(plan, *remarks, "", sep="\n")
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.profile is None:

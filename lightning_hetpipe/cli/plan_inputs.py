@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from typing import Any
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.program import PLAN
-from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.cli.wording import written
+from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.planning import profile_file
 from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
-from lightning_hetpipe.planning.cluster import Cluster, Node
+from lightning_hetpipe.planning.cluster import Cluster, Link, Node
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.units import seconds_of
@@ -64,7 +65,15 @@ def check(config: DictConfig) -> None:
             f"strategy.virtual_workers={workers}: plans are of one virtual worker in this release; leave it out, and"
             " plan each with devices of its own."
         )
-    if any(re.match(r"\+*strategy\.stages=", each) for each in HydraConfig.get().overrides.task):
+    if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
+        built(config, "strategy", HetPipeStrategy, cluster=None, plan=None)  # which refuses what makes no sense
+    given = [each.lstrip("+") for each in HydraConfig.get().overrides.task]
+    if any(each.startswith("strategy.plan=") for each in given) and config.strategy.plan is not None:
+        raise SettingError(
+            f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
+            " its own."
+        )
+    if any(each.startswith("strategy.stages=") for each in given):
         raise SettingError(  # an experiment's are those that it has without a plan
             f"strategy.stages={config.strategy.stages} is what a plan says: it uses as many of the devices as are of"
             " use; leave strategy.stages out, and give fewer devices for fewer stages."
@@ -77,7 +86,11 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float]:
     if config.profile is not None:
         if not isinstance(config.profile, str):
             raise SettingError(f"profile={config.profile} must be the path of a file.")
-        return profile_file.load(config.profile), "adam" if asked == "auto" else asked
+        try:
+            profile = profile_file.load(config.profile)
+        except SettingError as error:
+            raise of_file("profile", error, "give a profile.json that hetpipe-plan has saved") from error
+        return profile, "adam" if asked == "auto" else asked
     profile, own = _measured(config)
     if asked == "auto" and own is None:
         raise SettingError(
@@ -108,9 +121,7 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:
     """The devices, and the names of those whose memory a data sheet says."""
     if config.devices is not None:
-        given = config.devices if isinstance(config.devices, ListConfig) else [config.devices]
-        link: Any = OmegaConf.to_container(config.link) if isinstance(config.link, DictConfig) else config.link
-        cluster = Cluster([Node("here", [*map(str, given)], link)])
+        cluster = Cluster([Node("here", _devices(config), _link(config))])
         for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
             if known(name) is None:
                 names = {*profile.times, *gpus()}
@@ -120,12 +131,39 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]
                 )
     elif config.cluster is None:
         cluster = found_cluster()
+        for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
+            if known(name) is None:
+                raise SettingError(
+                    f"profile={config.profile} has no times of this machine's '{name}', but of"
+                    f" {', '.join(sorted(profile.times))}; say which devices to plan for, as in devices=[RTX-3090,T4],"
+                    " or cluster=mixed_box."
+                )
     else:
         cluster = built(config, "cluster", Cluster)
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.spots, filled.spots, strict=True)
     return filled, {one.device.name for one, other in pairs if one.device.memory != other.device.memory}
+
+
+def _devices(config: DictConfig) -> list[Any]:
+    """As ``Node`` takes them: names, or mappings."""
+    given = OmegaConf.to_container(config.devices) if OmegaConf.is_config(config.devices) else config.devices
+    return [each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])]
+
+
+def _link(config: DictConfig) -> Link:
+    """Between ``devices``."""
+    given: Any = OmegaConf.to_container(config.link) if OmegaConf.is_config(config.link) else config.link
+    example = "give a bandwidth, such as 'link=\"12 GB/s\"', or 'link={bandwidth: 12 GB/s, latency: 10 us}'."
+    try:
+        if isinstance(given, dict):
+            return Link(**given)
+        if isinstance(given, str):
+            return Link(given)
+    except (SettingError, TypeError) as error:
+        raise SettingError(f"link={given} is none: {error}; {example}") from error
+    raise SettingError(f"link={written(given)} is none; {example}")
 
 
 def of_strategy(config: DictConfig, key: str, default: Any) -> Any:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.planning.cluster import Cluster
@@ -105,7 +105,10 @@ def plan(value: Any) -> Plan | None:
         return None
     if not isinstance(value, Plan | str | os.PathLike):
         raise SettingError(f"plan={value!r} must be a lightning_hetpipe.Plan, or the path of one")
-    made = value if isinstance(value, Plan) else Plan.load(value)
+    try:
+        made = value if isinstance(value, Plan) else Plan.load(value)
+    except SettingError as error:
+        raise of_file("plan", error, "give a plan.json that hetpipe-plan has saved") from error
     made.check()
     if len(made.virtual_workers) != 1:
         raise SettingError(

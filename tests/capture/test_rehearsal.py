@@ -153,5 +153,5 @@ def test_forwards_run_as_in_the_stages() -> None:
 
 
 def test_times_come_from_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "layer_times", lambda layers: [float(index) for index, _ in enumerate(layers)])
+    monkeypatch.setattr(rehearsal, "layer_times", lambda layers, **_: [float(index) for index, _ in enumerate(layers)])
     assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], Chance(0), None, CPU) == [0, 1, 2]

@@ -1,4 +1,6 @@
-from lightning_hetpipe.cli.overrides import settled
+import pytest
+
+from lightning_hetpipe.cli.overrides import planned, settled
 
 
 def test_settings_may_be_overridden_or_added_alike() -> None:
@@ -49,3 +51,22 @@ def test_a_value_with_an_equals_sign_is_quoted() -> None:
 def test_hydras_own_ways_to_write_an_equals_sign_are_left_to_it() -> None:
     arguments = ["ckpt_path='a=b'", 'ckpt_path="a=b"', r"ckpt_path=a\=b", "seed=choice(1,2)", "key={a: b=c}"]
     assert settled(arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    "plan", ["strategy.plan=plan.json", "+strategy.plan=plan.json", "++strategy.plan=a.json,b.json"]
+)
+def test_a_plan_holds_instead_of_an_experiments_own_stages(plan: str) -> None:
+    assert planned(["-m", plan]) == ["-m", plan, "strategy.stages=auto", "strategy.in_flight=auto"]
+
+
+def test_stages_beside_a_plan_are_left_for_the_strategy_to_refuse() -> None:
+    given = ["strategy.plan=plan.json", "strategy.stages=2"]
+    assert planned(given) == [*given, "strategy.in_flight=auto"]
+    given = ["strategy.plan=plan.json", "++strategy.stages=2", "+strategy.in_flight=3"]
+    assert planned(given) == given
+
+
+@pytest.mark.parametrize("plan", [[], ["strategy.plan=null"], ["++strategy.plan=null"], ["strategy.planned=1"]])
+def test_without_a_plan_an_experiments_own_stages_hold(plan: list[str]) -> None:
+    assert planned(plan) == plan

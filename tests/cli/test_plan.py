@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe import Plan
+from lightning_hetpipe import Cluster, Node, Plan
+from lightning_hetpipe.cli import plan_inputs
 from lightning_hetpipe.cli.plan import main
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.profile_file import load, save
@@ -32,6 +33,7 @@ Run = Callable[..., tuple[str, str]]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: empty but for a profile."""
     save(PROFILE, tmp_path / "p.json")
+    (tmp_path / "plan.json").write_text('{"schema_version": 1, "in_flight": 2}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -130,6 +132,16 @@ def test_without_the_strategys_section(plan: Run, folder: Path) -> None:
     assert (folder / "run" / "plan.json").exists()
 
 
+def test_devices_may_say_what_is_to_be_said_of_them(plan: Run, folder: Path) -> None:
+    devices = "devices=[RTX-3090,{name: RTX-3090, memory: 12 GiB, speed: 0.5}]"
+    plan("profile=p.json", devices, "hydra.run.dir=run", "strategy.in_flight=2")
+    stages = Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages
+    assert {stage.device: stage.memory_limit_bytes for stage in stages} == {
+        "RTX-3090:0": 24 << 30,
+        "RTX-3090:1": 12 << 30,
+    }
+
+
 def test_nothing_fits(plan: Run, folder: Path) -> None:
     """Exit code 1, the nearest plan with the cells in which it fails, what would help, and no plan.json."""
     save(
@@ -156,7 +168,25 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["profile=no.json"], "no.json cannot be read (No such file or directory); give another file"),
+        (["profile=no.json"], "profile=no.json cannot be read (No such file or directory); give another file"),
+        (
+            ["profile=plan.json"],
+            "profile=plan.json: the file has the key 'in_flight', which is not known; give a profile",
+        ),
+        (
+            ["profile=p.json", "devices=[T4]", "strategy.timeline=[3]"],
+            "strategy.timeline=[3] must be True, for the last",
+        ),
+        (["profile=p.json", "devices=[{name: T4, memry: 3}]"], "a Device has no 'memry'; it has name, memory, speed"),
+        (
+            ["profile=p.json", "devices=[T4]", "strategy.plan=p.json"],
+            "strategy.plan=p.json is for hetpipe-train; leave",
+        ),
+        (["profile=p.json", "devices=[T4]", "link={bandwith: 1 GB/s}"], "link.bandwith is not a setting; did you mean"),
+        (["profile=p.json", "devices=[T4]", "link={much: 1}"], "link={...} takes no much that the files have not; wri"),
+        (["profile=p.json", "devices=[T4]", "link.much=1"], "link={'bandwidth': '12 GB/s', 'latency': '10 us', 'much'"),
+        (["profile=p.json", "devices=[T4]", "link=12"], "link=12 is none; give a bandwidth, such as"),
+        (["profile=p.json", "devices=[T4]", "link=null"], "link=null is none; give a bandwidth, such as"),
         (
             ["profile=p.json", "devices=[RTX-3O90]"],
             "devices=[RTX-3O90] is neither in the profile, which has RTX-3090, V100-16, nor in the catalogue",
@@ -174,7 +204,7 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
             ["profile=p.json", "devices=[T4]", "cluster=mixed_box"],
             "devices=['T4'] is given beside a cluster; leave one",
         ),
-        (["profile=p.json", "devices=[T4]", "link=fast"], "Link.bandwidth='fast' must be a number and a unit, such as"),
+        (["profile=p.json", "devices=[T4]", "link=fast"], "link=fast is none: Link.bandwidth='fast' must be a"),
         (["profile=p.json", "devices=[T4]", "optimizer=adamm"], "optimizer='adamm' is none whose state is known"),
         (["profile=p.json", "devices=[T4]", "ordered=2"], "ordered=2 must be true or false."),
         (["profile=p.json", "devices=[T4]", "precision=8"], "precision=8 must be one of 32, 32-highest, 16"),
@@ -206,6 +236,18 @@ def test_a_wrong_setting_is_one_sentence(plan: Run, arguments: list[str], says: 
     assert error.startswith(f"hetpipe-plan: {says}")
     assert error.splitlines()[1:] == ["(HYDRA_FULL_ERROR=1 shows where it was raised.)"]
     assert said == ""
+
+
+def test_a_profile_without_this_machines_devices(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_inputs, "found_cluster", lambda: Cluster([Node("here", ["cpu"])]))
+    _, error = plan("profile=p.json", code=2)
+    assert error.startswith("hetpipe-plan: profile=p.json has no times of this machine's 'cpu', but of RTX-3090, V100-")
+    assert "devices=[RTX-3090,T4], or cluster=mixed_box." in error
+
+
+def test_what_compiling_brings_is_not_in_a_plan(plan: Run) -> None:
+    said, _ = plan("profile=p.json", "devices=[RTX-3090]", "strategy.compile=true")
+    assert "- strategy.compile is not in these times" in said
 
 
 def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:

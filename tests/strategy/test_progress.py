@@ -45,9 +45,13 @@ def test_a_bar_tells_how_far_it_is_and_goes(terminal: Terminal) -> None:
 
 
 def test_a_failure_leaves_no_bar(terminal: Terminal) -> None:
-    with pytest.raises(KeyboardInterrupt), progress.ticking("measuring", 4, shown=True) as tick:
-        tick()
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with progress.ticking("measuring", 4, shown=True) as tick:
+            tick()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert "1/4" in terminal.getvalue()
     assert last_line(terminal.getvalue()) == ""
 
