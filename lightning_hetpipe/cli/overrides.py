@@ -10,21 +10,24 @@ _PLAIN = re.compile(r"(?!hydra\.)[A-Za-z_]\w*(\.\w+)+=")
 # A value with a = in it that is nothing of Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
 _WITH_EQUALS = re.compile(r"(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)")
 _OVERRIDE = re.compile(r"[^-].*=|~")
-_PLAN = re.compile(r"\+{0,2}strategy\.plan=(?!null$)")
-_PLANNED = ("strategy.stages", "strategy.in_flight")
+# What says which stages there are, and what of an experiment's strategy it takes the place of.
+_PLANS = (
+    (re.compile(r"\+{0,2}strategy\.plan=(?!null$)"), ("strategy.stages", "strategy.in_flight")),
+    (re.compile(r"\+{0,2}cluster=(?!default$)"), ("strategy.stages",)),
+)
 # Hydra's options whose value is the next argument.
 _WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
 
 
 def planned(arguments: list[str]) -> list[str]:
-    """The arguments, and, where one gives a plan, that its stages and number in flight hold.
+    """The arguments and, where one gives a plan or devices, that an experiment's own stages do not hold.
 
-    Those of an experiment are what it has without a plan. What else stands here is left for the strategy to refuse.
+    They are those that it has without. A plan says how many minibatches are in flight, too; for devices that stays as
+    it is, since results depend on it. What else stands here holds, or is left for the strategy to refuse.
     """
-    if not any(_PLAN.match(argument) for argument in arguments):
-        return arguments
     given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
-    return [*arguments, *(f"{name}=auto" for name in _PLANNED if name not in given)]
+    replaced = [name for plan, names in _PLANS if any(map(plan.match, arguments)) for name in names]
+    return [*arguments, *(f"{name}=auto" for name in dict.fromkeys(replaced) if name not in given)]
 
 
 def settled(arguments: list[str]) -> list[str]:

@@ -67,6 +67,23 @@ def test_stages_beside_a_plan_are_left_for_the_strategy_to_refuse() -> None:
     assert planned(given) == given
 
 
-@pytest.mark.parametrize("plan", [[], ["strategy.plan=null"], ["++strategy.plan=null"], ["strategy.planned=1"]])
+def test_devices_are_planned_for_at_an_experiments_own_number_in_flight() -> None:
+    assert planned(["cluster=mixed_box"]) == ["cluster=mixed_box", "strategy.stages=auto"]
+    assert planned(["cluster=mixed_box", "strategy.stages=2"]) == ["cluster=mixed_box", "strategy.stages=2"]
+    both = ["cluster=mixed_box", "strategy.plan=plan.json"]
+    assert planned(both) == [*both, "strategy.stages=auto", "strategy.in_flight=auto"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [],
+        ["cluster=default"],
+        ["cluster.link=1 GB/s"],
+        ["strategy.plan=null"],
+        ["++strategy.plan=null"],
+        ["strategy.planned=1"],
+    ],
+)
 def test_without_a_plan_an_experiments_own_stages_hold(plan: list[str]) -> None:
     assert planned(plan) == plan
