@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.rehearsal import Rehearsal
@@ -25,6 +25,9 @@ from lightning_hetpipe.planning.profile import LayerBytes, Times
 WARM_UP = 2
 ROUNDS = 7
 """Rounds of each layer that count, after those that warm up; their median is taken."""
+
+METHOD = 1
+"""Counts the ways in which layers were measured: what another one has found is measured anew."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,24 @@ def code_of(module: nn.Module) -> str:
         if isinstance(each, GraphLayer):
             parts += each.code.texts
         else:
+            parts.append(_attributes(each))
             try:
                 parts.append(inspect.getsource(type(each)))
             except (OSError, TypeError):  # typed at a prompt, say
                 parts.append(f"{type(each).__module__}.{type(each).__qualname__}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _attributes(module: nn.Module) -> str:
+    """Its mode, and what it was told and its ``repr`` may leave out, such as an attention's number of heads."""
+    found = {name: value for name, value in sorted(vars(module).items()) if not name.startswith("_")}
+    return "; ".join(f"{name}={_plain(value)}" for name, value in found.items() if not isinstance(value, Tensor))
+
+
+def _plain(value: object) -> str:
+    """Without addresses, which differ from run to run."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from lightning_hetpipe.capture.profiling import Study, code_of
+from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.planning.memory import OPTIMIZERS
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_cache import Conditions, ProfileCache
+from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.timing import ROUNDS
+from lightning_hetpipe.strategy.conditions import conditions
 from lightning_hetpipe.strategy.progress import ticking
 
 
@@ -40,16 +41,26 @@ def profiled(
         if one is None:
             one = _measured(study, device, name, model, progress_bar)
             if cache is not None:
-                cache.put(_conditions(study, name, precision).key(), one)
-        found = one if found is None else found.joined(one)
+                cache.put(conditions(study, name, precision).key(), one)
+        found = one if found is None else _joined(found, one)
     assert found is not None
     return found
 
 
+def _joined(one: Profile, other: Profile) -> Profile:
+    """Both devices' times. Kernels may keep other bytes there; a profile has one number for all, the larger."""
+    layers = [
+        replace(mine, kept=max(mine.kept, theirs.kept)) for mine, theirs in zip(one.layers, other.layers, strict=True)
+    ]
+    return replace(one, layers=layers).joined(replace(other, layers=layers))
+
+
 def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
     """What was measured before on devices of that ``name``, perhaps on another machine; None if nothing was."""
-    one = None if cache is None else cache.get(_conditions(study, name, precision).key())
-    return None if one is None else replace(one, model=model)
+    one = None if cache is None else cache.get(conditions(study, name, precision).key())
+    if one is None or name not in one.times or len(one.layers) != len(study.layers):  # a file that somebody has changed
+        return None
+    return replace(one, model=model, samples=study.samples)
 
 
 def _measured(study: Study, device: torch.device, name: str, model: str, progress_bar: bool) -> Profile:
@@ -61,29 +72,6 @@ def _measured(study: Study, device: torch.device, name: str, model: str, progres
             times.append(time)
             tick()
     return Profile(model, study.samples, sizes, {name: times}, {})
-
-
-def _conditions(study: Study, device: str, precision: str) -> Conditions:
-    layers = [(layer.name, layer.module) for layer, _, _ in study.layers]
-    given = [tensor for _, value, _ in study.layers for tensor in value.tensors]
-    return Conditions(
-        layers=[(name, code_of(module)) for name, module in layers],
-        parameters=[
-            (f"{name}.{own}", tuple(each.shape), f"{each.dtype} {each.requires_grad}")
-            for name, module in layers
-            for own, each in module.named_parameters()
-        ],
-        inputs=[(tuple(tensor.shape), str(tensor.dtype)) for tensor in given],
-        precision=precision,
-        torch=torch.__version__,
-        device=device,
-        settings={
-            "threads": str(torch.get_num_threads()),
-            "matmul": torch.get_float32_matmul_precision(),
-            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-            "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
-        },
-    )
 
 
 def layer_seconds(study: Study, device: torch.device, progress_bar: bool) -> list[float]:
