@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import os
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.pipeline.engine import Engine
 from tests.captured_models import GPT, Words
 from tests.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
 from tests.strategy.ahead import Memory
@@ -43,6 +45,7 @@ class Looks(L.Callback):
         assert isinstance(trainer.strategy, HetPipeStrategy)
         engine = trainer.strategy._engine
         engine.drain()
+        let_go(engine)
         gc.collect()
         alive = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
         memories = [stage.memory for stage in engine.stages]
@@ -57,6 +60,33 @@ class Looks(L.Callback):
         )
         del alive
         self.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
+
+
+class Nothing:
+    """A task, or a minibatch, that comes to nothing: who handles it has let go of what it handled before."""
+
+    number, cancelled = 0, True
+
+    def __init__(self) -> None:
+        self.minibatch = self
+        self.context = contextvars.copy_context()
+        self.handled = threading.Event()
+
+    def run(self) -> None:
+        self.handled.set()
+
+    def deliver(self, outcome: object) -> None:
+        self.handled.set()
+
+
+def let_go(engine: Engine) -> None:
+    """Waits until no thread holds the end of its last minibatch, which may be complete a moment before."""
+    puts: list[Callable[[Any], None]] = [stage.put for stage in engine.stages]
+    puts += [runner.put for runner in engine._runners]
+    for put in puts:
+        nothing = Nothing()
+        put(nothing)
+        assert nothing.handled.wait(60)
 
 
 def kinds() -> Counter[str]:
