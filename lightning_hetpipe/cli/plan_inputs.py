@@ -67,16 +67,10 @@ def check(config: DictConfig) -> None:
         )
     if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
         built(config, "strategy", HetPipeStrategy, cluster=None, plan=None)  # which refuses what makes no sense
-    given = [each.lstrip("+") for each in HydraConfig.get().overrides.task]
-    if any(each.startswith("strategy.plan=") for each in given) and config.strategy.plan is not None:
+    if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
             f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
             " its own."
-        )
-    if any(each.startswith("strategy.stages=") for each in given):
-        raise SettingError(  # an experiment's are those that it has without a plan
-            f"strategy.stages={config.strategy.stages} is what a plan says: it uses as many of the devices as are of"
-            " use; leave strategy.stages out, and give fewer devices for fewer stages."
         )
 
 
@@ -171,10 +165,18 @@ def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
     return OmegaConf.select(config, f"strategy.{key}", default=default)
 
 
+def _is_given(setting: str) -> bool:
+    """Whether it stands on the command line, and not in an experiment."""
+    return any(each.lstrip("+").startswith(f"{setting}=") for each in HydraConfig.get().overrides.task)
+
+
 def wanted(config: DictConfig) -> dict[str, Any]:
     """What ``best_plan`` is to be told besides devices and optimizer."""
     in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
+    # An experiment's stages are those that it has without a plan.
+    stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"
     return {
+        "stages": None if stages == "auto" else stages,
         "in_flight": None if in_flight == "auto" else in_flight,
         "recompute": switch("recompute", of_strategy(config, "recompute", False)),
         "ordered": config.ordered,

@@ -69,6 +69,7 @@ def check(config: DictConfig, program: Program = TRAIN, needs: Sequence[str] = (
             raise SettingError(f"No {key} is configured; choose an experiment, such as experiment=digits.")
         if not isinstance(node, DictConfig) or node.get("_target_") is None:
             raise SettingError(f"{key} has no _target_; give {key}._target_=the.dotted.path of what to build.")
+    _check_cluster(config.get("cluster"))
     _check_strategy(config)
     _check_least(config)
     _check_secret(config)
@@ -94,6 +95,14 @@ def _check_seed(seed: Any) -> None:
     _check_kind("seed", seed, int | None, None)
     if seed is not None and not 0 <= seed < 2**32:  # what numpy takes
         raise SettingError(f"seed={seed} must be from 0 to {2**32 - 1}, or null to draw one.")
+
+
+def _check_cluster(cluster: Any) -> None:
+    if cluster is not None and (not isinstance(cluster, DictConfig) or cluster.get("_target_") is None):
+        raise SettingError(
+            "cluster has no _target_; begin the file with '_target_: lightning_hetpipe.Cluster', or give"
+            " cluster._target_=lightning_hetpipe.Cluster."
+        )
 
 
 def _check_strategy(config: DictConfig) -> None:

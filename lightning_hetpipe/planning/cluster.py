@@ -133,7 +133,7 @@ class Node:
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
-        object.__setattr__(self, "link", _link(link))
+        object.__setattr__(self, "link", _link(link, f"node '{name}'"))
 
 
 @dataclass(frozen=True, init=False)
@@ -161,7 +161,7 @@ class Cluster:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
         object.__setattr__(self, "nodes", made)
-        object.__setattr__(self, "link", _link(link))
+        object.__setattr__(self, "link", _link(link, "the Cluster"))
 
     @property
     def spots(self) -> tuple[Spot, ...]:
@@ -230,8 +230,11 @@ def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
     return [_made(Device, given, "name", "memory", "speed")]
 
 
-def _link(given: Link | Mapping[str, Any] | str) -> Link:
-    return Link(given) if isinstance(given, str) else _made(Link, given, "bandwidth", "latency")
+def _link(given: Link | Mapping[str, Any] | str, owner: str) -> Link:
+    try:
+        return Link(given) if isinstance(given, str) else _made(Link, given, "bandwidth", "latency")
+    except SettingError as error:
+        raise SettingError(f"the link of {owner}: {error}") from error
 
 
 def _made(kind: type[T], given: Any, *arguments: str) -> T:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError, nearest
-from lightning_hetpipe.planning.catalogue import canonical, known
+from lightning_hetpipe.planning.catalogue import canonical, gpus, known
 from lightning_hetpipe.planning.cluster import Device
 
 
@@ -85,7 +85,8 @@ class Profile:
         else:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
-                f" {', '.join(sorted(self.times))}{nearest(device.name, self.times)}"
+                f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
+                f"{nearest(device.name, {*self.times, *gpus()}) or '; name another device'}"
             )
         return [each.divided(device.speed) for each in measured]
 

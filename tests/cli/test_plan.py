@@ -122,9 +122,12 @@ def test_a_model_is_measured_on_this_machine(plan: Run, folder: Path, monkeypatc
     assert "cpu:0" in said
 
 
-def test_stages_of_an_experiment_are_those_without_a_plan(plan: Run) -> None:
-    _, error = plan("experiment=digits", "strategy.stages=2", code=2)
-    assert error.startswith("hetpipe-plan: strategy.stages=2 is what a plan says")
+def test_as_many_stages_as_are_asked_for(plan: Run, folder: Path) -> None:
+    """More devices are no worse, so that a plan would have more of them."""
+    devices = "devices=[3xRTX-3090]"
+    for asked, stages in (["strategy.stages=2"], 2), (["strategy.stages=auto"], 3), ([], 3):
+        plan("profile=p.json", devices, "strategy.in_flight=4", *asked, "hydra.run.dir=run")
+        assert len(Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages) == stages
 
 
 def test_without_the_strategys_section(plan: Run, folder: Path) -> None:
@@ -212,10 +215,7 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
             ["profile=p.json", "devices=[T4]", "synchronise=long"],
             "synchronise='long' must be a number and a unit, such as",
         ),
-        (
-            ["profile=p.json", "devices=[T4]", "strategy.stages=2"],
-            "strategy.stages=2 is what a plan says: it uses as many",
-        ),
+        (["profile=p.json", "devices=[T4]", "strategy.stages=2"], "strategy.stages=2 cannot be planned for 1 devices"),
         (
             ["profile=p.json", "devices=[T4]", "strategy.in_flight=0"],
             "strategy.in_flight=0 must be a whole number of at",
@@ -261,9 +261,24 @@ def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:
             "nodes: [{name: a, devices: [{name: T4, memory: 3 gigs}]}]",
             "Device('T4').memory='3 gigs' has the unit 'gigs'",
         ),
+        (
+            "nodes: [{name: a, devices: [T4], link: 3 GBps}]",
+            "the link of node 'a': Link.bandwidth='3 GBps' has the unit",
+        ),
+        (
+            "nodes: [{name: a, devices: [T4]}]\nlink: 3",
+            "cluster.link=3 must be a Link or a mapping or text.",
+        ),
+        (
+            "nodes: [{name: a, devices: [T5]}]",
+            "the profile of twelve has no times of 'T5'; it has those of RTX-3090, V10",
+        ),
+        ("_target_: null", "cluster has no _target_; begin the file with '_target_: lightning_hetpipe.Cluster', or"),
         ("nodez: []", "cluster.nodez is not a setting; did you mean cluster.nodes?"),
     ]:
-        (folder / "mine" / "cluster" / "lab.yaml").write_text(f"_target_: lightning_hetpipe.Cluster\n{text}\n")
+        (folder / "mine" / "cluster" / "lab.yaml").write_text(
+            text if "_target_" in text else f"_target_: lightning_hetpipe.Cluster\n{text}\n"
+        )
         _, error = plan("--config-dir", "mine", "profile=p.json", "cluster=lab", code=2)
         assert error.startswith(f"hetpipe-plan: {says}")
 

@@ -38,7 +38,8 @@ def test_times_of_a_device_however_its_name_is_written_and_by_its_speed() -> Non
     mine = profile("Titan-RTX", "own")
     assert mine.times_on(Device("NVIDIA TITAN RTX", speed=2)) == [Times(0.5, 1.0, 0.25), Times(1.5, 2.0, 0.0)]
     with pytest.raises(
-        SettingError, match="the profile of m has no times of 'owl'; it has those of Titan-RTX, own; did"
+        SettingError,
+        match="it has those of Titan-RTX, own, and the catalogue of GPUs does not know it; did you mean 'own'",
     ):
         mine.times_on(Device("owl"))
     assert profile("own").times_on(Device("owl")) == TIMES  # the only one there is
