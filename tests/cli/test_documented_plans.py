@@ -12,12 +12,15 @@ import pytest
 from lightning_hetpipe import Plan
 from lightning_hetpipe.planning import catalogue
 from lightning_hetpipe.planning.profile_file import save
+from tests.cli.conftest import Train
 from tests.cli.test_plan import PROFILE, Run, folder, plan
+from tests.cli.test_train import FAST
 
 __all__ = ["folder", "plan"]
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 COMMANDS = re.findall(r"^    hetpipe-plan (.*)$", DOCUMENT, re.M)
+RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 ((LAB, _),) = re.findall(r"^```yaml\n(# (lab\.yaml)\n.*?)^```", DOCUMENT, re.M | re.S)
 ((PROGRAM, _),) = re.findall(r"^```python\n(# (plan\.py)\n.*?)^```", DOCUMENT, re.M | re.S)
 
@@ -50,6 +53,25 @@ def test_the_command(plan: Run, prepared: Path, command: str) -> None:
         Plan.load(each).check()
         assert each.with_name("plan.png").exists()
         assert each.with_name("profile.json").exists() == ("profile=profile.json" not in arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
+def test_the_runs(plan: Run, train: Train, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a plan for devices that are here, of one for others beside these, and of those others alone."""
+    assert len(RUNS) == 3
+    small = ["data.max_bytes=20000"]
+    for devices, command in zip(["devices=[cpu,cpu]", "cluster=mixed_box", None], RUNS, strict=True):
+        if devices is not None:
+            plan("experiment=gpt", devices, *small, "hydra.run.dir=.")
+        arguments = shlex.split(command)
+        train(*arguments, *(small if "experiment=gpt" in arguments else []), *FAST)
+        said = capsys.readouterr().out
+        assert ("(emulated)" in said) == ("cluster=mixed_box" in arguments)
+        if "strategy.plan=plan.json" in arguments:
+            made = Plan.load("plan.json")
+            stages = f"{len(made.virtual_workers[0].stages)} stages"
+            assert f"Trained as a pipeline of {stages}, {made.in_flight} minibatches in flight" in said
 
 
 def test_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
