@@ -109,7 +109,10 @@ def plan(value: Any) -> Plan | None:
         made = value if isinstance(value, Plan) else Plan.load(value)
     except SettingError as error:
         raise of_file("plan", error, "give a plan.json that hetpipe-plan has saved") from error
-    made.check()
+    try:
+        made.check()
+    except SettingError as error:
+        raise error if isinstance(value, Plan) else SettingError(f"plan={os.fspath(value)}: {error}") from error
     if len(made.virtual_workers) != 1:
         raise SettingError(
             f"the plan for {made.model} has {len(made.virtual_workers)} virtual workers, and in this release a plan is"
@@ -119,7 +122,8 @@ def plan(value: Any) -> Plan | None:
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """What a plan says, unless something else was asked for."""
+    """What a plan says, unless something else was asked for, or it says more than there may be."""
+    count(name, planned)
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned

@@ -134,6 +134,11 @@ def test_settings_that_contradict_a_plan(settings: dict[str, Any], said: str) ->
         HetPipeStrategy(plan=planned(0, 2), **settings)
 
 
+def test_a_plan_with_more_in_flight_than_there_may_be() -> None:
+    with refused("in_flight=1001 is more than 1000, each of which would take a thread; set fewer"):
+        HetPipeStrategy(plan=planned(0, 2, in_flight=1001))
+
+
 def test_a_plan_for_several_virtual_workers() -> None:
     one = planned(0)
     (worker,) = one.virtual_workers
@@ -148,7 +153,7 @@ def test_a_plan_for_several_virtual_workers() -> None:
         (None, "plan.json cannot be read (No such file or directory)"),
         ("{", "plan.json is no JSON"),
         ("{}", "has no 'schema_version'"),
-        ("whole", "the plan cannot be run: virtual_workers[0].stages[1].first_layer is 3 and must be 2"),
+        ("whole", "plan.json: the plan cannot be run: virtual_workers[0].stages[1].first_layer is 3 and must be 2"),
     ],
 )
 def test_files_that_are_no_plan(tmp_path: Path, text: str | None, said: str) -> None:
