@@ -24,6 +24,7 @@ from lightning_hetpipe.planning.units import seconds_of
 from lightning_hetpipe.strategy.found import found_cluster
 from lightning_hetpipe.strategy.profiler import ProfilingStrategy
 from lightning_hetpipe.strategy.profiler import profile as profile_model
+from lightning_hetpipe.strategy.progress import on_terminal
 from lightning_hetpipe.strategy.settings import count, switch
 
 _QUIET = {
@@ -105,7 +106,7 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_QUIET)
         config.trainer.pop("strategy", None)
-    strategy = ProfilingStrategy(ProfileCache(), progress_bar=True, **kept)
+    strategy = ProfilingStrategy(ProfileCache(), on_terminal, **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy)

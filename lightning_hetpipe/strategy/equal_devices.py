@@ -29,7 +29,7 @@ def decide(study: Study, settings: FitSettings, reported: bool) -> Decision:
     stages = stage_count(settings.stages, len(devices), len(names))
     times = [0.0] * len(names)
     if stages > 1 or reported:
-        times = layer_seconds(study, devices[-1], settings.progress_bar)
+        times = layer_seconds(study, devices[-1], settings.bar)
     cuts = settings.choose_cuts(times, stages)
     in_flight = settings.in_flight
     each = stage_times(times, cuts)

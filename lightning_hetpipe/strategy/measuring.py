@@ -14,7 +14,7 @@ from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.timing import ROUNDS
 from lightning_hetpipe.strategy.conditions import conditions
-from lightning_hetpipe.strategy.progress import ticking
+from lightning_hetpipe.strategy.progress import Bar, hidden
 
 
 def profiled(
@@ -23,7 +23,7 @@ def profiled(
     model: str,
     precision: str,
     cache: ProfileCache | None,
-    progress_bar: bool = False,
+    bar: Bar = hidden,
 ) -> Profile:
     """The profile of the layers on ``devices``, of which there is at least one.
 
@@ -33,13 +33,13 @@ def profiled(
         model: For people.
         precision: The Trainer's.
         cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
-        progress_bar: Whether one is shown of the measuring.
+        bar: Shows the measuring.
     """
     found: Profile | None = None
     for name, device in devices.items():
         one = kept(study, name, model, precision, cache)
         if one is None:
-            one = _measured(study, device, name, model, progress_bar)
+            one = _measured(study, device, name, model, bar)
             if cache is not None:
                 cache.put(conditions(study, name, precision).key(), one)
         found = one if found is None else _joined(found, one)
@@ -63,10 +63,10 @@ def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCach
     return replace(one, model=model, samples=study.samples)
 
 
-def _measured(study: Study, device: torch.device, name: str, model: str, progress_bar: bool) -> Profile:
+def _measured(study: Study, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
     sizes: list[LayerBytes] = []
     times: list[Times] = []
-    with ticking(f"measuring on {name}", len(study.layers), progress_bar) as tick:
+    with bar(f"measuring on {name}", len(study.layers)) as tick:
         for size, time in study.on(device):
             sizes.append(size)
             times.append(time)
@@ -74,9 +74,9 @@ def _measured(study: Study, device: torch.device, name: str, model: str, progres
     return Profile(model, study.samples, sizes, {name: times}, {})
 
 
-def layer_seconds(study: Study, device: torch.device, progress_bar: bool) -> list[float]:
+def layer_seconds(study: Study, device: torch.device, bar: Bar) -> list[float]:
     """How long each layer takes on ``device``, forward and backward: all that cuts for equal devices need."""
-    with ticking(f"measuring on {device}", (ROUNDS + 1) * len(study.layers), progress_bar) as tick:
+    with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
         return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
 
 

@@ -26,6 +26,7 @@ from lightning_hetpipe.strategy import emulating
 from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.layout import place, stage_count
 from lightning_hetpipe.strategy.measuring import kept, layer_seconds, optimizer_name, profiled
+from lightning_hetpipe.strategy.progress import Bar, hidden
 from lightning_hetpipe.strategy.settings import Stages
 from lightning_hetpipe.strategy.site import Site
 
@@ -46,7 +47,7 @@ class Planner:
         plan_name: For people.
         emulation: Of the site's devices, where they are emulated; it is told what stages take.
         cache: Of profiles.
-        progress_bar: Whether one is shown of the measuring.
+        bar: Shows the measuring.
     """
 
     site: Site
@@ -59,7 +60,7 @@ class Planner:
     plan_name: str = ""
     emulation: Emulation | None = None
     cache: ProfileCache | None = None
-    progress_bar: bool = False
+    bar: Bar = hidden
 
     def __call__(self, study: Study) -> Decision:
         """Decides.
@@ -94,7 +95,7 @@ class Planner:
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
         devices = [self.site.device(spot) for spot in spots]
-        each = layer_seconds(study, devices[-1], self.progress_bar)
+        each = layer_seconds(study, devices[-1], self.bar)
         where = [self.site.name(spot) for spot in spots]
         said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
         known = where if self.site.declared else None
@@ -105,7 +106,7 @@ class Planner:
     def _profile(self, study: Study) -> tuple[Profile, float]:
         """Of all devices; where they are emulated, by how much they are slower than the profile said."""
         site = self.site
-        profile = profiled(study, site.types, self.model, self.precision, self.cache, self.progress_bar)
+        profile = profiled(study, site.types, self.model, self.precision, self.cache, self.bar)
         devices = [spot.device for spot in site.cluster.spots]
         if not site.emulated:
             return profile, 1.0

@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.found import found_cluster
 from lightning_hetpipe.strategy.measuring import optimizer_name, profiled
+from lightning_hetpipe.strategy.progress import Bar, hidden
 from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.strategy import HetPipeStrategy
 
@@ -30,14 +31,14 @@ class ProfilingStrategy(HetPipeStrategy):
 
     Args:
         cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
-        progress_bar: Whether one is shown of the measuring.
+        bar: Shows the measuring.
         module, timeout: As HetPipeStrategy's.
     """
 
     def __init__(
         self,
         cache: ProfileCache | None = None,
-        progress_bar: bool = False,
+        bar: Bar = hidden,
         module: str | Sequence[str] | None = None,
         timeout: float = 300.0,
         **lightnings: Any,
@@ -46,7 +47,7 @@ class ProfilingStrategy(HetPipeStrategy):
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
         self.found: Profile | None = None
         self.optimizer_name: str | None = None
-        self._cache, self._progress_bar = cache, progress_bar
+        self._cache, self._bar = cache, bar
 
     def _fit_settings(self) -> FitSettings:
         return replace(super()._fit_settings(), decide=self._measure)
@@ -58,7 +59,7 @@ class ProfilingStrategy(HetPipeStrategy):
         memory = {each.name: each.memory for each in found if each.memory is not None}
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
-        measured = profiled(study, one_of_each, model, precision, self._cache, self._progress_bar)
+        measured = profiled(study, one_of_each, model, precision, self._cache, self._bar)
         self.found = replace(measured, memory=memory)
         self.optimizer_name = None if study.optimizer is None else optimizer_name(study.optimizer)
         raise _Studied

@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import lightning as L
+from lightning.pytorch.callbacks import RichProgressBar
 from tqdm import tqdm
 
 MOMENT = 1.0
 """Seconds, before which no bar is drawn."""
 
+_BETWEEN = 0.1
+"""Seconds, at least, between drawings, as tqdm has it."""
 
-def has_bars(trainer: L.Trainer) -> bool:
-    """Whether the user wants progress bars of this process."""
-    return trainer.is_global_zero and trainer.progress_bar_callback is not None
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
+"""Takes what is done and how many steps that has; within it, each step is told. It leaves nothing on the screen."""
 
 
 @contextmanager
-def ticking(what: str, of: int, shown: bool) -> Iterator[Callable[[], object]]:
-    """Within it there is a bar on stderr, if that is a terminal; it leaves nothing behind.
+def hidden(what: str, of: int) -> Iterator[Callable[[], object]]:
+    """No bar."""
+    yield lambda: None
 
-    Args:
-        what: Is done meanwhile.
-        of: How many steps it has.
-        shown: Whether the user wants bars.
 
-    Yields:
-        What is to be called after each step.
-    """
-    disable = None if shown else True  # None: unless this is a terminal
-    with tqdm(desc=what, total=of, unit="layer", leave=False, delay=MOMENT, disable=disable) as bar:
+@contextmanager
+def on_terminal(what: str, of: int) -> Iterator[Callable[[], object]]:
+    """On stderr, if that is a terminal."""
+    with tqdm(desc=what, total=of, unit="layer", leave=False, delay=MOMENT, disable=None) as bar:
         yield bar.update
+
+
+def of_trainer(trainer: L.Trainer) -> Bar:
+    """As the user wants bars of this process."""
+    own = trainer.progress_bar_callback
+    if own is None or not trainer.is_global_zero:
+        return hidden
+    return partial(_below, own) if isinstance(own, RichProgressBar) else on_terminal
+
+
+@contextmanager
+def _below(own: RichProgressBar, what: str, of: int) -> Iterator[Callable[[], object]]:
+    """A line of Rich's, which holds the terminal: each step of any other bar would be a line of its own there."""
+    progress = own.progress
+    if progress is None:  # it was switched off
+        yield lambda: None
+        return
+    task = progress.add_task(what, total=of, visible=False)
+    due = time.monotonic() + MOMENT
+
+    def tick() -> None:
+        nonlocal due
+        now = time.monotonic()
+        progress.update(task, advance=1)
+        if now >= due:
+            due = now + _BETWEEN
+            progress.update(task, visible=True)
+            progress.refresh()  # Lightning's bar draws itself only after batches
+
+    try:
+        yield tick
+    finally:
+        progress.remove_task(task)
+        progress.refresh()

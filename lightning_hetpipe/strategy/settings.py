@@ -22,6 +22,7 @@ from lightning_hetpipe.planning.cluster import Cluster
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.strategy.decision import Decide
 from lightning_hetpipe.strategy.private import seconds_between_validations
+from lightning_hetpipe.strategy.progress import Bar, hidden
 from lightning_hetpipe.strategy.ranks import Rank
 from lightning_hetpipe.strategy.wsp import WSPCallback
 
@@ -53,8 +54,8 @@ class FitSettings:
     timeline: Window | None = None
     decide: Decide | None = None
     """What decides on stages and Nm; None for devices that are all the same, without a plan."""
-    progress_bar: bool = False
-    """Whether one is shown of what takes longer than a moment."""
+    bar: Bar = hidden
+    """Shows what takes longer than a moment."""
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 

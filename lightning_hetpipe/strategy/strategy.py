@@ -27,7 +27,7 @@ from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import compiler, emulating, environment, settings
+from lightning_hetpipe.strategy import compiler, emulating, environment, progress, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.evaluation import Evaluation
@@ -41,7 +41,6 @@ from lightning_hetpipe.strategy.private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.strategy.progress import has_bars
 from lightning_hetpipe.strategy.ranks import devices_of
 from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
@@ -369,7 +368,7 @@ class HetPipeStrategy(VirtualWorkers):
             self._plan_name,
             self._emulation,
             ProfileCache(),
-            has_bars(self.lightning_module.trainer),
+            progress.of_trainer(self.lightning_module.trainer),
         )
 
     def _fit_settings(self) -> settings.FitSettings:
@@ -389,7 +388,7 @@ class HetPipeStrategy(VirtualWorkers):
             compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
-            progress_bar=has_bars(self.lightning_module.trainer),
+            bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
         )
 

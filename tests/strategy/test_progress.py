@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
@@ -35,7 +36,7 @@ def last_line(text: str) -> str:
 
 
 def test_a_bar_tells_how_far_it_is_and_goes(terminal: Terminal) -> None:
-    with progress.ticking("measuring on cpu", 4, shown=True) as tick:
+    with progress.on_terminal("measuring on cpu", 4) as tick:
         for _ in range(4):
             tick()
     written = terminal.getvalue()
@@ -46,7 +47,7 @@ def test_a_bar_tells_how_far_it_is_and_goes(terminal: Terminal) -> None:
 
 def test_a_failure_leaves_no_bar(terminal: Terminal) -> None:
     def interrupted() -> None:
-        with progress.ticking("measuring", 4, shown=True) as tick:
+        with progress.on_terminal("measuring", 4) as tick:
             tick()
             raise KeyboardInterrupt
 
@@ -58,14 +59,14 @@ def test_a_failure_leaves_no_bar(terminal: Terminal) -> None:
 
 def test_nothing_is_drawn_within_a_moment(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "MOMENT", 60)
-    with progress.ticking("measuring", 4, shown=True) as tick:
+    with progress.on_terminal("measuring", 4) as tick:
         tick()
     assert terminal.getvalue().strip() == ""
 
 
 def test_nothing_is_drawn_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "MOMENT", 0)
-    with redirect_stderr(io.StringIO()) as file, progress.ticking("measuring", 4, shown=True) as tick:
+    with redirect_stderr(io.StringIO()) as file, progress.on_terminal("measuring", 4) as tick:
         tick()
     assert file.getvalue() == ""
 
@@ -77,5 +78,41 @@ def test_layers_are_measured_under_a_bar_unless_the_trainer_has_none(
 ) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     strategy = HetPipeStrategy(stages=2, cluster=cluster)
-    quiet_trainer(strategy, enable_progress_bar=wanted).fit(Learner(), batches(3))
+    callbacks = [TQDMProgressBar()] if wanted else []
+    quiet_trainer(strategy, enable_progress_bar=wanted, callbacks=callbacks).fit(Learner(), batches(3))
     assert ("measuring on cpu" in terminal.getvalue()) == wanted
+
+
+def test_below_richs_bar_it_is_a_line_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich, which Lightning takes where it is installed, made a line of its own of each step of any other bar."""
+    rich = pytest.importorskip("rich.progress", reason="Lightning takes Rich's bar where rich is installed")
+    monkeypatch.setattr(progress, "MOMENT", 0)
+    lines: list[Any] = []
+
+    class Bars(RichProgressBar):
+        @property
+        def is_enabled(self) -> bool:
+            return True
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            shown: Any = self.progress
+            left.append([task.description for task in shown.tasks])
+
+    left: list[list[str]] = []
+    update = rich.Progress.update
+
+    def spying(self: Any, task: Any, **changes: Any) -> None:
+        update(self, task, **changes)
+        found = self._tasks[task]
+        lines.append((found.description, found.completed, found.total))
+
+    monkeypatch.setattr(rich.Progress, "update", spying)
+    with redirect_stderr(io.StringIO()) as stderr:
+        quiet_trainer(HetPipeStrategy(stages=2), enable_progress_bar=True, callbacks=[Bars()]).fit(
+            Learner(), batches(3)
+        )
+    measured = [line for line in lines if line[0] == "measuring on cpu"]
+    assert measured[-1] == ("measuring on cpu", 16, 16)
+    assert all("measuring on cpu" not in names for names in left)
+    assert stderr.getvalue() == ""
