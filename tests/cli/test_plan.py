@@ -33,7 +33,7 @@ Run = Callable[..., tuple[str, str]]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: empty but for a profile."""
     save(PROFILE, tmp_path / "p.json")
-    (tmp_path / "plan.json").write_text('{"schema_version": 1, "in_flight": 2}')
+    (tmp_path / "other.json").write_text('{"schema_version": 1, "in_flight": 2}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -173,8 +173,8 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
     [
         (["profile=no.json"], "profile=no.json cannot be read (No such file or directory); give another file"),
         (
-            ["profile=plan.json"],
-            "profile=plan.json: the file has the key 'in_flight', which is not known; give a profile",
+            ["profile=other.json"],
+            "profile=other.json: the file has the key 'in_flight', which is not known; give a profile",
         ),
         (
             ["profile=p.json", "devices=[T4]", "strategy.timeline=[3]"],
