@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lightning_hetpipe.cli.program import TRAIN, Program
 from lightning_hetpipe.cli.settings import unknown
@@ -63,7 +63,7 @@ def _composition(error: HydraException, program: Program) -> str:
     """`modle=resnet` is the one that happens: a key without a section. Next come values with a comma."""
     text = " ".join(str(error).split()).replace("++", "")
     inner = error.__cause__  # of a mapping on the command line, a key in it
-    if isinstance(inner, OmegaConfBaseException) and "." in (inner.full_key or "") and inner.parent_node is not None:
+    if isinstance(inner, ConfigKeyError) and "." in (inner.full_key or "") and inner.parent_node is not None:
         section, _, key = str(inner.full_key).rpartition(".")
         near = closest(key, list(map(str, inner.parent_node)))
         return (
