@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError, of_file
@@ -56,6 +57,8 @@ class FitSettings:
     """What decides on stages and Nm; None for devices that are all the same, without a plan."""
     bar: Bar = hidden
     """Shows what takes longer than a moment."""
+    resumed: int | None = None
+    """Nm of the checkpoint that is resumed, where none was asked for."""
     asked: Callable[[], str | None] = lambda: None
     """A call in which virtual workers have waited for each other since it was last asked for."""
 
@@ -319,6 +322,15 @@ def nothing_to_recompute() -> None:
         " once; set stages to more, or leave it out",
         stacklevel=2,
     )
+
+
+def check_resumed(before: int | None, in_flight: int) -> None:
+    """Warns where a checkpoint is resumed with another Nm than ``before``, which nobody has asked for."""
+    if before not in (None, in_flight):
+        rank_zero_warn(
+            f"the checkpoint was trained with {before} in flight and is resumed with {in_flight}, on which results"
+            f" depend; set in_flight={before} to go on as before, or in_flight={in_flight} if it is meant"
+        )
 
 
 def several_optimizers() -> SettingError:

@@ -29,7 +29,13 @@ from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import compiler, emulating, environment, progress, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
+from lightning_hetpipe.strategy.checkpoints import (
+    ReplacingCheckpointIO,
+    filled,
+    is_lightnings_own,
+    note_in_flight,
+    take_in_flight,
+)
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
@@ -164,6 +170,8 @@ class HetPipeStrategy(VirtualWorkers):
         self._evaluation: Evaluation | None = None
         self._before_pass: BeforePass | None = None
         self._emulation: Emulation | None = None
+        self._asked_in_flight = in_flight != "auto"
+        self._resumed: int | None = None  # Nm of the checkpoint that is loaded
 
     # Who we are: one process, one virtual worker.
 
@@ -218,6 +226,7 @@ class HetPipeStrategy(VirtualWorkers):
                 compiler.check(self.compile, self._devices())
         super().setup(trainer)
         asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
+        self._resumed = None
         if not fitting:
             loop = evaluating_loop(trainer)
             asked = replace(asked, before_pass=self._before_pass, decide=None)  # what a fit decides is not known here
@@ -225,6 +234,7 @@ class HetPipeStrategy(VirtualWorkers):
             self._evaluation.open()
         else:
             if is_alone(asked) and self._group is None:
+                settings.check_resumed(asked.resumed, 1)
                 self._fit = Alone(trainer, asked, seed)
             else:
                 settings.check_pipelined(trainer.lightning_module)
@@ -327,7 +337,13 @@ class HetPipeStrategy(VirtualWorkers):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self._engine is not None and self._engine.in_flight > 1 and isinstance(current(), Minibatch):
             raise settings.saving_ahead()
+        note_in_flight(checkpoint, self._in_flight_now if self._fit or not self.last_run else self.last_run.in_flight)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed = take_in_flight(checkpoint)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizer; torch puts each state on its parameter's device."""
@@ -390,6 +406,7 @@ class HetPipeStrategy(VirtualWorkers):
             timeline=self._timeline,
             bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
+            resumed=None if self._asked_in_flight else self._resumed,
         )
 
     def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:

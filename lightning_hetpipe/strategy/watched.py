@@ -22,7 +22,7 @@ from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.outside import Outside
-from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute
+from lightning_hetpipe.strategy.settings import FitSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.user_step import UserStep
 
@@ -94,6 +94,7 @@ class WatchedStep:
         else:
             decision = equal_devices.decide(study, settings, reported=bool(self._trainer.loggers))
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
+        check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
             raise ahead(self._asked)
         for line in decision.said:

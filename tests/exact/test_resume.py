@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
+from lightning_hetpipe import HetPipeStrategy
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Record, after, assert_equal, expect, fit
@@ -68,6 +70,25 @@ def test_resuming_is_starting_empty(tmp_path: Path, p: int, in_flight: int) -> N
     save(task, tmp_path, loader(), even(9, 3, in_flight), **when)
     record = resume(tmp_path / name_of(p), even(9, 2, in_flight))
     assert_equal(after(expected, p), record)
+
+
+def test_another_number_in_flight_than_the_checkpoints_is_warned_of(tmp_path: Path) -> None:
+    """Results depend on it, and a plan may decide on another one than before."""
+    save(resnet(RECIPE), tmp_path, loader(), even(9, 3, 4), every_n_train_steps=3)
+
+    def warned(**asked: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resume(tmp_path / name_of(12), HetPipeStrategy(**asked))
+        return [str(each.message) for each in caught if "in flight" in str(each.message)]
+
+    said = (
+        "the checkpoint was trained with 4 in flight and is resumed with {}, on which results depend; set in_flight=4"
+    )
+    assert [each.partition(" to go on")[0] for each in warned(stages=2)] == [said.format(3)]
+    assert [each.partition(" to go on")[0] for each in warned()] == [said.format(1)]
+    assert warned(stages=3) == []
+    assert warned(stages=2, in_flight=2) == []
 
 
 def resume(checkpoint: Path, strategy: Strategy | str, data: Any = None, task: Task | None = None) -> Record:

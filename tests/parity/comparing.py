@@ -110,10 +110,15 @@ def assert_as_plain(scenario: Scenario, strategy: Strategy, folder: Path) -> Sto
 
 
 def assert_as_oracle(scenario: Scenario, strategy: Any, folder: Path) -> Story:
-    """A pipeline with several in flight is the oracle, but that transfers and ``training_step`` come earlier."""
+    """A pipeline with several in flight is the oracle, but that transfers and ``training_step`` come earlier, and that
+    checkpoints say how many there are."""
     oracle = tell(scenario, Stale(strategy.in_flight), folder / "oracle", running_ahead=True)
     ours = tell(scenario, strategy, folder / "ours", running_ahead=True)
     ours.events = without_discarded(ours.events, strategy.in_flight)
+    for (
+        checkpoint
+    ) in ours.checkpoints.values():  # a resumed run is to know; a loss of the first minibatch saves earlier
+        assert checkpoint.pop("hetpipe", {"in_flight": strategy.in_flight}) == {"in_flight": strategy.in_flight}
     if scenario.draws:
         for event in (*oracle.events, *ours.events):
             event.seen.pop("chance", None)
