@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.catalogue import canonical
 from lightning_hetpipe.planning.cluster import Spot
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import ChosenStage, Outlook, outlook
-from lightning_hetpipe.planning.partition import cuts_in_order, stage_times
+from lightning_hetpipe.planning.partition import cuts_in_order
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.profile_cache import ProfileCache
@@ -94,12 +94,17 @@ class Planner:
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
-        devices = [self.site.device(spot) for spot in spots]
-        each = layer_seconds(study, devices[-1], self.bar)
+        types, kinds = self.site.types, dict.fromkeys(spot.device.name for spot in spots)
+        seconds = {name: layer_seconds(study, types[name], self.bar) for name in kinds}
+        ends = [*cuts[1:], len(names)]
+        each = [
+            sum(seconds[spot.device.name][first:after]) / spot.device.speed
+            for spot, first, after in zip(spots, cuts, ends, strict=True)
+        ]
         where = [self.site.name(spot) for spot in spots]
         said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
         known = where if self.site.declared else None
-        return Decision(tuple(cuts), devices, plan.in_flight, stage_times(each, cuts), said, known)
+        return Decision(tuple(cuts), [self.site.device(spot) for spot in spots], plan.in_flight, each, said, known)
 
     # A plan of its own.
 

@@ -101,6 +101,21 @@ def test_a_plans_devices_are_taken_in_its_order() -> None:
     assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu"]
 
 
+def test_the_stages_of_a_plan_are_measured_on_their_own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were on the last stage's."""
+    monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
+    takes = {TWO[0]: 0.001, TWO[1]: 0.1}
+    monkeypatch.setattr(planner, "layer_seconds", lambda study, device, bar: [takes[device]] * len(study.layers))
+    plan = planned(0, 2)
+    first, second = plan.virtual_workers[0].stages
+    stages = (replace(first, device="slow:1"), replace(second, device="fast:0"))
+    plan = replace(plan, virtual_workers=(replace(plan.virtual_workers[0], stages=stages),))
+    strategy = HetPipeStrategy(plan=plan, parallel_devices=TWO)
+    trained(strategy)
+    assert strategy.last_run is not None
+    assert [stage.time_s for stage in strategy.last_run.stages] == pytest.approx([2 * 0.1, 5 * 0.001])
+
+
 def test_what_the_plan_says_may_be_said_again() -> None:
     strategy = HetPipeStrategy(plan=planned(0, 2), stages=2, in_flight=3)
     assert (strategy.stages, strategy.in_flight) == (2, 3)
