@@ -59,7 +59,7 @@ def test_the_profiler(written: Callable[..., Any]) -> None:
     assert written("profiled.py")["profiler"] is not None
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [COMMANDS[0], pytest.param(COMMANDS[1], marks=pytest.mark.slow)])
 def test_the_commands(train: Callable[..., None], folder: Path, command: str) -> None:
     mine = ["--config-dir", "mine", "experiment=mine", "trainer.max_epochs=6", "trainer.enable_progress_bar=false"]
     train(*mine, "trainer.callbacks=null", command.strip("'"))

@@ -92,10 +92,18 @@ def hanging_step(gate: Gate, at: int, after_the_call: bool) -> Any:
     return step
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-@pytest.mark.parametrize("after_the_call", [False, True])
+@pytest.mark.parametrize(
+    ("after_the_call", "in_flight"),
+    [
+        (False, 3),
+        (True, 1),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        pytest.param(True, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_control_c_while_a_step_hangs(after_the_call: bool, in_flight: int) -> None:
-    """Lightning's thread waits for a step that hangs, or for the lock over user code that a later one holds."""
+    """Lightning's thread waits for a step that hangs, or for the lock over user code that a later one holds. Another
+    run is as if nothing had been."""
     with Gate() as gate:
         module = Learner(hanging_step(gate, 3, after_the_call))
         trainer = quiet_trainer(even(4, 2, in_flight))
@@ -105,6 +113,10 @@ def test_control_c_while_a_step_hangs(after_the_call: bool, in_flight: int) -> N
         assert trainer.interrupted
         assert trainer.global_step <= 3
         assert_clean(trainer, module)
+    module.step = plain_step
+    trainer = quiet_trainer(even(4, 2, in_flight))
+    trainer.fit(module, batches(8))
+    assert trainer.global_step == 8
 
 
 class Terminated(L.Callback):
@@ -222,14 +234,3 @@ def test_a_callback_fails_while_a_later_step_hangs() -> None:
         assert gate.reached.is_set()
         assert not gate.left.is_set()
         assert_clean(trainer, module)
-
-
-def test_a_run_after_an_interrupted_one() -> None:
-    with Gate() as gate:
-        module = Learner(hanging_step(gate, 3, after_the_call=False))
-        with Presser(gate), pytest.warns(UserWarning, match=HANGING.format(4)), pytest.raises(SystemExit):
-            quiet_trainer(even(4, 2, 3)).fit(module, batches(8))
-    module.step = plain_step
-    trainer = quiet_trainer(even(4, 2, 3))
-    trainer.fit(module, batches(8))
-    assert trainer.global_step == 8
