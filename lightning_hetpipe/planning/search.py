@@ -26,6 +26,7 @@ from lightning_hetpipe.planning.outlook import Outlook, outlook
 from lightning_hetpipe.planning.partition import LIGHTEST, Dividing, Division
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.units import in_seconds
 
 ENOUGH = 0.99
 """Of the best throughput: an Nm that has so much of it is as good."""
@@ -306,11 +307,11 @@ def _slowest(found: Outlook) -> str:
     number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
     stage = found.stages[number]
     if len(found.stages) == 1:
-        return f"all layers on {stage.spot.device.name} take {found.bottleneck:.3g} s for each minibatch"
+        return f"all layers on {stage.spot.device.name} take {in_seconds(found.bottleneck)} for each minibatch"
     share = 100 * found.rate * found.bottleneck
     return (
-        f"stage {number} on {stage.spot.device.name} is the slowest, with {found.bottleneck:.3g} s for each minibatch;"
-        f" Nm = {found.in_flight} reaches {share:.0f}% of what that allows"
+        f"stage {number} on {stage.spot.device.name} is the slowest, with {in_seconds(found.bottleneck)} for each"
+        f" minibatch; Nm = {found.in_flight} reaches {share:.0f}% of what that allows"
     )
 
 

@@ -29,6 +29,11 @@ def in_bytes(count: float) -> str:
     return f"{count} {_SHOWN[0]}" if unit == 0 else f"{size:.1f} {_SHOWN[unit]}"
 
 
+def in_seconds(seconds: float) -> str:
+    """A time, for people: "2.11 ms", "12 s"."""
+    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"
+
+
 def bytes_of(text: str, setting: str) -> int:
     """Of "24 GiB", "512 MB" or "1024".
 

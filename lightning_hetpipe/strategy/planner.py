@@ -167,8 +167,10 @@ class Planner:
         reasons = list(found.reasons) if isinstance(found, Choice) else []
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
-        for spot in found.idle if isinstance(found, Choice) and self.stages == "auto" else ():
-            reasons.append(f"{self.site.name(spot)} is not used, as the plan is no better with it")
+        elif isinstance(found, Choice) and found.idle:
+            *most, last = [self.site.name(spot) for spot in found.idle]
+            names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+            reasons.append(f"{names} not used, as the plan is no better with {'them' if most else 'it'}")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
         return [f"because {'; '.join(reasons)}"]

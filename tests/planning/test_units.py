@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bytes, seconds_of
+from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bytes, in_seconds, seconds_of
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,10 @@ def test_bytes_for_people() -> None:
         "24.0 GiB",
         "3072.0 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0 s"), (0.0021149, "2.11 ms"), (0.99, "990 ms"), (1.0, "1 s"), (12.34, "12.3 s")]
+)
+def test_times_for_people(seconds: float, shown: str) -> None:
+    assert in_seconds(seconds) == shown

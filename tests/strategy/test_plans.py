@@ -288,6 +288,25 @@ def test_stages_that_were_asked_for_lie_on_the_devices_that_are_best(measured: S
     )
 
 
+@pytest.mark.parametrize(
+    ("idle", "said"),
+    [
+        (1, "T4:1 is not used, as the plan is no better with it"),
+        (3, "T4:1, T4:2 and T4:3 are not used, as the plan is no better with them"),
+    ],
+)
+def test_devices_that_are_of_no_use_are_named(
+    idle: int, said: str, measured: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    measured({"A100-40": 0.5, "T4": 500.0}, cpu=0.01)
+    trained(HetPipeStrategy(cluster=box("A100-40", *["T4"] * idle)))
+    assert told[0] == "HetPipe: stages on A100-40:0 from net.0; 1 minibatch in flight"
+    assert told[1].startswith("because all layers on A100-40 take 3.5 ms for each minibatch; ")
+    assert told[1].endswith(f"; {said}")
+
+
 def test_stages_that_were_asked_for_have_all_the_devices_they_need(measured: Says) -> None:
     """A plan of its own would leave the slow one out."""
     measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
