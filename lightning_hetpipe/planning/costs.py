@@ -103,16 +103,25 @@ class Costs:
 
     def bottleneck(self, kinds: Sequence[int], cuts: Sequence[int]) -> int:
         """T_max in ticks of stages that start at ``cuts``."""
+        return max(self.takes(kinds, cuts))
+
+    def takes(self, kinds: Sequence[int], cuts: Sequence[int]) -> list[int]:
+        """Ticks of each stage, where they start at ``cuts``."""
         groups = [self.kinds[kind].group for kind in kinds]
         ends = [*cuts[1:], self.layers]
-        slowest = 0
+        found = []
         for index, (start, end) in enumerate(zip(cuts, ends, strict=True)):
             own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
             take = int(own[end] - own[start])
             take += int(self.hop(groups[index - 1], groups[index])[start]) if index else 0
             take += int(self.hop(groups[index], groups[index + 1])[end]) if index + 1 < len(kinds) else 0
-            slowest = max(slowest, take)
-        return slowest
+            found.append(take)
+        return found
+
+    def spots(self, kinds: Sequence[int]) -> tuple[Spot, ...]:
+        """The devices for stages on ``kinds``."""
+        left = [iter(kind.spots) for kind in self.kinds]
+        return tuple(next(left[kind]) for kind in kinds)
 
     def _sums(self, seconds: Iterable[float]) -> Ticks:
         ticks = np.array([0, *(round(each / self.tick) for each in seconds)], dtype=np.int64)

@@ -7,8 +7,10 @@ leaves devices out where fewer are as good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from lightning_hetpipe.planning.arrangement import (
     GivenOrder,
     NodesTogether,
     Rules,
+    State,
     TooMany,
     least_bottleneck,
 )
@@ -29,6 +32,9 @@ from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.costs import NEVER, Costs, Room, kinds_of
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load
+
+ORDERS, CELLS = 400, 40_000_000
+"""Orders that are looked at one by one, at the most; and these times the square of the boundaries, some seconds."""
 
 LIGHTEST = (Load(1, 0, 1), Load(0, 1, 0))
 """What every stage holds: a minibatch at the end of its forward, gradients at the end of its backward."""
@@ -156,8 +162,9 @@ class Dividing:
         self._stages = stages
         self._state = state
         self._recompute = recompute
+        self._ordered = ordered
         self._in_order = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
-        self._costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, spots), recompute)
+        self.costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, spots), recompute)
         self._rules: list[Callable[[Costs], Rules]] = [GivenOrder] if ordered else [AnyOrder, NodesTogether, GivenOrder]
         self._known: Arrangements | None = None
         self.exact = True
@@ -182,6 +189,31 @@ class Dividing:
         found = least_bottleneck(self._arrangements(), room, at_least)
         return None if found is None else self._division(found, room)
 
+    def in_each_order(self, in_flight: int, loads: Sequence[Collection[Load]]) -> Iterator[Division]:
+        """For each order of each subset, the stages with the least T_max; of none, where there are too many."""
+        costs = self.costs
+        room = Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads)
+        for kinds in self._orders:
+            if (found := _in_order(costs, kinds, room)) is not None:
+                yield found
+
+    @cached_property
+    def _orders(self) -> Sequence[tuple[int, ...]]:
+        """All orders of all subsets; none, where there are too many."""
+        rules: Rules = GivenOrder(self.costs) if self._ordered else AnyOrder(self.costs)
+        groups = [kind.group for kind in self.costs.kinds]
+        most = min(ORDERS, CELLS // (len(self._layers) + 1) ** 2)
+        found: list[tuple[int, ...]] = []
+        longest: list[tuple[tuple[int, ...], State]] = [((), (rules.start, -1))]
+        for _ in self._layers:
+            longest = [
+                ((kind, *kinds), (left, groups[kind])) for kinds, state in longest for kind, left in rules.next(state)
+            ]
+            found += (kinds for kinds, _ in longest if self._stages in (None, len(kinds)))
+            if max(len(found), len(longest)) > most:
+                return ()
+        return found
+
     def has_room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> bool:
         """Whether there are stages that have room."""
         return self._arrangements().find(ANY, self._room(in_flight, loads, besides)) is not None
@@ -194,7 +226,7 @@ class Dividing:
         """All that there are, or those that can be looked through."""
         while self._known is None:
             rules = self._rules.pop(0)
-            costs = self._in_order if rules is GivenOrder else self._costs
+            costs = self._in_order if rules is GivenOrder else self.costs
             try:
                 self._known = Arrangements(costs, rules(costs), self._stages)
             except TooMany:
@@ -202,15 +234,22 @@ class Dividing:
         return self._known
 
     def _division(self, found: Arrangement, room: Room) -> Division:
-        costs, kinds = self._arrangements().costs, found.kinds
-        left = [iter(kind.spots) for kind in costs.kinds]
-        takes = []
-        for index, kind in enumerate(kinds):
-            take = costs.stage(kinds, index)
-            if (reach := room.reach(kind, len(kinds) - 1 - index)) is not None:
-                take[np.arange(len(reach))[None, :] > reach[:, None]] = NEVER
-            takes.append(take)
-        cuts = cheapest_cuts(takes)
-        ticks = costs.bottleneck(kinds, cuts)
-        assert ticks == found.bottleneck, "the least of this order is the least of all"
-        return Division(tuple(next(left[kind]) for kind in kinds), cuts, ticks * costs.tick, ticks)
+        division = _in_order(self._arrangements().costs, found.kinds, room)
+        assert division is not None
+        assert division.ticks == found.bottleneck, "the least of this order is the least of all"
+        return division
+
+
+def _in_order(costs: Costs, kinds: Sequence[int], room: Room) -> Division | None:
+    """The stages with the least T_max on ``kinds`` of devices, in this order; None if they have no room."""
+    takes = []
+    for index, kind in enumerate(kinds):
+        take = costs.stage(kinds, index)
+        if (reach := room.reach(kind, len(kinds) - 1 - index)) is not None:
+            take[np.arange(len(reach))[None, :] > reach[:, None]] = NEVER
+        takes.append(take)
+    cuts = cheapest_cuts(takes)
+    if any(take[here] >= NEVER for take, here in zip(takes, pairwise((*cuts, costs.layers)), strict=True)):
+        return None
+    ticks = costs.bottleneck(kinds, cuts)
+    return Division(costs.spots(kinds), cuts, ticks * costs.tick, ticks)

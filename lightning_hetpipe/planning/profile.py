@@ -88,7 +88,7 @@ class Profile:
                 f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
                 f"{nearest(device.name, {*self.times, *gpus()}) or '; name another device'}"
             )
-        return [each.divided(device.speed) for each in measured]
+        return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
 
     def name_of(self, device: Device) -> str | None:
         """What this profile calls ``device``, which may be written differently; None if it has no times of it."""

@@ -12,14 +12,19 @@ that does not fit, what was seen there becomes part of the bound, and the divisi
   all;
 - where a bound was raised, a division in which that stage holds less than the bound, and that lacks room for more, is
   not seen.
+
+Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There, and
+where no division was found, :class:`~lightning_hetpipe.planning.ascent.Ascent` looks on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.ascent import Ascent
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.memory import optimizer_state
 from lightning_hetpipe.planning.outlook import Outlook, outlook
@@ -100,6 +105,8 @@ def best_plan(
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
+    Where memory, or ``in_flight``, lets none come near 1 / T_max, it is the one with the most throughput that is found.
+
     Args:
         profile: The model's.
         cluster: Whose links connect the devices.
@@ -153,17 +160,20 @@ class _Search:
             profile, cluster, spots, ordered=ordered, state=state, recompute=recompute, stages=stages
         )
         self._found: dict[int, Outlook | None] = {}
+        self._seen: dict[int, list[Division]] = {}
         self._bounds: dict[int, list[set[Load]]] = {}
         self._fastest: Division | None = None
 
     def choose(self, nearest: bool = True) -> Choice | None:
         """With the Nm that is best; None if nothing fits and the ``nearest`` is not wanted."""
         tried, best, better = [], 0.0, 1
+        short = False  # of memory
         for in_flight in range(1, 4 * len(self._spots) + 5):
             found = self.plan(in_flight)
             tried.append(in_flight)
             if found is None:
                 break
+            short |= len(self._seen[in_flight]) > 1
             if found.rate > best * (1 + NEGLIGIBLE):
                 better = in_flight
             best = max(best, found.rate)
@@ -175,10 +185,17 @@ class _Search:
                 or in_flight >= better + len(found.stages) + 1
             ):
                 break
+        if (short or found is None) and best * self._without_limits().bottleneck < ENOUGH:
+            # From the largest on, as it is the fastest as often as not, and what is slower needs no look.
+            for in_flight in reversed(tried):
+                found = self._faster(in_flight, ENOUGH * best)
+                best = max(best, 0.0 if found is None else found.rate)
         plans = [plan for n in tried if (plan := self._found[n]) is not None]
         if not plans:
             return self._nearest(1, asked=False) if nearest else None
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
+        if len(chosen.stages) == 1 < chosen.in_flight:  # as above
+            chosen = plans[0] = self._found[1] = self._look([chosen.stages[0].spot], [0], 1)
         unfit = next((n for n in tried if self._found[n] is None), None)
         reasons = _why(chosen, plans, unfit)
         if unfit is not None and not self._recompute:
@@ -195,21 +212,42 @@ class _Search:
         found = self.plan(in_flight)
         if found is None:
             return self._nearest(in_flight, asked=True)
+        if found.rate * found.bottleneck < ENOUGH or len(self._seen[in_flight]) > 1:
+            found = self._faster(in_flight) or found
         return self._choice(found, [in_flight], [_slowest(found)])
 
     def plan(self, in_flight: int) -> Outlook | None:
-        """The plan with the least T_max that fits; None if none was found."""
+        """The plan with the least T_max that fits, or the fastest that was found where none was; None if none was."""
         if in_flight not in self._found:
             self._found[in_flight] = self._plan(in_flight)
+            if self._found[in_flight] is None:
+                self._faster(in_flight)
         return self._found[in_flight]
 
+    def _faster(self, in_flight: int, floor: float = 0.0) -> Outlook | None:
+        """The plan with the most throughput that was found, which it is from now on; as in ``Ascent.best``."""
+
+        def look(spots: Sequence[Spot], cuts: Sequence[int]) -> Outlook:
+            return self._look(spots, cuts, in_flight)
+
+        best = self._found[in_flight]
+        ascent = Ascent(self._dividing.costs, self._ordered, in_flight, look, self._stages)
+        orders = self._dividing.in_each_order(in_flight, (LIGHTEST,))
+        found = ascent.best(chain(reversed(self._seen[in_flight]), orders), floor)
+        if found is not None and (best is None or found.rate > best.rate * (1 + NEGLIGIBLE)):
+            best = self._found[in_flight] = found
+        return best
+
     def _plan(self, in_flight: int) -> Outlook | None:
+        seen = self._seen[in_flight] = []
         loads = self._bounds[in_flight] = [set(LIGHTEST) for _ in self._spots]
         fastest = self._without_limits()
+        seen.append(fastest)
         if (found := self._outlook(fastest, in_flight)).fits:
             return found
         ticks = fastest.ticks
         while (division := self._dividing.divide(in_flight, loads, at_least=ticks)) is not None:
+            seen.append(division)
             found = self._outlook(division, in_flight)
             if found.fits:
                 return found
@@ -221,11 +259,14 @@ class _Search:
         return None
 
     def _outlook(self, division: Division, in_flight: int) -> Outlook:
+        return self._look(division.spots, division.cuts, in_flight)
+
+    def _look(self, spots: Sequence[Spot], cuts: Sequence[int], in_flight: int) -> Outlook:
         return outlook(
             self._profile,
             self._cluster,
-            division.spots,
-            division.cuts,
+            spots,
+            cuts,
             in_flight,
             state=self._state,
             recompute=self._recompute,

@@ -13,7 +13,7 @@ from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
 from lightning_hetpipe.planning.outlook import outlook
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import ENOUGH, best_plan
+from lightning_hetpipe.planning.search import ENOUGH, NEGLIGIBLE, best_plan
 from lightning_hetpipe.planning.simulate import Load
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
 
@@ -55,19 +55,20 @@ def test_synchronisation_asks_for_more_in_flight() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(5), cluster=clusters(3), optimizer=st.sampled_from([0.0, 2.0]), recompute=st.booleans())
-def test_at_one_in_flight_it_is_the_best_of_all_that_fit(
+def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
     profile: Profile, cluster: Cluster, optimizer: float, recompute: bool
 ) -> None:
     """Every stage holds one minibatch then, and one gradient waits at least: the first bound is all there is."""
     found = best_plan(profile, cluster, optimizer=optimizer, in_flight=1, recompute=recompute)
-    every = []
+    every: dict[float, list[float]] = {}
     for stages in divisions(len(profile.layers), cluster.spots, ordered=False):
         spots, cuts = [spot for spot, *_ in stages], [first for _, first, _ in stages]
-        if outlook(profile, cluster, spots, cuts, 1, state=optimizer, recompute=recompute).fits:
-            every.append(bottleneck(profile, cluster, stages, recompute))
+        look = outlook(profile, cluster, spots, cuts, 1, state=optimizer, recompute=recompute)
+        if look.fits:
+            every.setdefault(bottleneck(profile, cluster, stages, recompute), []).append(look.rate)
     assert found.fits == bool(every)
     if every:
-        assert found.bottleneck == min(every)
+        assert found.rate * (1 + NEGLIGIBLE) >= min(every[min(every)])
         assert found.help is None
     else:
         assert found.help is not None
@@ -125,8 +126,8 @@ def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight:
         assert found.help.lacking == {i: stage.overflow for i, stage in enumerate(found.stages) if stage.overflow}
 
 
-@settings(max_examples=25, deadline=None)
-@given(profile=profiles(6), cluster=clusters(3))
+@settings(max_examples=12, deadline=None)
+@given(profile=profiles(5), cluster=clusters(3))
 def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Cluster) -> None:
     found = best_plan(profile, cluster)
     if not found.fits:

