@@ -199,6 +199,15 @@ def test_lightnings_step_is_simulated() -> None:
     assert best_plan(slow, cluster, in_flight=3).rate < best_plan(profile, cluster, in_flight=3).rate
 
 
+def test_no_more_is_promised_than_the_slowest_stage_allows() -> None:
+    """Versions come in bunches: counted from the end of one to the end of another, it was 102% of what is possible."""
+    layers = [LayerBytes(name, 1, 1, 0) for name in "ab"]
+    profile = Profile("two", 1, layers, {"gpu": [Times(3.0, 11.0), Times(5.0, 8.0)]}, {})
+    found = best_plan(profile, Cluster([Node("box", ["gpu", "gpu"])]), in_flight=7)
+    assert found.rate == 1 / 14
+    assert "stage 0 on gpu is the slowest, with 14 s for each minibatch; Nm = 7 reaches 100%" in found.reasons[0]
+
+
 class TestMemory:
     LAYERS = (LayerBytes("a", 8, 30, 10), LayerBytes("b", 4, 25, 10), LayerBytes("c", 2, 40, 5))
 
