@@ -127,7 +127,7 @@ class Node:
     ) -> None:
         if not name or not isinstance(name, str):
             raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
-        if isinstance(devices, str) or not devices:
+        if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
             raise SettingError(
                 f"Node({name!r}, devices={devices!r}) must be a list of at least one Device, or its name"
             )
@@ -154,8 +154,8 @@ class Cluster:
     def __init__(
         self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str = NO_LINK
     ) -> None:
-        if not nodes:
-            raise SettingError("Cluster(nodes=[]) has no nodes; give it at least one Node")
+        if not isinstance(nodes, Sequence) or isinstance(nodes, str) or not nodes:
+            raise SettingError(f"Cluster(nodes={nodes!r}) must be a list of at least one Node")
         made = tuple(_made(Node, node, "name", "devices", "link") for node in nodes)
         names = [node.name for node in made]
         if twice := sorted({name for name in names if names.count(name) > 1}):

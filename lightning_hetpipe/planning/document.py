@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -86,7 +86,7 @@ class Document:
     def number(self) -> float:
         """At least 0."""
         value = self.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             self.refuse(f"is {_shown(value)} and must be a number, 0 or more")
         return float(value)
 

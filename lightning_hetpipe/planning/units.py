@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from lightning_hetpipe.errors import SettingError
 
-_AMOUNT = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµμ][A-Za-zµμ/]*)?\s*")
+_AMOUNT = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?(?:[eE][+-]?\d{1,2})?)\s*([A-Za-zµμ][A-Za-zµμ/]*)?\s*")
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 

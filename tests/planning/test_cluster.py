@@ -103,7 +103,11 @@ def test_what_is_declared_does_not_change_what_is_there() -> None:
         ),
         (lambda: Node("n", [{"memory": 1}]), "a Device cannot be made of {'memory': 1}: .*missing .*'name'"),
         (lambda: Cluster([cast(Any, "n")]), "'n' must be a Node"),
-        (lambda: Cluster([]), "has no nodes; give it at least one Node"),
+        (lambda: Node("n", cast(Any, 5)), r"Node\('n', devices=5\) must be a list"),
+        # Of a mapping the keys were taken for names of devices.
+        (lambda: Node("n", cast(Any, {"name": "T4"})), r"Node\('n', devices={'name': 'T4'}\) must be a list"),
+        (lambda: Cluster([]), r"Cluster\(nodes=\[\]\) must be a list of at least one Node"),
+        (lambda: Cluster(cast(Any, Node("n", ["T4"]))), r"Cluster\(nodes=Node\(.*\)\) must be a list of at least one"),
         (lambda: Cluster([Node("n", ["a"]), Node("n", ["b"])]), "two nodes of the Cluster are named 'n'"),
     ],
 )

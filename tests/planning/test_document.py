@@ -37,11 +37,16 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         Document.read(tmp_path / "no.json")
 
 
-@pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), -1])
+@pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), -1, "", [1]])
 def test_numbers_are_numbers(value: object) -> None:
     for read in (Document("f", value).number, Document("f", value).whole):
         with pytest.raises(SettingError, match="f: the file is "):
             read()
+
+
+def test_a_number_that_is_too_large_for_one() -> None:
+    with pytest.raises(SettingError, match=r"f: the file is 1000.* and must be a number, 0 or more"):
+        Document("f", 10**400).number()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
