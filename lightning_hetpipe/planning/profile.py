@@ -75,20 +75,28 @@ class Profile:
     def times_on(self, device: Device) -> Sequence[Times]:
         """Of each layer on ``device``: those of its name, or of the only device that was profiled; by its speed.
 
+        Beside devices whose times are estimated, one of another name must say its speed, as it may be a slip.
+
         Raises:
             SettingError: if there is neither.
         """
+        profiled = [own for name, own in self.times.items() if name not in self.estimated] or [*self.times.values()]
         if (name := self.name_of(device)) is not None:
             measured = self.times[name]
-        elif len(self.times) == 1:
-            (measured,) = self.times.values()
+        elif len(profiled) == 1 and (device.speed != 1.0 or len(self.times) == 1):
+            (measured,) = profiled
         else:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
                 f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
-                f"{nearest(device.name, {*self.times, *gpus()}) or '; name another device'}"
+                f"{nearest(device.name, {*self.times, *gpus()}) or self._way_out(profiled)}"
             )
         return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
+
+    @staticmethod
+    def _way_out(profiled: Sequence[Sequence[Times]]) -> str:
+        by_speed = ", or say its speed relative to the device that was profiled" if len(profiled) == 1 else ""
+        return f"; profile the model on it, name another device{by_speed}"
 
     def name_of(self, device: Device) -> str | None:
         """What this profile calls ``device``, which may be written differently; None if it has no times of it."""

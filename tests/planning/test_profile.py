@@ -45,6 +45,15 @@ def test_times_of_a_device_however_its_name_is_written_and_by_its_speed() -> Non
     assert profile("own").times_on(Device("owl")) == TIMES  # the only one there is
 
 
+def test_a_device_with_a_speed_stands_beside_estimated_ones() -> None:
+    """It was refused: what its speed is relative to was no longer the only device that the profile knew."""
+    mine = profile("RTX-3090").with_estimates([Device("T4"), Device("mine", speed=2)])
+    assert set(mine.times) == {"RTX-3090", "T4"}
+    assert mine.times_on(Device("mine", speed=2)) == [Times(0.5, 1.0, 0.25), Times(1.5, 2.0, 0.0)]
+    with pytest.raises(SettingError, match=r"it has those of RTX-3090, T4; .* or say its speed"):
+        mine.times_on(Device("mine"))
+
+
 def test_a_device_needs_a_time_for_each_layer() -> None:
     with pytest.raises(SettingError, match="has 1 times of 'own' and 2 layers"):
         Profile("m", 1, LAYERS, {"own": TIMES[:1]}, {})
