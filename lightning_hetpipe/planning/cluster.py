@@ -154,7 +154,7 @@ class Cluster:
     def __init__(
         self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str = NO_LINK
     ) -> None:
-        if not isinstance(nodes, Sequence) or isinstance(nodes, str) or not nodes:
+        if not isinstance(nodes, Sequence) or not nodes:
             raise SettingError(f"Cluster(nodes={nodes!r}) must be a list of at least one Node")
         made = tuple(_made(Node, node, "name", "devices", "link") for node in nodes)
         names = [node.name for node in made]

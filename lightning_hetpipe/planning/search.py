@@ -187,9 +187,9 @@ class _Search:
                 break
         if (short or found is None) and best * self._without_limits().bottleneck < ENOUGH:
             # From the largest on, as it is the fastest as often as not, and what is slower needs no look.
-            for in_flight in reversed(tried):
-                found = self._faster(in_flight, ENOUGH * best)
-                best = max(best, 0.0 if found is None else found.rate)
+            for in_flight in reversed(tried if found is not None else tried[:-1]):
+                faster = self._faster(in_flight, ENOUGH * best)
+                best = max(best, 0.0 if faster is None else faster.rate)
         plans = [plan for n in tried if (plan := self._found[n]) is not None]
         if not plans:
             return self._nearest(1, asked=False) if nearest else None
@@ -298,16 +298,30 @@ class _Search:
         if found.fits:  # its stages hold less than what they were thought to hold
             return self._choice(found, [in_flight], [_slowest(found)])
         lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
-        fewer = next((n for n in range(in_flight - 1, 0, -1) if self.plan(n) is not None), None)
+        fewer = self._most(in_flight - 1)
         reasons = [f"no plan fits at Nm = {in_flight}; this is the one whose devices lack the least"]
         again = None
         if not self._recompute:
             other = self._with_recompute()
             if asked:
-                again = next((n for n in range(in_flight, 0, -1) if other.plan(n) is not None), None)
+                again = other._most(in_flight)
             elif (choice := other.choose(nearest=False)) is not None:
                 again = choice.in_flight
         return self._choice(found, [in_flight], reasons, Help(fewer, again, lacking))
+
+    def _most(self, in_flight: int) -> int | None:
+        """The largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory."""
+        if in_flight < 1 or self.plan(1) is None:
+            return None
+        fits, unfit = 1, in_flight + 1
+        step = 1
+        while unfit - fits > 1:
+            middle = min(fits + step, (fits + unfit) // 2)
+            if self.plan(middle) is None:
+                unfit = middle
+            else:
+                fits, step = middle, 2 * step
+        return fits
 
     def _with_recompute(self) -> _Search:
         return _Search(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
-from lightning_hetpipe.planning.outlook import outlook
+from lightning_hetpipe.planning.outlook import Outlook, outlook
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import ENOUGH, NEGLIGIBLE, best_plan
+from lightning_hetpipe.planning.search import ENOUGH, NEGLIGIBLE, _Search, best_plan
 from lightning_hetpipe.planning.simulate import Load
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
 
@@ -166,6 +166,25 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     # And the nearest lacks no more than twice what any must.
     smaller = Cluster([Node("box", [Device("gpu", MEMORY + worst // 2)] * 3)])
     assert not best_plan(profile, smaller, in_flight=6).fits
+
+
+def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Nm below what was asked for was planned in turn: for 1,000 that took minutes."""
+    profile, cluster = even(kept=80)
+    tried: set[int] = set()
+    plan = _Search.plan
+
+    def noted(self: _Search, in_flight: int) -> Outlook | None:
+        tried.add(in_flight)
+        return plan(self, in_flight)
+
+    monkeypatch.setattr(_Search, "plan", noted)
+    found = best_plan(profile, cluster, in_flight=30)
+    assert found.help is not None
+    assert found.help.in_flight == 2
+    assert found.help.recompute is not None
+    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True).fits
+    assert len(tried) < 15
 
 
 def test_what_fits_on_no_device_at_all() -> None:
