@@ -72,8 +72,11 @@ def test_a_plan_is_found_that_holds_less_than_the_stages_that_were_seen_before()
 
 
 @settings(max_examples=40, deadline=None)
-@given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), data=st.data())
-def test_changes_are_divisions(profile: Profile, cluster: Cluster, ordered: bool, data: st.DataObject) -> None:
+@given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), given_=st.booleans(), data=st.data())
+def test_changes_are_divisions(
+    profile: Profile, cluster: Cluster, ordered: bool, given_: bool, data: st.DataObject
+) -> None:
+    """And of as many stages, where that is given."""
     costs = Costs(profile, cluster, kinds_of(cluster, cluster.spots, apart=ordered))
     every = {
         (tuple(next(n for n, kind in enumerate(costs.kinds) if spot in kind.spots) for spot, *_ in stages), cuts)
@@ -81,21 +84,23 @@ def test_changes_are_divisions(profile: Profile, cluster: Cluster, ordered: bool
         for cuts in [tuple(first for _, first, _ in stages)]
     }
     place = data.draw(st.sampled_from(sorted(every)))
-    ascent = Ascent(costs, ordered, 2, lambda spots, cuts: outlook(profile, cluster, spots, cuts, 2))
-    assert {*ascent._changes(*place)} <= every
+    stages = len(place[0]) if given_ else None
+    ascent = Ascent(costs, ordered, 2, lambda spots, cuts: outlook(profile, cluster, spots, cuts, 2), stages)
+    assert {*ascent._changes(*place)} <= {each for each in every if stages in (None, len(each[0]))}
 
 
 @settings(max_examples=40, deadline=None)
-@given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans())
-def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordered: bool) -> None:
-    dividing = Dividing(profile, cluster, cluster.spots, ordered=ordered)
+@given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), stages=st.sampled_from([None, 1, 2]))
+def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordered: bool, stages: int | None) -> None:
+    stages = None if stages is None else min(stages, len(profile.layers), len(cluster.spots))
+    dividing = Dividing(profile, cluster, cluster.spots, ordered=ordered, stages=stages)
     found = list(dividing.in_each_order(2, (LIGHTEST,)))
     least: dict[tuple[object, ...], float] = {}
     kinds = {spot: n for n, kind in enumerate(dividing.costs.kinds) for spot in kind.spots}
-    for stages in divisions(len(profile.layers), cluster.spots, ordered):
-        if has_room(profile, stages, 2, 0.0, False, (LIGHTEST,)):
-            order = tuple(kinds[spot] for spot, *_ in stages)
-            least[order] = min(least.get(order, float("inf")), bottleneck(profile, cluster, stages))
-    assert {tuple(kinds[spot] for spot in each.spots): each.bottleneck for each in found} == least
-    for each in found:
-        assert all(one < other for one, other in pairwise(each.cuts))
+    for each in divisions(len(profile.layers), cluster.spots, ordered):
+        if stages in (None, len(each)) and has_room(profile, each, 2, 0.0, False, (LIGHTEST,)):
+            order = tuple(kinds[spot] for spot, *_ in each)
+            least[order] = min(least.get(order, float("inf")), bottleneck(profile, cluster, each))
+    assert {tuple(kinds[spot] for spot in one.spots): one.bottleneck for one in found} == least
+    for one in found:
+        assert all(cut < later for cut, later in pairwise(one.cuts))
