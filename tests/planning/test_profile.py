@@ -50,7 +50,7 @@ def test_a_device_with_a_speed_stands_beside_estimated_ones() -> None:
     mine = profile("RTX-3090").with_estimates([Device("T4"), Device("mine", speed=2)])
     assert set(mine.times) == {"RTX-3090", "T4"}
     assert mine.times_on(Device("mine", speed=2)) == [Times(0.5, 1.0, 0.25), Times(1.5, 2.0, 0.0)]
-    with pytest.raises(SettingError, match=r"it has those of RTX-3090, T4; .* or say its speed"):
+    with pytest.raises(SettingError, match=r"it has those of RTX-3090, T4, .* or say its speed"):
         mine.times_on(Device("mine"))
 
 
