@@ -199,11 +199,13 @@ class _Search:
         unfit = next((n for n in tried if self._found[n] is None), None)
         reasons = _why(chosen, plans, unfit)
         if unfit is not None and not self._recompute:
-            other = self._with_recompute().choose(nearest=False)
-            if other is not None and other.rate > (2 - ENOUGH) * chosen.rate:
+            # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
+            other = self._with_recompute()
+            most = other._most(max(unfit, len(self._without_limits().spots) + 1), chosen.in_flight)
+            again = other.plan(most) if most not in (None, chosen.in_flight) else None
+            if again is not None and again.rate > (2 - ENOUGH) * chosen.rate:
                 reasons.append(
-                    f"recompute=True would be {other.rate / chosen.rate:.2f} times as fast, as Nm = {other.in_flight}"
-                    " fits then"
+                    f"recompute=True would be {again.rate / chosen.rate:.2f} times as fast, as Nm = {most} fits then"
                 )
         return self._choice(chosen, tried, reasons)
 
@@ -309,12 +311,14 @@ class _Search:
                 again = choice.in_flight
         return self._choice(found, [in_flight], reasons, Help(fewer, again, lacking))
 
-    def _most(self, in_flight: int) -> int | None:
-        """The largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory."""
-        if in_flight < 1 or self.plan(1) is None:
+    def _most(self, in_flight: int, fits: int = 0) -> int | None:
+        """The largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
+
+        ``fits`` is known to fit, if it is not 0.
+        """
+        if not fits and (in_flight < 1 or self.plan(1) is None):
             return None
-        fits, unfit = 1, in_flight + 1
-        step = 1
+        fits, unfit, step = max(1, fits), in_flight + 1, 1
         while unfit - fits > 1:
             middle = min(fits + step, (fits + unfit) // 2)
             if self.plan(middle) is None:
