@@ -229,7 +229,8 @@ def test_a_finished_minibatch_leaves_no_tensors_to_the_garbage_collector(pieces:
                 engine.submit(p, line.plain(torch.randn(3, 4)))
                 line.update(engine.finish(p).gradients)
                 engine.publish(p)
-                left.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+                if p in (5, 40):  # to look takes long where much is imported
+                    left.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
         finally:
             gc.enable()
-    assert left[-1] < left[4] + 30, left  # three or more of each minibatch would stay; a thread may be letting go
+    assert left[1] < left[0] + 30, left  # three or more of each minibatch would stay; a thread may be letting go

@@ -278,7 +278,8 @@ def test_forks_are_not_complained_about_and_the_environment_stays() -> None:
         timeout=PATIENCE,
         env={name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"},
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "None\n", "")
+    assert (ended.returncode, ended.stdout) == (0, "None\n")
+    assert "fork" not in ended.stderr  # now and then the core has a word on the end of the server
 
 
 def test_a_port_is_not_shared(server: GrpcServer) -> None:
