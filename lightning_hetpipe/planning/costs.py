@@ -189,30 +189,54 @@ class Room:
             return None
         key = loads, limit
         if key not in self._known:
-            fits = np.logical_and.reduce([self._bytes(load) <= limit + self._besides for load in loads])
-            # A longer stage takes no less, so that of each start's ends those that fit come first.
-            ends = np.arange(len(fits)) + np.count_nonzero(fits, axis=1)
-            self._known[key] = None if (ends == len(fits) - 1).all() else ends
+            ends = np.minimum.reduce([self._ends(load, limit + self._besides) for load in loads])
+            self._known[key] = None if (ends == len(ends) - 1).all() else ends
         return self._known[key]
 
-    def _bytes(self, load: Load) -> NDArray[np.float64]:
-        """By the first boundary (rows) and the last (columns); infinite where that is no stage."""
-        weights, kept, largest, inputs = self._sizes
+    def _ends(self, load: Load, limit: float) -> Ticks:
+        """By its first boundary, the last of a stage that takes up to ``limit`` bytes. A longer one takes no less."""
+        first = np.arange(len(self._layers) + 1)
+        fits, last = first, np.full_like(first, len(first) - 1)
+        while (fits < last).any():
+            middle = (fits + last + 1) // 2
+            good = self._bytes(load, first, middle) <= limit
+            fits, last = np.where(good, middle, fits), np.where(good, last, np.maximum(middle - 1, fits))
+        return fits
+
+    def _bytes(self, load: Load, first: Ticks, after: Ticks) -> NDArray[np.float64]:
+        """Of stages between boundaries."""
+        sizes = self._sizes
+        weights = sizes.weights[after] - sizes.weights[first]
+        kept = sizes.added[after] - sizes.starts[first] + sizes.kept[first]
+        inputs = sizes.inputs[first]
         activations = load.held * inputs + load.whole * (kept - inputs) if self._recompute else load.held * kept
         total = (2 + self._in_flight + load.waiting) * weights + np.floor(self._state * weights)
-        return np.where(np.tri(len(weights), dtype=bool), np.inf, total + activations + largest)
+        result: NDArray[np.float64] = total + activations + sizes.largest(first, after)
+        return result
 
     @cached_property
-    def _sizes(self) -> tuple[NDArray[np.float64], ...]:
-        """As of :class:`~lightning_hetpipe.planning.memory.Sizes`: weights, kept, largest; and inputs, by row."""
-        layers, n = self._layers, len(self._layers)
-        weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])
-        added = np.cumsum([0.0, 0.0, *(more(one, other) for one, other in pairwise(layers))])  # since the first
-        first = np.array([*(layer.kept for layer in layers), 0.0])
-        starts = np.append(added[1:], 0.0)
-        kept = added[None, :] - starts[:, None] + first[:, None]
-        largest = np.zeros((n + 1, n + 1))
-        for start in range(n):
-            largest[start, start + 1 :] = np.maximum.accumulate([float(layer.kept) for layer in layers[start:]])
-        inputs = np.array([0.0, *(layer.output for layer in layers[:-1]), 0.0])[:, None]
-        return weights[None, :] - weights[:, None], kept, largest, inputs
+    def _sizes(self) -> _Sizes:
+        return _Sizes(self._layers)
+
+
+class _Sizes:
+    """As of :class:`~lightning_hetpipe.planning.memory.Sizes`, to be added up by boundaries."""
+
+    def __init__(self, layers: Sequence[LayerBytes]) -> None:
+        self.weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])
+        self.added = np.cumsum([0.0, 0.0, *(more(one, other) for one, other in pairwise(layers))])  # since the first
+        self.starts = np.append(self.added[1:], 0.0)
+        self.kept = np.array([*(layer.kept for layer in layers), 0.0])
+        self.inputs = np.array([0.0, *(layer.output for layer in layers[:-1]), 0.0])
+        windows = [self.kept]  # of the next 1, 2, 4, ... layers
+        while (half := 1 << len(windows) - 1) <= len(layers) // 2:
+            windows.append(np.maximum(windows[-1], np.append(windows[-1][half:], np.zeros(half))))
+        self._windows = np.stack(windows)
+
+    def largest(self, first: Ticks, after: Ticks) -> NDArray[np.float64]:
+        """The most that a layer between boundaries keeps, of which two overlapping windows show all."""
+        level = np.log2(np.maximum(after - first, 1)).astype(np.intp)
+        result: NDArray[np.float64] = np.maximum(
+            self._windows[level, first], self._windows[level, after - (1 << level)]
+        )
+        return result
