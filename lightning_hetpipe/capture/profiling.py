@@ -26,7 +26,7 @@ WARM_UP = 2
 ROUNDS = 7
 """Rounds of each layer that count, after those that warm up; their median is taken."""
 
-METHOD = 1
+METHOD = 2
 """Counts the ways in which layers were measured: what another one has found is measured anew."""
 
 
@@ -87,6 +87,7 @@ def _bytes(layer: Layer, rehearsal: Rehearsal) -> LayerBytes:
         sum(parameter.nbytes for parameter in scratch.parameters()),
         kept.all,
         sum(output.nbytes for output in outputs),
+        kept.inputs,
     )
 
 

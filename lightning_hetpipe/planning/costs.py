@@ -227,7 +227,10 @@ class _Sizes:
         self.added = np.cumsum([0.0, 0.0, *(more(one, other) for one, other in pairwise(layers))])  # since the first
         self.starts = np.append(self.added[1:], 0.0)
         self.kept = np.array([*(layer.kept for layer in layers), 0.0])
-        self.inputs = np.array([0.0, *(layer.output for layer in layers[:-1]), 0.0])
+        outputs = [0, *(layer.output for layer in layers)]
+        self.inputs = np.array(
+            [*(layer.given or before for layer, before in zip(layers, outputs[:-1], strict=True)), 0.0]
+        )
         windows = [self.kept]  # of the next 1, 2, 4, ... layers
         while (half := 1 << len(windows) - 1) <= len(layers) // 2:
             windows.append(np.maximum(windows[-1], np.append(windows[-1][half:], np.zeros(half))))

@@ -95,7 +95,7 @@ class Sizes:
         return cls(
             sum(layer.parameters for layer in own),
             own[0].kept + sum(more(one, other) for one, other in pairwise(own)),
-            layers[first - 1].output if first else 0,
+            own[0].given or (layers[first - 1].output if first else 0),
             max(layer.kept for layer in own),
         )
 

@@ -31,12 +31,14 @@ class LayerBytes:
         parameters: Of its weights.
         kept: Of what its forward keeps until its backward, inputs and outputs included, of one minibatch.
         output: Of what crosses a cut behind it; a gradient of as many comes back.
+        given: Of what it is given, such as the batch; 0 where that is taken to be what the layer before it has made.
     """
 
     name: str
     parameters: int
     kept: int
     output: int
+    given: int = 0
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
                 "parameter_bytes": layer.parameters,
                 "kept_bytes": layer.kept,
                 "output_bytes": layer.output,
+                **({"input_bytes": layer.given} if layer.given else {}),
             }
             for layer in profile.layers
         ],
@@ -93,7 +94,9 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
     counted = [keys["parameters"], keys["kept"], keys["output"]]
-    entry.object("name", *counted)
+    entry.object("name", *counted, "input_bytes")
+    if "input_bytes" in entry:
+        counted.append("input_bytes")
     return LayerBytes(entry["name"].text(), *(entry[key].whole() for key in counted))
 
 

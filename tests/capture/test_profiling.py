@@ -29,6 +29,7 @@ def test_bytes_of_a_layer() -> None:
     ).on(CPU)
     assert (linear.name, linear.parameters, linear.output) == ("net.0", (20 + 5) * FLOAT, 15 * FLOAT)
     assert linear.kept == (12 + 15) * FLOAT
+    assert (linear.given, relu.given) == (12 * FLOAT, 15 * FLOAT)
     assert (relu.name, relu.parameters, relu.output, relu.kept) == ("net.1", 0, 15 * FLOAT, 30 * FLOAT)
 
 

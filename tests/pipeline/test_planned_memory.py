@@ -17,7 +17,7 @@ from lightning_hetpipe.planning.simulate import Simulation, StageTimes, simulate
 from tests.pipeline.driving import Line
 from tests.pipeline.timetable import Timetable
 
-ROWS, WIDTH = 32, 16
+ROWS, WIDTH, GIVEN = 32, 16, 48
 
 
 class Block(nn.Module):
@@ -34,9 +34,11 @@ class Block(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Blocks of different sizes. What a batch gives to the first stage is no part of a profile: here that is little."""
+    """Blocks of different sizes, for batches that are larger than what crosses a cut."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, WIDTH), *(Block(wider) for wider in (4, 1, 2, 8, 3, 4, 2)), nn.Linear(WIDTH, 2))
+    return nn.Sequential(
+        nn.Linear(GIVEN, WIDTH), *(Block(wider) for wider in (4, 1, 2, 8, 3, 4, 2)), nn.Linear(WIDTH, 2)
+    )
 
 
 def profiled(layers: nn.Sequential, x: Tensor) -> list[LayerBytes]:
@@ -45,7 +47,7 @@ def profiled(layers: nn.Sequential, x: Tensor) -> list[LayerBytes]:
     for name, layer in layers.named_children():
         value = x.detach().requires_grad_()
         output, kept = Counter().kept([value], partial(layer, value), layer.parameters)
-        found.append(LayerBytes(name, sum(p.nbytes for p in layer.parameters()), kept.all, output.nbytes))
+        found.append(LayerBytes(name, sum(p.nbytes for p in layer.parameters()), kept.all, output.nbytes, kept.inputs))
         x = output
     return found
 
@@ -68,7 +70,7 @@ def planned(
 @pytest.mark.parametrize("in_flight", [1, 3, 5])
 def test_plans_agree_with_what_the_engine_counts(cuts: tuple[int, ...], in_flight: int, recompute: bool) -> None:
     torch.manual_seed(1)
-    x = torch.randn(ROWS, 2)
+    x = torch.randn(ROWS, GIVEN)
     layers = model()
     # No two times are the same, see Timetable.
     times = [StageTimes(1.0 + 0.31 * i**1.5, 2.0 + 0.17 * (i + 0.3) ** 1.7) for i in range(len(cuts))]

@@ -16,7 +16,7 @@ NAMES = st.text(min_size=1, max_size=8)
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    layers = draw(st.lists(st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT), min_size=1, max_size=4))
+    layers = draw(st.lists(st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT, COUNT), min_size=1, max_size=4))
     times = st.lists(st.builds(Times, SECONDS, SECONDS, SECONDS), min_size=len(layers), max_size=len(layers))
     devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))
     memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(1, 2**50)))

@@ -29,7 +29,8 @@ def profiles(draw: st.DrawFn, most: int = 7) -> Profile:
     layers = []
     for index in range(count):
         output = whole(draw, 0, 6)
-        layers.append(LayerBytes(f"layer {index}", whole(draw, 0, 5), output + whole(draw, 0, 6), output))
+        kept = output + whole(draw, 0, 6)
+        layers.append(LayerBytes(f"layer {index}", whole(draw, 0, 5), kept, output, whole(draw, 0, kept)))
     times = {name: [Times(whole(draw, 0, 4), whole(draw, 0, 8)) for _ in range(count)] for name in NAMES}
     return Profile("small", 1, layers, times, {})
 
