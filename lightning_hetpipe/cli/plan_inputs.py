@@ -117,28 +117,32 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]
     """The devices, and the names of those whose memory a data sheet says."""
     if config.devices is not None:
         cluster = Cluster([Node("here", _devices(config), _link(config))])
-        for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
-            if known(name) is None:
-                names = {*profile.times, *gpus()}
-                raise SettingError(
-                    f"devices=[{name}] is neither in the profile, which has {', '.join(sorted(profile.times))}, nor in"
-                    f" the catalogue of GPUs{nearest(name, names)}"
-                )
+        if (name := _strange(cluster, profile)) is not None:
+            names = {*profile.times, *gpus()}
+            raise SettingError(
+                f"devices=[{name}] is neither in the profile, which has {', '.join(sorted(profile.times))}, nor in"
+                f" the catalogue of GPUs{nearest(name, names)}"
+            )
     elif config.cluster is None:
         cluster = found_cluster()
-        for name in {spot.device.name: spot for spot in cluster.spots if profile.name_of(spot.device) is None}:
-            if known(name) is None:
-                raise SettingError(
-                    f"profile={config.profile} has no times of this machine's '{name}', but of"
-                    f" {', '.join(sorted(profile.times))}; say which devices to plan for, as in devices=[RTX-3090,T4],"
-                    " or cluster=mixed_box."
-                )
+        if (name := _strange(cluster, profile)) is not None:
+            raise SettingError(
+                f"profile={config.profile} has no times of this machine's '{name}', but of"
+                f" {', '.join(sorted(profile.times))}; say which devices to plan for, as in devices=[RTX-3090,T4],"
+                " or cluster=mixed_box."
+            )
     else:
         cluster = built(config, "cluster", Cluster)
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.spots, filled.spots, strict=True)
     return filled, {one.device.name for one, other in pairs if one.device.memory != other.device.memory}
+
+
+def _strange(cluster: Cluster, profile: Profile) -> str | None:
+    """The first device that neither the profile nor the catalogue knows."""
+    names = (spot.device.name for spot in cluster.spots if profile.name_of(spot.device) is None)
+    return next((name for name in names if known(name) is None), None)
 
 
 def _devices(config: DictConfig) -> list[Any]:

@@ -78,18 +78,16 @@ class Ascent:
             if self._bound(place) >= floor and self._work < WORK // 2 and (look := self._outlook(place)) is not None:
                 looks.append((place, look))
         looks.sort(key=lambda each: (_lack(each[1]), -each[1].rate))
-        for place, _ in looks[:CLIMBS]:
+        for place, look in looks[:CLIMBS]:
             if self._bound(place) < (0.0 if best is None else best.rate):
                 continue
-            found = self._climb(place)
-            if found is not None and found.fits and (best is None or found.rate > best.rate):
+            found = self._climb(place, look)
+            if found.fits and (best is None or found.rate > best.rate):
                 best = found
         return best
 
-    def _climb(self, place: Place) -> Outlook | None:
-        """Uphill from ``place``, to where no single change is better."""
-        if (at := self._outlook(place)) is None:
-            return None
+    def _climb(self, place: Place, at: Outlook) -> Outlook:
+        """Uphill from ``place``, of which ``at`` is known, to where no single change is better."""
         while True:
             for other in self._changes(*place):
                 if at.fits and other not in self._known and self._bound(other) <= at.rate * UPHILL:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from lightning_hetpipe.planning.arrangement import (
     ANY,
     AnyOrder,
-    Arrangement,
     Arrangements,
     GivenOrder,
     NodesTogether,
@@ -185,16 +184,21 @@ class Dividing:
             besides: Bytes that each device has besides.
             at_least: Ticks that it is known to take.
         """
-        room = self._room(in_flight, loads, besides)
-        found = least_bottleneck(self._arrangements(), room, at_least)
-        return None if found is None else self._division(found, room)
+        arrangements = self._arrangements()
+        room = self._room(arrangements.costs, in_flight, loads, besides)
+        found = least_bottleneck(arrangements, room, at_least)
+        if found is None:
+            return None
+        division = _in_order(arrangements.costs, found.kinds, room)
+        assert division is not None
+        assert division.ticks == found.bottleneck, "the least of this order is the least of all"
+        return division
 
     def in_each_order(self, in_flight: int, loads: Sequence[Collection[Load]]) -> Iterator[Division]:
         """For each order of each subset, the stages with the least T_max; of none, where there are too many."""
-        costs = self.costs
-        room = Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads)
+        room = self._room(self.costs, in_flight, loads)
         for kinds in self._orders:
-            if (found := _in_order(costs, kinds, room)) is not None:
+            if (found := _in_order(self.costs, kinds, room)) is not None:
                 yield found
 
     @cached_property
@@ -216,11 +220,11 @@ class Dividing:
 
     def has_room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> bool:
         """Whether there are stages that have room."""
-        return self._arrangements().find(ANY, self._room(in_flight, loads, besides)) is not None
+        arrangements = self._arrangements()
+        return arrangements.find(ANY, self._room(arrangements.costs, in_flight, loads, besides)) is not None
 
-    def _room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int) -> Room:
-        kinds = self._arrangements().costs.kinds
-        return Room(self._layers, kinds, in_flight, self._state, self._recompute, loads, besides)
+    def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> Room:
+        return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, besides)
 
     def _arrangements(self) -> Arrangements:
         """All that there are, or those that can be looked through."""
@@ -232,12 +236,6 @@ class Dividing:
             except TooMany:
                 self.exact = False
         return self._known
-
-    def _division(self, found: Arrangement, room: Room) -> Division:
-        division = _in_order(self._arrangements().costs, found.kinds, room)
-        assert division is not None
-        assert division.ticks == found.bottleneck, "the least of this order is the least of all"
-        return division
 
 
 def _in_order(costs: Costs, kinds: Sequence[int], room: Room) -> Division | None:

@@ -20,7 +20,7 @@ where no division was found, :class:`~lightning_hetpipe.planning.ascent.Ascent` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
@@ -134,30 +134,28 @@ def best_plan(
     return choice
 
 
+@dataclass
 class _Search:
     """For the arguments of :func:`best_plan`."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        cluster: Cluster,
-        spots: Sequence[Spot],
-        ordered: bool,
-        state: float,
-        recompute: bool,
-        synchronise: float,
-        stages: int | None,
-    ) -> None:
-        self._profile = profile
-        self._cluster = cluster
-        self._spots = spots
-        self._ordered = ordered
-        self._state = state
-        self._recompute = recompute
-        self._synchronise = synchronise
-        self._stages = stages
+    _profile: Profile
+    _cluster: Cluster
+    _spots: Sequence[Spot]
+    _ordered: bool
+    _state: float
+    _recompute: bool
+    _synchronise: float
+    _stages: int | None
+
+    def __post_init__(self) -> None:
         self._dividing = Dividing(
-            profile, cluster, spots, ordered=ordered, state=state, recompute=recompute, stages=stages
+            self._profile,
+            self._cluster,
+            self._spots,
+            ordered=self._ordered,
+            state=self._state,
+            recompute=self._recompute,
+            stages=self._stages,
         )
         self._found: dict[int, Outlook | None] = {}
         self._seen: dict[int, list[Division]] = {}
@@ -328,16 +326,7 @@ class _Search:
         return fits
 
     def _with_recompute(self) -> _Search:
-        return _Search(
-            self._profile,
-            self._cluster,
-            self._spots,
-            self._ordered,
-            self._state,
-            True,
-            self._synchronise,
-            self._stages,
-        )
+        return replace(self, _recompute=True)
 
     def _choice(
         self, found: Outlook, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None

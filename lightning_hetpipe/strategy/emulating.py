@@ -33,7 +33,7 @@ def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tupl
         cluster: The emulated devices.
         cores: That this process may use; by default counted.
     """
-    if set(profile.times) - set(profile.estimated) != {"cpu"}:
+    if not _knows_ratios_only(profile):
         return profile, 1.0
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -41,6 +41,11 @@ def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tupl
     factor = max(LEAST * max(speeds), sum(speeds) / (SHARE * cores))
     times = {name: [each.divided(1 / factor) for each in own] for name, own in profile.times.items()}
     return replace(profile, times=times), factor
+
+
+def _knows_ratios_only(profile: Profile) -> bool:
+    """Whether nothing but this machine's CPU was measured."""
+    return set(profile.times) - set(profile.estimated) == {"cpu"}
 
 
 def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
@@ -57,7 +62,7 @@ def pads(stages: Sequence[ChosenStage]) -> list[Pad]:
 
 def described(profile: Profile, cluster: Cluster, factor: float) -> str:
     """One line on what is emulated, and how fast."""
-    if set(profile.times) - set(profile.estimated) != {"cpu"}:
+    if not _knows_ratios_only(profile):
         names = ", ".join(dict.fromkeys(spot.device.name for spot in cluster.spots))
         return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"
     kinds = [_kind(spot.device) for spot in cluster.spots]

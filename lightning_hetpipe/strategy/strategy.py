@@ -158,9 +158,7 @@ class HetPipeStrategy(VirtualWorkers):
         if self.plan is not None:
             self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
-        for name, value in (("plan", self.plan), ("cluster", self.cluster)):
-            if value is not None:
-                settings.check_alone(name, self.virtual_workers)
+        self._check_alone(self.virtual_workers)
         self.module = settings.module_names(module)
         self.recompute = settings.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compiler.options(compile)
@@ -203,10 +201,13 @@ class HetPipeStrategy(VirtualWorkers):
 
     def _configure_launcher(self) -> None:
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        self._check_alone(self.world_size)
+        super()._configure_launcher()
+
+    def _check_alone(self, virtual_workers: int) -> None:
         for name, value in (("plan", self.plan), ("cluster", self.cluster)):
             if value is not None:
-                settings.check_alone(name, self.world_size)
-        super()._configure_launcher()
+                settings.check_alone(name, virtual_workers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
