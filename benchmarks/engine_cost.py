@@ -25,12 +25,19 @@ NAME = "engine_cost"
 WORKER = "benchmarks.engine_cost_worker"
 TIMEOUT = 300.0
 STAGES = (1, 2, 4, 8)
+ON_ONE_CORE = (2, 8)
+"""Numbers of stages that are measured on one core, too: there threads take turns, and none waits for the GIL."""
 TARGET_US = 150.0
 HAND_OVER = ("resumed", "user code", "backward")
 """The parts that are the engine's; the loss between them is the user's, and autograd's."""
 
 Rounds = Sequence[Mapping[str, Measurement]]
-"""A measurement for each number of stages."""
+"""A measurement for each number of stages, and for those on one core."""
+
+
+def on_one_core(k: int) -> str:
+    """What rounds call the measurement of ``k`` stages on one core."""
+    return f"{k} on one core"
 
 
 def measure(job: Job) -> Measurement:
@@ -45,6 +52,7 @@ def run(options: Options) -> Outcome:
     machine = describe_machine(cores)
     steps = 200 if options.quick else 500
     jobs = {str(k): partial(measure, Job(k, cores, steps=steps)) for k in STAGES}
+    jobs |= {on_one_core(k): partial(measure, Job(k, cores[:1], steps=steps)) for k in ON_ONE_CORE}
     rounds, failures = in_rounds(jobs, options.rounds)
     return report(machine, rounds, failures)
 
@@ -79,8 +87,8 @@ def turn(measurement: Measurement) -> float:
 def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str, str]) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
 
-    def spread(k: int, value: Callable[[Measurement], float]) -> Spread | None:
-        found = [value(measured[str(k)]) for measured in rounds if str(k) in measured]
+    def spread(k: int | str, value: Callable[[Measurement], float]) -> Spread | None:
+        found = [value(each) for each in _found(rounds, k)]
         return Spread.of(found) if found else None
 
     figures = [
@@ -95,6 +103,18 @@ def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str,
                 headline=k in (STAGES[1], STAGES[-1]),
             )
             for k in STAGES
+        ),
+        *(
+            Figure(
+                f"engine per minibatch and stage on one core, k = {k}, Nm = {k + 2}",
+                spread(on_one_core(k), cost),
+                unit="µs",
+                target=TARGET_US,
+                at_most=True,
+                digits=0,
+                headline=k == ON_ONE_CORE[-1],
+            )
+            for k in ON_ONE_CORE
         ),
         *(
             Figure(f"engine's CPU time, k = {k}, Nm = {k + 2}", spread(k, cpu_cost), unit="µs", digits=0)
@@ -135,14 +155,14 @@ def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str,
     return Outcome("\n".join(text), data, complete=not failures, figures=figures)
 
 
-def _found(rounds: Rounds, k: int) -> list[Measurement]:
+def _found(rounds: Rounds, k: int | str) -> list[Measurement]:
     return [measured[str(k)] for measured in rounds if str(k) in measured]
 
 
 def _cost_rows(rounds: Rounds) -> list[tuple[str, ...]]:
     names = ("wall_us", "cpu_us", "bare_wall_us", "bare_cpu_us")
     rows: list[tuple[str, ...]] = [("k", "wall", "CPU", "modules alone, wall", "CPU", "cores busy")]
-    for k in STAGES:
+    for k in (*STAGES, *map(on_one_core, ON_ONE_CORE)):
         found = _found(rounds, k)
         if not found:
             rows.append((str(k), "failed", *[""] * 4))

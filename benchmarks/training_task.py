@@ -54,6 +54,8 @@ class Task:
     """For "strategy": W; None for its default."""
     clock_distance: int = 0
     """For "strategy": D."""
+    turns: int = 1
+    """How often it is done, where one process takes turns with several tasks."""
     together: bool = False
     """Start the window at the same moment as the other processes of the same run."""
     rank: int = 0

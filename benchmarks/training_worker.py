@@ -1,15 +1,17 @@
 """A training process of a benchmark: trains the variant that its argument names and announces its throughput.
 
-Where a variant has several workers, this process starts the others, each of which announces its own.
+Where a variant has several workers, this process starts the others, each of which announces its own. Given several
+tasks, it takes turns with them: what the machine gives changes within minutes, and from process to process, by more
+than a few percent.
 """
 
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,17 +167,17 @@ def run_in(
     return window
 
 
-def train_plainly(task: Task) -> None:
+def train_plainly(task: Task) -> Iterator[Measurement]:
     """Variant "plain": Lightning's own way."""
-    announce(run(task, "auto", Window(task)).measurement(task.variant))
+    yield run(task, "auto", Window(task)).measurement(task.variant)
 
 
-def train_with_ddp(task: Task) -> None:
+def train_with_ddp(task: Task) -> Iterator[Measurement]:
     """Variant "ddp": Lightning's data parallel strategy, over gloo."""
-    announce(run(task, "ddp", Window(task)).measurement(task.variant))
+    yield run(task, "ddp", Window(task)).measurement(task.variant)
 
 
-def train_with_strategy(task: Task) -> None:
+def train_with_strategy(task: Task) -> Iterator[Measurement]:
     """Variant "strategy": the same with a HetPipeStrategy."""
     from lightning_hetpipe import HetPipeStrategy, WSPCallback
     from lightning_hetpipe.emulation import Pad, padded
@@ -211,7 +213,7 @@ def train_with_strategy(task: Task) -> None:
     if metrics is not None:
         inside = [each for step, each in metrics.logged if task.warmup <= step < task.warmup + task.steps]
         notes["waited"] = sum(each["hetpipe/sync_wait_seconds"] for each in inside) / window.seconds
-    announce(window.measurement(task.variant, notes))
+    yield window.measurement(task.variant, notes)
 
 
 def with_helpers() -> float:
@@ -247,7 +249,7 @@ def collected_metrics() -> Any:
     return Collected()
 
 
-def train_with_schedule_1f1b(task: Task) -> None:
+def train_with_schedule_1f1b(task: Task) -> Iterator[Measurement]:
     """Variant "schedule_1f1b": torch's synchronous pipeline in a plain loop; this process is one of its two stages."""
     from torch import distributed
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -269,11 +271,11 @@ def train_with_schedule_1f1b(task: Task) -> None:
                 schedule.step(target=targets, losses=losses, return_outputs=False)
             optimizer.step()
             window.minibatch_done(torch.stack(losses).mean() if losses else None)
-        announce(window.measurement(str(microbatches)))
+        yield window.measurement(str(microbatches))
     distributed.destroy_process_group()
 
 
-TRAINING: Mapping[Variant, Callable[[Task], None]] = {
+TRAINING: Mapping[Variant, Callable[[Task], Iterator[Measurement]]] = {
     "plain": train_plainly,
     "strategy": train_with_strategy,
     "ddp": train_with_ddp,
@@ -281,13 +283,31 @@ TRAINING: Mapping[Variant, Callable[[Task], None]] = {
 }
 
 
-def main(argument: str) -> None:
-    """Does the task that `argument` holds as JSON."""
-    task = Task.from_json(argument)
-    if task.cores:
-        os.sched_setaffinity(0, task.cores)
-    TRAINING[task.variant](task)
+def in_turn(tasks: Sequence[Task]) -> Iterator[Measurement]:
+    """One measurement for each task, over all its turns; every other time they go in the opposite order."""
+    found: list[list[Measurement]] = [[] for _ in tasks]
+    for turn in range(max(task.turns for task in tasks)):
+        pairs = [*zip(tasks, found, strict=True)]
+        for task, own in pairs[:: -1 if turn % 2 else 1]:
+            own += TRAINING[task.variant](task)
+    yield from map(of_all_turns, found)
+
+
+def of_all_turns(turns: Sequence[Measurement]) -> Measurement:
+    """One measurement over windows of equally many minibatches."""
+    seconds = sum(1 / turn.rate for turn in turns)
+    cpu_seconds = sum(turn.cores / turn.rate for turn in turns)
+    return replace(turns[-1], rate=len(turns) / seconds, cores=cpu_seconds / seconds)
+
+
+def main(*arguments: str) -> None:
+    """Does the tasks that `arguments` hold as JSON, on the first one's cores."""
+    tasks = [Task.from_json(argument) for argument in arguments]
+    if tasks[0].cores:
+        os.sched_setaffinity(0, tasks[0].cores)
+    for measurement in in_turn(tasks) if len(tasks) > 1 else TRAINING[tasks[0].variant](tasks[0]):
+        announce(measurement)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -84,9 +84,17 @@ def test_the_report_subtracts_what_the_modules_cost() -> None:
     assert figures["hand-over between last stage and user code, both ways, k = 2, Nm = 4"][0] == "70"
     assert figures["engine per minibatch and stage, k = 8, Nm = 10"] == ("?", "", "150", "")
     assert figures["engine's CPU time, k = 2, Nm = 4"][0] == "160"
+    assert figures["engine per minibatch and stage on one core, k = 8, Nm = 10"] == ("?", "", "150", "")
     assert "come with each minibatch" not in outcome.text  # as k = 1 and k = 8 are missing
     assert "it broke" in outcome.text
     assert not outcome.complete
+
+
+def test_one_core_is_a_figure_of_its_own() -> None:
+    outcome = report(MACHINE, [{"2": measured(500.0, 60.0, 30.0), "2 on one core": measured(160.0, 60.0, 30.0)}], {})
+    figures = {figure.name: figure.cells() for figure in outcome.figures}
+    assert figures["engine per minibatch and stage on one core, k = 2, Nm = 4"] == ("100", "100 .. 100", "150", "met")
+    assert figures["engine per minibatch and stage, k = 2, Nm = 4"][-1] == "missed"
 
 
 def test_what_comes_with_a_minibatch_and_what_with_a_stage() -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import Measurement
-from benchmarks.timeline_costs import PAIRS, compare, measure, report, shortened, tasks
+from benchmarks.timeline_costs import PAIRS, Compared, Pair, compare, measure, report, shortened
 from benchmarks.training_task import Task
+from benchmarks.training_worker import of_all_turns
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -15,31 +16,33 @@ def measured(rate: float) -> Measurement:
     return Measurement("strategy", rate, cores=1.0, threads=1, loss=0.5)
 
 
+def compared(off: float, on: float) -> Compared:
+    return Compared(measured(off), measured(on))
+
+
 def test_pairs_differ_by_the_timeline_alone() -> None:
-    found = tasks()
     for pair in PAIRS:
-        assert not found[pair.off].timeline
-        assert found[pair.on] == replace(found[pair.off], timeline=True)
-        assert shortened(found[pair.on]).steps < found[pair.on].steps
+        assert not pair.off.timeline
+        assert pair.on == replace(pair.off, timeline=True)
+        assert shortened(pair).off.turns < pair.off.turns
 
 
 def test_ratios_are_formed_within_rounds() -> None:
-    pair, other = PAIRS[:2]
+    pair, other, third = PAIRS
     rounds = [
-        {pair.off: measured(100.0), pair.on: measured(99.0)},
-        {pair.off: measured(50.0), pair.on: measured(49.0), other.on: measured(1.0)},
-        {pair.off: measured(10.0)},
+        {pair.label: compared(100.0, 99.0)},
+        {pair.label: compared(50.0, 49.0), other.label: compared(1.0, 1.0)},
     ]
-    spread = compare(rounds, pair)
+    spread = compare(rounds, pair, lambda found: found.ratio)
     assert spread is not None
     assert (spread.low, spread.high) == pytest.approx((0.98, 0.99))
-    assert compare(rounds, other) is None
+    assert compare(rounds, third, lambda found: found.ratio) is None
 
 
 def test_the_report_says_what_was_met() -> None:
     pair, other, third = PAIRS
-    rounds = [{pair.off: measured(50.0), pair.on: measured(49.5), other.off: measured(100.0), other.on: measured(90.0)}]
-    outcome = report(MACHINE, rounds, {third.on: "it broke"})
+    rounds = [{pair.label: compared(50.0, 49.5), other.label: compared(100.0, 90.0)}]
+    outcome = report(MACHINE, rounds, {third.label: "it broke"})
     rows = {line.partition("  ")[0]: line.split() for line in outcome.text.splitlines()}
     assert rows[pair.label][-8:] == ["0.990", "0.990", "..", "0.990", "0.98", "met", "202", "202"]
     assert rows[other.label][-3:] == ["missed", "1111", "1111"]
@@ -48,9 +51,16 @@ def test_the_report_says_what_was_met() -> None:
     assert not outcome.complete
 
 
+def test_turns_weigh_by_their_seconds() -> None:
+    slow = replace(measured(10.0), cores=2.0)
+    both = of_all_turns([slow, measured(40.0)])
+    assert both.rate == pytest.approx(16.0)  # as many minibatches in 0.1 s as in 0.025 s
+    assert both.cores == pytest.approx(1.8)
+
+
 @pytest.mark.slow
 def test_the_timeline_is_recorded_where_it_is_said_to_be() -> None:
-    task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2)
-    off, on = measure(task), measure(replace(task, timeline=True))
-    assert "spans" not in off.notes
-    assert on.notes["spans"]
+    task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, turns=2)
+    found = measure(Pair("tiny", task))
+    assert "spans" not in found.off.notes
+    assert found.on.notes["spans"]
