@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
+from lightning_hetpipe.planning.timing import ROUNDS
 from lightning_hetpipe.strategy import progress
 from tests.strategy.refusing import Learner, batches, quiet_trainer
 
@@ -113,6 +114,7 @@ def test_below_richs_bar_it_is_a_line_of_rich(monkeypatch: pytest.MonkeyPatch) -
             Learner(), batches(3)
         )
     measured = [line for line in lines if line[0] == "measuring on cpu"]
-    assert measured[-1] == ("measuring on cpu", 16, 16)
+    steps = 4 * (ROUNDS + 1)  # of four layers
+    assert measured[-1] == ("measuring on cpu", steps, steps)
     assert all("measuring on cpu" not in names for names in left)
     assert stderr.getvalue() == ""
