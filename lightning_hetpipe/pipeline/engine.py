@@ -126,7 +126,7 @@ class Engine(Crew[Minibatch]):
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
         version = version_of(number, self.in_flight, self._empty_at)
-        view = View(self._weights, version, ahead=self.in_flight > 1)
+        view = View(self._weights, version, self.in_flight > 1, self.root_device)
         self.launch(Minibatch(self, number, version, step, view))
 
     def finish(self, number: int) -> Minibatch:

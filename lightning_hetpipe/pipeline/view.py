@@ -4,6 +4,9 @@ Calls of pipelined modules run on copies. Whatever else ``training_step`` does w
 temperature, an L2 term, the norm of a weight) is Python that holds the *live* one, which is of another version, or
 being changed. So in a minibatch's thread torch's functions are given the version's copy instead, and the gradients of
 such copies belong to the live parameters.
+
+A stage's copies lie on its device. User code computes on the last stage's, as in a plain run on one, and so is given
+them there; autograd takes the gradients back.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from lightning_hetpipe.private import (
     version_counter,
 )
 
-_METADATA = {"shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta"}
-_METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__"}
+_METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
+_METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__"}
 _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
 """What is the same for every version."""
+
+_PLACE = {"device", "get_device", "is_cpu", "is_cuda"}
+"""What tells where it is: a parameter, where user code computes."""
 
 _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 """What would be done to one version's copy and be lost with it."""
@@ -78,10 +84,11 @@ class Weights:
 class _Leaf:
     weight: _Weight
     copy: nn.Parameter
-    counter: int  # how often the copy had been changed in place when it was made
+    seen: Tensor  # by user code: the copy, or where that lies on another device, its own copy
+    counter: int  # how often that had been changed in place when it was made
 
     def check(self) -> None:
-        if version_counter(self.copy) != self.counter:
+        if version_counter(self.seen) != self.counter:
             raise changes_parameter(self.weight.name)
 
 
@@ -92,13 +99,15 @@ class View(TorchFunctionMode):
         weights: Where they are.
         version: max(v_e, p - Nm).
         ahead: Whether later minibatches may be in flight, so that live buffers and gradients are of another moment.
+        device: Where user code computes.
     """
 
-    def __init__(self, weights: Weights, version: int, ahead: bool) -> None:
+    def __init__(self, weights: Weights, version: int, ahead: bool, device: torch.device) -> None:
         super().__init__()
         self._weights = weights
         self._version = version
         self._ahead = ahead
+        self._device = device
         self.region = 0
         """How many calls of pieces lie behind: each has gradients of its own for what is used after it."""
         self._leaves: dict[tuple[int, int], _Leaf] = {}
@@ -154,6 +163,8 @@ class View(TorchFunctionMode):
         if name in _METADATA and kind != "__set__":
             return func(*args, **kwargs)
         weights = [found for found in concerned if isinstance(found, _Weight)]
+        if name in _PLACE:
+            return func(torch.empty(0, device=self._device) if weights else concerned[0].live)
         buffers = [found for found in concerned if isinstance(found, _Buffer)]
         if weights and func is torch.autograd.grad:
             raise SettingError(
@@ -174,7 +185,7 @@ class View(TorchFunctionMode):
                 )
         before = [version_counter(buffer.live) for buffer in buffers]
         if name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
-            result = self._leaf(weights[0]).copy.detach() if weights else func(*args, **kwargs)
+            result = self._leaf(weights[0]).seen.detach() if weights else func(*args, **kwargs)
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))
         for weight in weights:
@@ -208,7 +219,7 @@ class View(TorchFunctionMode):
         """``value`` with copies in the place of live parameters."""
         if isinstance(value, Tensor):
             found = self._weights.known.get(id(value))
-            return self._leaf(found).copy if isinstance(found, _Weight) else value
+            return self._leaf(found).seen if isinstance(found, _Weight) else value
         if isinstance(value, list | tuple):
             parts = [self.replaced(part) for part in value]
             if all(map(operator.is_, parts, value)):
@@ -224,7 +235,11 @@ class View(TorchFunctionMode):
             held = weight.ring.parameter(weight.place, self._version)
             with torch.inference_mode(False):
                 copy = nn.Parameter(held.detach(), held.requires_grad)
-            self._leaves[key] = known = _Leaf(weight, copy, version_counter(copy))
+                seen: Tensor = copy
+                if copy.device != self._device:
+                    with torch.enable_grad():  # user code may look at it without first, and use it then
+                        seen = copy.to(self._device, non_blocking=self._device.type == "cuda")
+            self._leaves[key] = known = _Leaf(weight, copy, seen, version_counter(seen))
         return known
 
 

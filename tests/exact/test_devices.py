@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.pipeline import view
 from tests.exact.running import Record, assert_equal, assert_same, expect, fit
 from tests.exact.test_captured import CASES, made
-from tests.models import Learner
-from tests.oracle import Batch
+from tests.exact.test_direct import Penalty
+from tests.models import Learner, vectors
+from tests.oracle import Batch, Outputs
 
 
 class Evaluates(Learner):
@@ -51,3 +54,32 @@ def test_captured_models_are_evaluated_where_their_layers_are(name: str, inferen
     if name != "dropout":
         assert_same(plain, one)
     assert_equal(expect(Evaluates(made(name)), CASES[name][1], 3), run(two(3))[0])
+
+
+class AsksWhere(Penalty):
+    """Its penalty makes a tensor beside each weight, and looks at each without a gradient first."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        for weight in self.net.parameters():
+            with torch.no_grad():
+                assert torch.ones((), device=weight.device).add(weight.abs().max()).isfinite()
+        return super().compute(batch)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_penalty_adds_weights_of_all_stages(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    """``sum(p.square().sum() for p in self.parameters())``: on two GPUs torch would refuse to add what lies on both."""
+    seen: list[view._Leaf] = []
+    check = view._Leaf.check
+
+    def checked(leaf: view._Leaf) -> None:
+        seen.append(leaf)
+        check(leaf)
+
+    monkeypatch.setattr(view._Leaf, "check", checked)
+    task = AsksWhere()
+    expected = expect(copy.deepcopy(task), vectors(40, 8), in_flight)
+    assert_equal(expected, fit(task, vectors(40, 8), strategy=two(in_flight)))
+    assert seen
+    # "cpu:0" is another device than "cpu", on which all copies are.
+    assert all(leaf.seen.grad_fn is not None and leaf.copy.is_leaf for leaf in seen)
