@@ -72,7 +72,7 @@ class Crew(Generic[F]):
         """Starts the threads; the calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
-        enter = WaitingLane(self.stages[-1].device).enter
+        enter = WaitingLane(self.stages[-1].device, [stage.device for stage in self.stages]).enter
         self._runners = [
             Worker(f"{self._name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)
         ]

@@ -122,7 +122,8 @@ class Evaluator(Crew[EvaluationFlight]):
         parts = segments([len(own) for _, own in pieces], cuts)
         self._parts = [[part for part in parts if part.piece == piece] for piece in range(len(pieces))]
         self.stages = [
-            ForwardStage(index, device, settings, self.quiet, self._done, tag) for index, device in enumerate(devices)
+            ForwardStage(index, device, WaitingLane(device, devices), settings, self.quiet, self._done, tag)
+            for index, device in enumerate(devices)
         ]
 
     def start(self) -> None:
@@ -172,6 +173,7 @@ class ForwardStage:
         self,
         index: int,
         device: torch.device,
+        lane: WaitingLane,
         settings: StageSettings,
         quiet: Quiet,
         done: Callable[[Forward, Any], None],
@@ -179,7 +181,7 @@ class ForwardStage:
     ) -> None:
         self.index = index
         self.device = device
-        self.lane = WaitingLane(device)
+        self.lane = lane
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings

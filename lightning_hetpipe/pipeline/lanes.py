@@ -100,16 +100,21 @@ class HostLane:
 
 
 class WaitingLane(HostLane):
-    """Of a thread that shares the stream of the one that makes this, on any ``device``: as a rule the default one, but
-    somebody may call ``fit`` in another. The thread waits until what it has given the device is computed."""
+    """Of a thread that shares the streams of the one that makes this, on ``device`` and the ``others`` from which it
+    copies: as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
+    given its device is computed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
         super().__init__()
+        on_gpus = [other for other in dict.fromkeys(others) if other.type == "cuda" and other != device]
+        self._others = [torch.cuda.current_stream(other) for other in on_gpus]
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def enter(self) -> None:
+        for stream in self._others:
+            torch.cuda.set_stream(stream)
         if self._stream is not None:
-            torch.cuda.set_stream(self._stream)  # and with it this thread's device
+            torch.cuda.set_stream(self._stream)  # last, and with it this thread's device
 
     def spent(self, since: float) -> None:
         self.synchronize()

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.evaluator import Evaluator
 from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, OutsideLane, WaitingLane
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.minibatch import Step
-from lightning_hetpipe.pipeline.stage import Loss
+from lightning_hetpipe.pipeline.stage import Layer, Loss, StageSettings
 from tests.pipeline.streams import FakeLane, Streams
 
 MINIBATCHES = 9
@@ -318,6 +320,21 @@ def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[
     assert Stream.current[gpu] is mine
     lane.synchronize()
     assert (mine.synchronized, default.synchronized) == (1, 0)
+
+
+def test_evaluating_threads_share_the_streams_of_all_devices(streams: type[Stream]) -> None:
+    """A stage copies what it is given from another GPU in a stream there: in one of its own it would not wait for user
+    code or the stage before, which compute in Lightning's."""
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    theirs = {device: Stream(device) for device in (first, second)}
+    streams.current = dict(theirs)
+    layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
+    settings = StageSettings(Chance(0), 2, 1, None)
+    evaluator = Evaluator([("piece", layers)], (0, 1), (first, second), settings, 60.0, "validation")
+    for stage in evaluator.stages:
+        streams.current = {first: Stream(first), second: Stream(second)}  # what another thread has
+        stage.lane.enter()
+        assert streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")
