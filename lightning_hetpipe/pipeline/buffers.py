@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.values import equal
+from lightning_hetpipe.pipeline.values import all_equal, equal
 from lightning_hetpipe.private import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
@@ -128,10 +128,11 @@ class Buffers:
         """
         if not self._live:
             return False
-        changed = False
-        for index, (place, left) in enumerate(zip(self._live, self._of(minibatch), strict=True)):
-            live = _tensor(place)
-            if equal(live.to(left.device), left):
+        pairs = [(_tensor(p).to(left.device), left) for p, left in zip(self._live, self._of(minibatch), strict=True)]
+        if all_equal(pairs):
+            return False
+        for index, (place, (live, left)) in enumerate(zip(self._live, pairs, strict=True)):
+            if equal(live, left):
                 continue
             if self._ahead:
                 raise SettingError(
@@ -140,8 +141,7 @@ class Buffers:
                     " at the end of an epoch"
                 )
             self._of(minibatch)[index] = live.to(left.device, copy=True)
-            changed = True
-        return changed
+        return True
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.values import all_equal
 from lightning_hetpipe.private import foreach_copy_, version_counter
 from lightning_hetpipe.rules.versions import last_reader
 
@@ -121,7 +122,7 @@ class Ring:
         if slot.flags != flags or counters != self._counters:
             return False
         pairs = zip(slot.parameters, self.parameters, strict=True)
-        return all(torch.equal(held, live.detach().to(held.device)) for held, live in pairs)
+        return all_equal([(held.detach(), live.detach().to(held.device)) for held, live in pairs])
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -82,6 +82,20 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
+def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether both tensors of each pair are :func:`equal`; all lie on one device, which is waited for once."""
+    if pairs and _waits(pairs[0][0]) and all(one.shape == other.shape for one, other in pairs):
+        differ = torch.stack([(one != other).any() for one, other in pairs]).any()
+        if not differ:  # what differs may be NaN
+            return True
+    return all(equal(one, other) for one, other in pairs)
+
+
+def _waits(tensor: Tensor) -> bool:
+    """Whether who asks for its values waits for a device."""
+    return tensor.device.type != "cpu"
+
+
 def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
     """The blocks of memory that ``tensors`` lie in, with the bytes of each; sparse ones are left out."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]

@@ -6,7 +6,7 @@ live ones. That is exact as long as nobody changes them in between; where somebo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import lightning as L
 import torch
@@ -40,8 +40,7 @@ class Outside:
             for name, part in self._module.named_modules()
             if id(part) not in self._inside and not isinstance(part, Metric)
         ]
-        # The tensor itself is kept, so that no other one can have its id.
-        self._seen = {name: (tensor, *_state(tensor)) for name, tensor in self._tensors()}
+        self._seen = self._states()
 
     def leave_out(self, roots: Collection[nn.Module], versioned: Collection[int]) -> None:
         """Forgets what is inside ``roots``, the pieces, and what has versions."""
@@ -63,10 +62,22 @@ class Outside:
                 if id(tensor) not in self._versioned:
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 
+    def _states(self) -> dict[str, tuple[Tensor, int, int, float]]:
+        """Of each tensor itself, so that no other one can have its id, and what tells whether it was changed.
+
+        As changes through ``.data`` are not counted, that is also a sum of values.
+        """
+        found = dict(self._tensors())
+        sums = _fetched([_sum(tensor) for tensor in found.values()])
+        return {
+            name: (tensor, version_counter(tensor), tensor.data_ptr(), value)
+            for (name, tensor), value in zip(found.items(), sums, strict=True)
+        }
+
     def _check(self, what: str) -> None:
-        for name, tensor in self._tensors():
-            seen = self._seen.get(name)
-            if seen is None or seen[0] is not tensor or seen[1:] != _state(tensor):
+        for name, (tensor, *state) in self._states().items():
+            seen, *before = self._seen.get(name, (None,))
+            if seen is not tensor or before != state:
                 raise SettingError(
                     f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
                     " so that they would see it at a moment that depends on timing; set in_flight=1, or move it into"
@@ -74,13 +85,22 @@ class Outside:
                 )
 
 
-def _state(tensor: Tensor) -> tuple[int, int, float]:
-    """What tells whether ``tensor`` was changed: as changes through ``.data`` are not counted, also a sum of values.
-
-    Of all values in a small tensor, of some thousand in a large one: such changes are of the whole, as a rule.
-    """
+def _sum(tensor: Tensor) -> Tensor:
+    """Of all values in a small tensor, of some thousand in a large one: changes are of the whole, as a rule."""
     flat = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
     some = flat[:: max(1, flat.numel() // 4096)]
     weights = torch.arange(1, some.numel() + 1, device=some.device)
     value = (some if some.dtype in (torch.float64, torch.int64) else some.float()) * weights
-    return version_counter(tensor), tensor.data_ptr(), value.nan_to_num().sum().item()
+    return value.nan_to_num().sum()
+
+
+def _fetched(sums: Sequence[Tensor]) -> list[float]:
+    """Their values; each device is waited for once, and not for each tensor."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(sums):
+        alike.setdefault((value.device, value.dtype), []).append(index)
+    found = [0.0] * len(sums)
+    for indices in alike.values():
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            found[index] = value
+    return found

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
+from lightning_hetpipe.pipeline import values
+from lightning_hetpipe.pipeline.values import Value, all_equal, gradients, tensors_of
 
 CPU = torch.device("cpu")
 A, B, C = torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4, 5])
@@ -81,6 +82,30 @@ def test_leaves_are_fresh_each_time() -> None:
     (one,), (other,) = value.leaves(CPU), value.leaves(CPU)
     torch.autograd.backward(one.sum())
     assert other.grad is None
+
+
+NAN = torch.tensor([1.0, float("nan")])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "same"),
+    [
+        ([], True),
+        ([(A, A.clone()), (C, C.clone())], True),
+        ([(A, A.clone()), (C, C + 1)], False),
+        ([(NAN, NAN.clone()), (C, C.clone())], True),
+        ([(A, NAN)], False),
+        ([(B, B.expand(2))], False),
+        ([(A[:0], A[:0])], True),
+    ],
+)
+def test_all_are_equal(
+    monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[Tensor, Tensor]], same: bool, waits: bool
+) -> None:
+    """On a GPU, where all are asked for at once, as on the host."""
+    monkeypatch.setattr(values, "_waits", lambda tensor: waits)
+    assert all_equal(pairs) is same
 
 
 class TestGradients:
