@@ -192,7 +192,7 @@ class Engine(Crew[Minibatch]):
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         last = [part for part in self._parts if part.piece == call.piece][-1]
         if last is self._parts[-1]:
-            minibatch.loss_ends()
+            minibatch.loss_ends(call.collected)
             minibatch.turn.put((gradients, call.collected))
         else:
             self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients, call.collected)

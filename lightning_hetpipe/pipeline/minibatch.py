@@ -106,10 +106,10 @@ class Minibatch(Flight):
             self._in_backward = True
             self._backward(total)
 
-    def loss_ends(self) -> None:
-        """The gradients of the last piece's outputs are there."""
+    def loss_ends(self, mark: Mark | None) -> None:
+        """The gradients of the last piece's outputs are there, where ``mark`` is."""
         if self._loss is not None:
-            self._loss.end()
+            self._loss.end(mark)
 
     def _landed(self, failure: BaseException | None) -> None:
         for call in self._calls:

@@ -144,8 +144,11 @@ class Loss:
         self._after = None if before is None else before(stage.index, "loss", minibatch)
         self._since = stage.lane.now()
 
-    def end(self) -> None:
+    def end(self, mark: Mark | None) -> None:
+        """What user code has given to its device stands before ``mark``."""
         if self._after is not None:
+            if mark is not None:
+                mark.synchronize()
             self._after()
         self._stage.lane.spent(self._since)
 

@@ -306,12 +306,30 @@ def test_a_loss_takes_as_long_as_on_the_device(streams: type[Stream]) -> None:
         index = 0
         lane: Lane = measured
 
-    Loss(Last(), None, 1).end()
+    Loss(Last(), None, 1).end(None)
     began, ended = lane._pending[0]
     assert vars(began)["stream"] is vars(ended)["stream"] is mine
     assert lane.busy_seconds() == 0.0
     Event.done = 2
     assert lane.busy_seconds() == 1.0
+
+
+def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
+    """In a timeline it is as long as it takes on the device, and not as its thread takes to give it there."""
+    happened: list[str] = []
+
+    class Last:
+        index = 0
+        lane: Lane = HostLane()
+
+    class Computed:
+        def synchronize(self) -> None:
+            happened.append("it is computed")
+
+    Loss(Last(), lambda stage, work, minibatch: lambda: happened.append("it ends"), 1).end(Computed())
+    assert happened == ["it is computed", "it ends"]
+    Loss(Last(), None, 1).end(Computed())
+    assert len(happened) == 2, "nobody looks"
 
 
 def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) -> None:
