@@ -61,6 +61,10 @@ class Buffers:
         for index, place in enumerate(self._live):
             left[index] = _tensor(place).to(left[index].device, copy=True)
 
+    def let_go(self) -> None:
+        """Forgets what forwards have left."""
+        self._left = [[] for _ in self._left]
+
     def all(self) -> list[Tensor]:
         """What Lightning's thread has made for forwards to use."""
         return [tensor for left in self._left for tensor in left]

@@ -41,6 +41,10 @@ class Computed:
         if layers:
             self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
 
+    def let_go(self) -> None:
+        """Forgets what forwards have computed."""
+        self._left = [[] for _ in self._left]
+
     def show(self, minibatch: int, outside: Outside) -> None:
         """Lets the live layers hold what forward ``minibatch`` has computed, for whoever is ``outside``."""
         if not self._live:

@@ -170,7 +170,9 @@ class Crew(Generic[F]):
             stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
             if stuck:
                 warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
-            self._runners, self.minibatches = [], {}
+            ran, self._runners, self.minibatches = bool(self._runners), [], {}
+            if ran and not stuck:
+                self._let_go()
 
     def describe(self) -> str:
         """What every stage and every minibatch in flight does, for people."""
@@ -178,6 +180,9 @@ class Crew(Generic[F]):
         running = [f"{self.doing} {flight.number} is running" for flight in flying if flight.in_user_code]
         numbers = ", ".join(str(flight.number) for flight in flying) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
+
+    def _let_go(self) -> None:
+        """Gives memory back, as no thread is left: what holds it stands in circles, which Python collects some time."""
 
     # Waiting.
 

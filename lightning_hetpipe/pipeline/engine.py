@@ -153,6 +153,12 @@ class Engine(Crew[Minibatch]):
         for stage in self.stages:
             stage.show(minibatch)
 
+    def _let_go(self) -> None:
+        for stage in self.stages:
+            stage.let_go()
+        for ring in self._outside:
+            ring.let_go()
+
     def _find_weights(self) -> None:
         """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings.
 

@@ -108,6 +108,12 @@ class Ring:
         self._place[version] = free
         self._counters = counters
 
+    def let_go(self) -> None:
+        """Gives the slots' memory back, whoever still holds their modules."""
+        for slot in self.slots:
+            for parameter in slot.layers.parameters():
+                parameter.data = parameter.data.new_empty(0)
+
     def place(self, version: int) -> int:
         """The index of the slot that holds ``version``."""
         return self._place[version]

@@ -214,6 +214,14 @@ class Stage:
     def join(self, seconds: float) -> bool:
         return self._worker is None or self._worker.join(seconds)
 
+    def let_go(self) -> None:
+        """Gives the memory of versions, buffers and activations back."""
+        self._left.clear()
+        self.ring.let_go()
+        for part in self._parts.values():
+            part.buffers.let_go()
+            part.computed.let_go()
+
     def begin(self, version: int, forwards: int) -> None:
         """Publishes ``version``, with the live buffers as forward ``forwards`` left them, into an empty pipeline."""
         self._left.clear()

@@ -126,6 +126,7 @@ class Fit:
                 self._cuts.close()
             if self._synchroniser is not None:
                 self._synchroniser.group.waiting = nullcontext
+                self._synchroniser.let_go()
             if self._calls is not None:
                 self._calls.close()
             for redirect in self._redirects:

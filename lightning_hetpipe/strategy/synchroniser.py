@@ -54,6 +54,10 @@ class Synchroniser:
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
         self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
+    def let_go(self) -> None:
+        """Gives the memory of its copies back; nothing is synchronised any more."""
+        self._last, self._lost = [], []
+
     def agree(self, in_flight: int) -> int:
         """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
         in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
