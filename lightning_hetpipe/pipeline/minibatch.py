@@ -71,18 +71,6 @@ class Minibatch(Flight):
         """What ``training_step`` had autocast do where it called ``piece``."""
         return self._calls[piece].autocast
 
-    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor, lane: Outside) -> bool:
-        """Adds a segment's gradient, in ``lane``; segments come from the last to the first, as in a plain backward.
-
-        Returns:
-            Whether it is the first one of ``parameter``.
-        """
-        earlier = self.earlier_gradient(parameter, lane)
-        if earlier is not None:
-            gradient = earlier.to(gradient.device) + gradient
-        self.gradients[parameter] = gradient
-        return earlier is None
-
     def earlier_gradient(self, parameter: nn.Parameter, lane: Outside) -> Tensor | None:
         """The sum of the gradients of ``parameter`` so far, to be used in ``lane``."""
         earlier = self.gradients.get(parameter)
@@ -171,8 +159,9 @@ class Minibatch(Flight):
     def _add(self, direct: Sequence[tuple[nn.Parameter, Tensor]], gradients: Sequence[Tensor | None]) -> None:
         outside, found = self._engine.lanes.outside, [gradient for gradient in gradients if gradient is not None]
         for (live, _), gradient in zip(direct, gradients, strict=True):
-            if gradient is not None:
-                self.add_gradient(live, gradient, outside)
+            if gradient is not None:  # of the last region first, as in a plain backward
+                earlier = self.earlier_gradient(live, outside)
+                self.gradients[live] = gradient if earlier is None else earlier.to(gradient.device) + gradient
         mark = (
             outside.mark(self.gradients[live].device for live, _ in direct if live in self.gradients) if found else None
         )

@@ -8,7 +8,7 @@ enough: ``rules.versions.last_reader``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,6 @@ class Slot:
         self.layers = copy_of(live, device)
         self.modules = list(self.layers.modules())
         self.parameters = list(self.layers.parameters())
-        self._uses = list(_further_uses(self.layers))
         self.flags: Flags | None = None
 
     def take(self, live: Sequence[nn.Parameter], flags: Flags) -> None:
@@ -43,30 +42,9 @@ class Slot:
         if self.flags != flags:
             for parameter, wanted in zip(self.parameters, flags[0], strict=True):
                 parameter.requires_grad_(wanted)
-            for use, parameter in self._uses:
-                use.requires_grad_(parameter.requires_grad)
             for module, training in zip(self.modules, flags[1], strict=True):
                 module.training = training
             self.flags = flags
-
-
-def _further_uses(layers: nn.ModuleList) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Gives each further module that holds a tied parameter one of its own, in the same memory; yields both.
-
-    So each use has a gradient of its own, and they are added from the last to the first whether or not a cut separates
-    them, as in a plain backward.
-    """
-    first: dict[nn.Parameter, nn.Parameter] = {}
-    for module in layers.modules():
-        own: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in first:
-                first[parameter] = own[parameter] = parameter
-            elif parameter not in own:
-                own[parameter] = nn.Parameter(parameter.data, parameter.requires_grad)
-                yield own[parameter], parameter
-            if own[parameter] is not parameter:
-                setattr(module, name, own[parameter])
 
 
 class Ring:
@@ -111,7 +89,7 @@ class Ring:
     def let_go(self) -> None:
         """Gives the slots' memory back, whoever still holds their modules."""
         for slot in self.slots:
-            for parameter in slot.layers.parameters():
+            for parameter in slot.parameters:
                 parameter.data = parameter.data.new_empty(0)
 
     def place(self, version: int) -> int:

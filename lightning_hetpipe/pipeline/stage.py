@@ -345,20 +345,17 @@ class Stage:
             else:
                 outputs = list(left.outputs)
             before = part.bind_left(minibatch)
-            seeded = self._seed(minibatch, part, own, outputs, given) if minibatch.gradients else ()
+            summed = self._seed(minibatch, part, own, outputs, given) if minibatch.gradients else ()
             found = gradients(outputs, given, [*left.inputs, *own])
             below, found = found[: len(left.inputs)], found[len(left.inputs) :]
             del left, outputs
             part.check_left(minibatch, before)
             waiting = 0
-            for index, gradient in zip(range(len(own) - 1, -1, -1), reversed(found), strict=True):
-                live = part.live_parameters[index]
-                if index in seeded:
-                    assert gradient is not None
+            for live, gradient in zip(reversed(part.live_parameters), reversed(found), strict=True):
+                if gradient is not None:
                     minibatch.gradients[live] = gradient
-                # Tied ones are summed, and the sum waits once.
-                elif gradient is not None and minibatch.add_gradient(live, gradient, self.lane):
-                    waiting += live.nbytes
+                    if live not in summed:  # the sum waits once
+                        waiting += live.nbytes
             self.memory.release(minibatch.number, segment.index, waiting)
         mark = self.lane.mark()
         if mark is not None:
@@ -367,27 +364,19 @@ class Stage:
 
     def _seed(
         self, minibatch: Minibatch, part: Part, own: Sequence[nn.Parameter], outputs: list[Tensor], given: Gradients
-    ) -> set[int]:
-        """Lets autograd go on with the sums of later segments' gradients of tied weights; gives the places of these.
+    ) -> set[nn.Parameter]:
+        """Lets autograd go on with the sums of later segments' gradients of tied weights; gives the live ones of these.
 
-        Where a module is used several times in this segment, and later, a plain backward adds the uses one by one, from
-        the last to the first: to add this segment's sum to the later one would give other last bits. What a node made
-        just now is given, autograd adds before all that the forward has made.
+        A plain backward adds the uses of a weight one by one, from the last to the first: to add this segment's sum to
+        the later one would give other last bits. What is given for a leaf itself, autograd adds before all else.
         """
-        seeded: set[int] = set()
-        known: set[int] = set()
-        for index in range(len(own) - 1, -1, -1):
-            live, copy = part.live_parameters[index], own[index]
-            if live not in minibatch.gradients or id(live) in known or not copy.requires_grad:
-                continue
-            known.add(id(live))  # a further module's use has a copy of its own, whose gradient comes on top
-            earlier = minibatch.earlier_gradient(live, self.lane)
-            if earlier is not None and earlier.layout is torch.strided and earlier.dtype == copy.dtype:
-                with torch.enable_grad():
-                    outputs.append(copy.view_as(copy))
+        tied = set[nn.Parameter]()
+        for live, copy in zip(part.live_parameters, own, strict=True):
+            if copy.requires_grad and (earlier := minibatch.earlier_gradient(live, self.lane)) is not None:
+                outputs.append(copy)
                 given.append(move(earlier, self.device))
-                seeded.add(index)
-        return seeded
+                tied.add(live)
+        return tied
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage's thread waits for its gradients."""

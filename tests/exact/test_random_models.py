@@ -126,6 +126,17 @@ def test_a_module_that_is_used_several_times_before_a_cut_and_behind_it(
     check(Case(kinds, cuts, in_flight, 3, 2, 2, 1, False, 0, build(kinds)))
 
 
+@pytest.mark.parametrize("cuts", [(0,), (0, 6), (0, 2, 6), (0, 4, 8)])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_module_that_is_used_before_and_after_another_with_its_weight(cuts: tuple[int, ...], in_flight: int) -> None:
+    """Each module's uses were added up before they came to the other's: other last bits, on one stage too."""
+    torch.manual_seed(0)
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    other.weight = one.weight
+    layers = [one, nn.Tanh(), other, nn.Tanh(), one, nn.Tanh(), one, nn.Tanh(), other, nn.Linear(WIDTH, CLASSES)]
+    check(Case([], cuts, in_flight, 3, 2, 2, 1, False, 0, layers))
+
+
 @given(cases())
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_models(case: Case) -> None:
