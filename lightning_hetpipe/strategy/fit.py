@@ -250,6 +250,8 @@ class Fit:
         if self._moved:
             self._module.to(root)
         move_to_devices(self._layout, self._trainer.optimizers[0], self._moved)
+        if self._synchroniser is not None:
+            self._synchroniser.follow()
 
     # The epoch.
 

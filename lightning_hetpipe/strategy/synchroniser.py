@@ -54,6 +54,12 @@ class Synchroniser:
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
         self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
+    def follow(self) -> None:
+        """The weights have moved to their stages' devices: what they are compared with goes there, too."""
+        devices = [parameter.device for _, parameter in self._named]
+        self._last = [last.to(device) for last, device in zip(self._last, devices, strict=True)]
+        self._lost = [lost.to(device) for lost, device in zip(self._lost, devices, strict=False)]
+
     def let_go(self) -> None:
         """Gives the memory of its copies back; nothing is synchronised any more."""
         self._last, self._lost = [], []

@@ -93,12 +93,15 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
         made.enter([])
         return made
 
+    follow = Synchroniser.follow
+    monkeypatch.setattr(Synchroniser, "follow", lambda self: (group.met.append("weights move"), follow(self)))
     monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
     loader = vectors(14, 2)
     fit(mlp(SGD), loader, strategy=strategy, max_epochs=1)
     assert len(loader) == 7
     # Three minibatches, three, and one at the end of the epoch.
     assert group.met == [
+        "weights move",
         *["update", "wave"] * 2,
         "update",
         "cut",
@@ -107,6 +110,21 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
         "the end of an epoch",
     ]
     assert group.waiting is nullcontext
+
+
+@pytest.mark.parametrize("update_dtype", [None, "bfloat16"])
+def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str | None) -> None:
+    """It stayed on the GPU on which a run begins: the first wave of a virtual worker with several was an error."""
+    module = L.LightningModule()
+    module.first, module.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    group: Any = OnlyOne(SimpleNamespace(_engine=None))
+    group.settings = WSPCallback(update_dtype=update_dtype).settings
+    synchroniser = Synchroniser(group, module)
+    synchroniser.enter([])
+    synchroniser._named[0] = ("first", nn.Parameter(torch.ones(2, device="meta")))  # a device that is not this one
+    synchroniser.follow()
+    assert [last.device.type for last in synchroniser._last] == ["meta", "cpu"]
+    assert [lost.device.type for lost in synchroniser._lost] == (["meta", "cpu"] if update_dtype else [])
 
 
 @pytest.mark.parametrize("update_dtype", [None, "float32"])
