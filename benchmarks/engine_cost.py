@@ -162,7 +162,8 @@ def _found(rounds: Rounds, k: int | str) -> list[Measurement]:
 def _cost_rows(rounds: Rounds) -> list[tuple[str, ...]]:
     names = ("wall_us", "cpu_us", "bare_wall_us", "bare_cpu_us")
     rows: list[tuple[str, ...]] = [("k", "wall", "CPU", "modules alone, wall", "CPU", "cores busy")]
-    for k in (*STAGES, *map(on_one_core, ON_ONE_CORE)):
+    measured: list[int | str] = [*STAGES, *map(on_one_core, ON_ONE_CORE)]
+    for k in measured:
         found = _found(rounds, k)
         if not found:
             rows.append((str(k), "failed", *[""] * 4))
