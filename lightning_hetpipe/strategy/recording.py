@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import lightning as L
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
@@ -35,7 +35,7 @@ class Recording:
         self.sections = Sections(trainer, self.recorder)
         self._trainer = trainer
         self._virtual_worker = virtual_worker
-        self._shown = range(0)
+        self._shown: range | None = None
         self._folder = "" if window is None else str(trainer.log_dir or trainer.default_root_dir)
 
     def observed(self, before: BeforePass | None) -> BeforePass | None:
@@ -75,10 +75,12 @@ class Recording:
     def show(self, timeline: Timeline | None) -> None:
         """Writes ``timeline`` where users look for it, unless that was done. What fails here is no more than warned of,
         as what was trained is worth more, and an error that ends the run is to be seen."""
-        kept = timeline.minibatches if timeline is not None else range(0)
-        if timeline is None or not kept or kept == self._shown or getattr(self._trainer, "fast_dev_run", False):
+        if timeline is None or timeline.minibatches == self._shown or getattr(self._trainer, "fast_dev_run", False):
             return
-        self._shown = kept
+        self._shown = kept = timeline.minibatches
+        if not kept:
+            self._warn_of_none()
+            return
         try:
             path = self._write(timeline)
             rank_zero_info(
@@ -91,6 +93,16 @@ class Recording:
             self._log(timeline)
         except Exception as error:
             warnings.warn(f"TensorBoard does not show the timeline: {error}", stacklevel=2)
+
+    def _warn_of_none(self) -> None:
+        assert self.recorder is not None
+        window = self.recorder.window
+        asked = "True" if window.last is None else f"({window.first}, {window.last})"
+        rank_zero_warn(
+            f"timeline={asked} recorded nothing: the run ended after minibatch {begun_minibatches(self._trainer)[0]},"
+            " and the first one of a fit, before there are stages, is in no timeline; ask for minibatches that the run"
+            " has, or train for longer"
+        )
 
     def _log(self, timeline: Timeline) -> None:
         loggers = [logger for logger in self._trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -149,7 +149,11 @@ def test_the_last_minibatches(tmp_path: Path) -> None:
 
 def test_a_window_that_a_run_does_not_reach(tmp_path: Path) -> None:
     strategy = pipeline(3, timeline=(50, 60))
-    fit(strategy, tmp_path)
+    with pytest.warns(
+        UserWarning, match=rf"timeline=\(50, 60\) recorded nothing: .* after minibatch {LENGTH},"
+    ) as found:
+        fit(strategy, tmp_path)
+    assert sum("recorded nothing" in str(warning.message) for warning in found) == 1
     assert timeline_of(strategy).spans == ()
     assert list(tmp_path.iterdir()) == []
 
