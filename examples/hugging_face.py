@@ -50,7 +50,16 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.lr = lr
         self.model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False)
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=64,
+                n_embd=64,
+                n_layer=4,
+                n_head=4,
+                use_cache=False,
+                bos_token_id=None,  # bytes have no such marks
+                eos_token_id=None,
+            )
         )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

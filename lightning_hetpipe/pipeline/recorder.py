@@ -96,6 +96,10 @@ class Recorder:
         if then_step and not self._doing:
             self._doing.append((STEP, minibatch))
 
+    def pause(self) -> None:
+        """What Lightning's thread does right now has lasted until now, for who reads; it may go on."""
+        self._end_part()
+
     def _end_part(self) -> None:
         if self._doing:
             self.add(LIGHTNING, *self._doing[-1], self._since)

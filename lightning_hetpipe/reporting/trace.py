@@ -34,12 +34,10 @@ def together(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     zeros: list[float] = [trace["otherData"]["zero"] or 0.0 for trace in traces]
     zero = min(zeros, default=0.0)
+    every = [(event, own) for trace, own in zip(traces, zeros, strict=True) for event in trace["traceEvents"]]
+    moved = [{**e, "ts": round(e["ts"] + 1e6 * (own - zero), 3)} for e, own in every if e["ph"] != "M"]
     return {
-        "traceEvents": [
-            event if event["ph"] == "M" else {**event, "ts": round(event["ts"] + 1e6 * (own - zero), 3)}
-            for trace, own in zip(traces, zeros, strict=True)
-            for event in trace["traceEvents"]
-        ],
+        "traceEvents": [*(event for event, _ in every if event["ph"] == "M"), *sorted(moved, key=_when)],
         "displayTimeUnit": "ms",
         "otherData": {"zero": zero},
     }

@@ -68,6 +68,7 @@ class Recording:
         recorder = self.recorder
         if recorder is None:
             return None
+        recorder.pause()
         return Timeline(
             recorder.spans(), stages, in_flight, self._virtual_worker, recorder.versions(), recorder.zero_date
         )

@@ -168,6 +168,16 @@ def test_lightnings_thread_does_one_thing_at_a_time() -> None:
     assert all(one.end <= other.start for one, other in itertools.pairwise(spans))
 
 
+def test_who_reads_sees_what_is_going_on() -> None:
+    """A run's last step was in no timeline, as nothing came after it."""
+    recorder = Recorder(Window())
+    recorder.began(2, 0)
+    recorder.enter("wait_for_minibatch", 2)
+    recorder.leave(then_step=True)
+    recorder.pause()
+    assert [span.work for span in recorder.spans()] == ["wait_for_minibatch", "step"]
+
+
 def test_stretches_of_user_code() -> None:
     recorder = Recorder(Window())
     recorder.began(2, 0)

@@ -217,8 +217,11 @@ def test_the_trace_of_a_run() -> None:
 def test_several_virtual_workers_in_one_trace() -> None:
     """By one clock: the other began 2.5 s later."""
     other = Timeline(EXAMPLE.spans, 2, 2, virtual_worker=4, zero=102.5)
-    rows = check(together([EXAMPLE.to_chrome_trace(), other.to_chrome_trace()]))
+    trace = together([other.to_chrome_trace(), EXAMPLE.to_chrome_trace()])
+    rows = check(trace)
     assert rows[4, 0][0]["ts"] - rows[3, 0][0]["ts"] == 2.5e6
+    times = [event["ts"] for event in trace["traceEvents"]]
+    assert times == sorted(times)
 
 
 def test_a_file(tmp_path: Path) -> None:

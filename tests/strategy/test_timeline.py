@@ -88,6 +88,7 @@ def test_what_a_fit_records(tmp_path: Path, in_flight: int) -> None:
     assert {span.minibatch for span in found.row(USER_CODE)} == set(numbers)
     lightning = {span.work for span in found.row(LIGHTNING)}
     assert {"wait_for_minibatch", "step", "publish", "drain", "evaluation"} <= lightning
+    assert {span.minibatch for span in found.row(LIGHTNING) if span.work == "step"} == set(numbers)
     assert ({"fetch", "look_ahead"} <= lightning) == (in_flight > 1)
     evaluated = [span for span in found.spans if span.work == "evaluate"]
     assert bool(evaluated) == (in_flight > 1)  # else evaluation is Lightning's own
