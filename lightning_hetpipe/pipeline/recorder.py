@@ -168,9 +168,7 @@ class Recorder:
             noted += [each for each in list(self._evaluated) if each[3] >= first]
         noted.sort(key=lambda each: each[3])
         zero = self.zero
-        return tuple(
-            Span(row, work, minibatch, start - zero, end - zero) for row, work, minibatch, start, end in noted
-        )
+        return tuple(Span(row, work, minibatch, start - zero, end - zero) for row, work, minibatch, start, end in noted)
 
     def versions(self) -> dict[int, int]:
         """The version that each minibatch of :meth:`spans` used."""
