@@ -6,7 +6,7 @@ process does a minute later. So each process trains with it and without, several
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -100,10 +100,14 @@ def run(options: Options) -> Outcome:
     return report(machine, rounds, failures)
 
 
-def compare(rounds: Sequence[Round], pair: Pair, value: Callable[[Compared], float]) -> Spread | None:
-    """What it costs, over the rounds that have it; None if none has."""
-    found = [value(measured[pair.label]) for measured in rounds if pair.label in measured]
-    return Spread.of(found) if found else None
+def compare(rounds: Sequence[Round], pair: Pair) -> Spread | None:
+    """Minibatches per second with the timeline over those without, over the rounds that have it; None if none has."""
+    found = _found(rounds, pair)
+    return Spread.of(each.ratio for each in found) if found else None
+
+
+def _found(rounds: Sequence[Round], pair: Pair) -> list[Compared]:
+    return [measured[pair.label] for measured in rounds if pair.label in measured]
 
 
 def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Mapping[str, str]) -> Outcome:
@@ -114,21 +118,22 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
     figures = [
         Figure(
             f"{pair.label[2:]}: speed with the timeline over without",
-            compare(rounds, pair, lambda found: found.ratio),
+            compare(rounds, pair),
             target=TARGET,
             digits=3,
         )
         for pair in PAIRS
     ]
     for pair, figure in zip(PAIRS, figures, strict=True):
-        rates = [compare(rounds, pair, rate) for rate in (lambda found: found.off.rate, lambda found: found.on.rate)]
-        cpu = compare(rounds, pair, lambda found: 1e6 * found.more_cpu)
-        if figure.spread is None or cpu is None:
+        if figure.spread is None:
             rows.append((pair.label, "?", "?", *figure.cells(), "", ""))
             continue
-        off, on = (rate.median for rate in rates if rate is not None)
-        more = f"{1e6 * (1 / figure.spread.median - 1) / off:.0f}"
-        rows.append((pair.label, f"{off:.1f}", f"{on:.1f}", *figure.cells(), more, f"{cpu.median:.0f}"))
+        found = _found(rounds, pair)
+        off = Spread.of(each.off.rate for each in found).median
+        on = Spread.of(each.on.rate for each in found).median
+        more = 1e6 * (1 / figure.spread.median - 1) / off
+        more_cpu = 1e6 * Spread.of(each.more_cpu for each in found).median
+        rows.append((pair.label, f"{off:.1f}", f"{on:.1f}", *figure.cells(), f"{more:.0f}", f"{more_cpu:.0f}"))
     text = [
         f"{NAME}: HetPipeStrategy(timeline=True) against timeline=False, minibatches per second",
         provenance(machine, len(rounds)),

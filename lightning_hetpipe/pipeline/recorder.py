@@ -92,9 +92,7 @@ class Recorder:
         now, doing = time.perf_counter(), self._doing
         if doing:
             before, of = doing[-1]
-            step = self._steps.get(of) or self._step(of)
-            if step is not None:
-                step.append((LIGHTNING, before, of, self._since, now))
+            (self._steps.get(of) or self._step(of)).append((LIGHTNING, before, of, self._since, now))
             if before == STEP:
                 doing.pop()
         doing.append((work, minibatch))
@@ -104,9 +102,7 @@ class Recorder:
         """It has ended, and what was interrupted goes on; or Lightning's own step, until the next :meth:`enter`."""
         now = time.perf_counter()
         work, minibatch = self._doing.pop()
-        step = self._steps.get(minibatch) or self._step(minibatch)
-        if step is not None:
-            step.append((LIGHTNING, work, minibatch, self._since, now))
+        (self._steps.get(minibatch) or self._step(minibatch)).append((LIGHTNING, work, minibatch, self._since, now))
         if then_step and not self._doing:
             self._doing.append((STEP, minibatch))
         self._since = now
@@ -126,16 +122,13 @@ class Recorder:
             if self._latest in self.window:
                 self._evaluated.append((row, work, minibatch, start, now))
             return
-        step = self._steps.get(minibatch) or self._step(minibatch)
-        if step is not None:
-            step.append((row, work, minibatch, start, now))
+        (self._steps.get(minibatch) or self._step(minibatch)).append((row, work, minibatch, start, now))
 
-    def _step(self, minibatch: int) -> list[Noted] | None:
-        """The list of ``minibatch``; None if nothing is kept of it."""
-        step = self._steps.get(minibatch)
-        if step is None and minibatch > self._latest and minibatch in self.window:
-            step = self._steps.setdefault(minibatch, [])  # its batch is fetched, or it has begun just now
-        return step
+    def _step(self, minibatch: int) -> list[Noted]:
+        """The list of ``minibatch``; one that nobody reads if nothing is kept of it."""
+        if minibatch > self._latest and minibatch in self.window:  # its batch is fetched, or it has begun just now
+            return self._steps.setdefault(minibatch, [])
+        return self._steps.get(minibatch, [])
 
     def around(self, before: BeforePass | None) -> BeforePass:
         """What stages call before they compute: records that, with what ``before`` adds to it."""

@@ -1,13 +1,15 @@
 """The benchmark of what a timeline costs: its pairs differ by the timeline alone, and are compared within rounds."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from benchmarks import training_worker
 from benchmarks.harness import Measurement
 from benchmarks.timeline_costs import PAIRS, Compared, Pair, compare, measure, report, shortened
 from benchmarks.training_task import Task
-from benchmarks.training_worker import of_all_turns
+from benchmarks.training_worker import in_turn, of_all_turns
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -33,10 +35,10 @@ def test_ratios_are_formed_within_rounds() -> None:
         {pair.label: compared(100.0, 99.0)},
         {pair.label: compared(50.0, 49.0), other.label: compared(1.0, 1.0)},
     ]
-    spread = compare(rounds, pair, lambda found: found.ratio)
+    spread = compare(rounds, pair)
     assert spread is not None
     assert (spread.low, spread.high) == pytest.approx((0.98, 0.99))
-    assert compare(rounds, third, lambda found: found.ratio) is None
+    assert compare(rounds, third) is None
 
 
 def test_the_report_says_what_was_met() -> None:
@@ -49,6 +51,19 @@ def test_the_report_says_what_was_met() -> None:
     assert "?" in rows[third.label]
     assert "it broke" in outcome.text
     assert not outcome.complete
+
+
+def test_every_other_turn_goes_in_the_opposite_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+
+    def train(task: Task) -> Iterator[Measurement]:
+        done.append(task.timeline)
+        yield measured(40.0 if task.timeline else 10.0)
+
+    monkeypatch.setattr(training_worker, "TRAINING", {"strategy": train})
+    pair = Pair("tiny", Task("strategy", turns=3))
+    assert [each.rate for each in in_turn([pair.off, pair.on])] == pytest.approx([10.0, 40.0])
+    assert done == [False, True, True, False, False, True]
 
 
 def test_turns_weigh_by_their_seconds() -> None:

@@ -18,8 +18,8 @@ from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, Ou
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.minibatch import Step
 from lightning_hetpipe.pipeline.stage import Layer, Loss, StageSettings
-from lightning_hetpipe.private import ThreadDispatchMode
 from tests.pipeline.streams import FakeLane, Streams
+from tests.waits import Waits
 
 MINIBATCHES = 9
 
@@ -169,24 +169,14 @@ def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
     assert mark.waits == 1
 
 
-class Asks(ThreadDispatchMode):
-    """Counts what a thread would wait for on a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_version_is_compared_with_the_one_before_by_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here nothing steps: of each stage all weights, and all buffers if it has any, are compared at once."""
     monkeypatch.setattr(values, "_waits", lambda tensor: True)
     line = Line(net(), cuts=(0, 2), in_flight=2)
-    with line.running(), Asks() as asks:
+    with line.running(), Waits() as waits:
         for _ in line.train(3, lambda number: line.step(lambda: line.call(torch.ones(6, 4)).square().mean())):
-            assert asks.count % 3 == 0
-        assert asks.count == 3 * 3
+            assert waits.count % 3 == 0
+        assert waits.count == 3 * 3
 
 
 class Stream:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import ThreadDispatchMode
 from lightning_hetpipe.strategy.outside import Outside
+from tests.waits import Waits
 
 
 class Module(L.LightningModule):
@@ -21,21 +19,11 @@ class Module(L.LightningModule):
                 self.register_buffer(f"{dtype}{size}".replace(".", " "), torch.ones(size, dtype=dtype))
 
 
-class Scalars(ThreadDispatchMode):
-    """Counts the numbers that Python asks for one by one: on a GPU it waits for each."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_device_is_not_waited_for_once_per_tensor() -> None:
-    with Scalars() as scalars:
+    with Waits() as waits:
         outside = Outside(Module())
         outside.check(1)
-    assert scalars.count == 0
+    assert waits.count == 0
 
 
 @pytest.mark.parametrize("name", [name for name, buffer in Module().named_buffers() if buffer.numel()])
