@@ -145,7 +145,10 @@ def test_a_window(tmp_path: Path) -> None:
 def test_the_last_minibatches(tmp_path: Path) -> None:
     strategy = pipeline(3, timeline=True)
     fit(strategy, tmp_path, length=KEPT + 40)
-    assert timeline_of(strategy).minibatches == range(41, KEPT + 41)
+    found = timeline_of(strategy)
+    assert found.minibatches == range(41, KEPT + 41)
+    # The last one's step, too, after which comes nothing that would end it.
+    assert {span.minibatch for span in found.row(LIGHTNING) if span.work == "step"} == set(found.minibatches)
 
 
 def test_a_window_that_a_run_does_not_reach(tmp_path: Path) -> None:
