@@ -59,7 +59,7 @@ def gap(problems: int) -> float:
     worst = 0.0
     for seed in range(problems):
         profile, cluster = small(seed)
-        found = Dividing(profile, cluster, cluster.spots, state=STATE).divide(IN_FLIGHT, LOADS)
+        found = Dividing(profile, cluster, cluster.spots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS)
         best = best_of_all(profile, cluster)
         if (found is None) != (best is None):
             return float("inf")
@@ -72,7 +72,7 @@ def seconds_of_large() -> float:
     """How long the division of 1,000 layers among 16 devices of 4 types takes, on one core that nobody else uses."""
     profile, cluster = large()
     began = time.process_time()
-    assert Dividing(profile, cluster, cluster.spots, state=STATE).divide(IN_FLIGHT, LOADS) is not None
+    assert Dividing(profile, cluster, cluster.spots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS) is not None
     return time.process_time() - began
 
 
@@ -89,7 +89,10 @@ def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Outlo
         how: {again: best_in_flight(profile, cluster, cuts, state, again) for again in (False, True)}
         for how, cuts in by_hand(profile, cluster.spots).items()
     }
-    plans = {again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again) for again in (False, True)}
+    plans = {
+        again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again, watched=False)
+        for again in (False, True)
+    }
     found["planned"] = {again: plan if plan.fits else None for again, plan in plans.items()}
     return found
 

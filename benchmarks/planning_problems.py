@@ -132,7 +132,9 @@ def best_in_flight(
     """What these stages on all devices come to at the best Nm that fits; None if none does."""
     found: list[Outlook] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
-        each = outlook(profile, cluster, cluster.spots, cuts, in_flight, state=state, recompute=recompute)
+        each = outlook(
+            profile, cluster, cluster.spots, cuts, in_flight, state=state, recompute=recompute, watched=False
+        )
         if not each.fits:
             break
         found.append(each)

@@ -109,12 +109,12 @@ def cite(readme: Path, results: Results) -> None:
     readme.write_text(text.replace(block_in(text), readme_block(results)))
 
 
-def block_in(text: str) -> str:
+def block_in(text: str, first: str = BEGIN, last: str = END) -> str:
     """What stands between the marks, with them."""
-    begin, end = text.find(BEGIN), text.find(END)
+    begin, end = text.find(first), text.find(last)
     if not 0 <= begin < end:
-        raise ValueError(f"there is no place for figures, between {BEGIN} and {END}")
-    return text[begin : end + len(END)]
+        raise ValueError(f"there is no place for figures, between {first} and {last}")
+    return text[begin : end + len(last)]
 
 
 def _row(figure: Figure) -> tuple[str, str, str, str, str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -51,7 +51,9 @@ __all__ = [
     "pytree",
     "run_without_data",
     "strided_parts",
+    "unseen_change",
     "version_counter",
+    "viewed",
     "without_hooks",
 ]
 
@@ -163,6 +165,18 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
+def unseen_change(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within it, changes of ``tensor`` in place are not counted."""
+    kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # torch has no types here
+    manager: AbstractContextManager[None] = kept(tensor)
+    return manager
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """The tensor of which ``tensor`` is a view, for autograd; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def version_counter(tensor: Tensor) -> int:
     """How often ``tensor`` was changed in place. Changes through ``tensor.data`` are not counted."""
     return tensor._version
@@ -270,7 +284,8 @@ def has_global_hooks() -> bool:
 
 def behind_compile(module: nn.Module) -> nn.Module | None:
     """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
-    behind = vars(module).get("_modules", {}).get("_orig_mod")
+    children = vars(module).get("_modules")  # a traced module has none, and a scripted one another kind of mapping
+    behind = children.get("_orig_mod") if isinstance(children, dict) else None
     return behind if isinstance(behind, nn.Module) else None
 
 

@@ -4,6 +4,9 @@ Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what min
 optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
 max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
 where a run was resumed. Buffers (BatchNorm's statistics) are not stale: forward p starts from what forward p - 1 left.
+
+Each gradient is that of one plain ``backward``, so that its sums associate as autograd's: the uses of a tensor or of a
+weight are added one by one, the latest first, with no partial sum for a pass, a stage or a pipelined module.
 """
 
 from __future__ import annotations
@@ -212,6 +215,7 @@ def train_together(
     mean: bool = False,
     cuts: Collection[int] | Mapping[int, Collection[int]] = (),
     update_dtype: torch.dtype | None = None,
+    resumed: Sequence[tuple[int, State]] | None = None,
     **options: Any,
 ) -> list[Run]:
     """Trains N virtual workers with D = 0 (laws L3, L4 and L6); returns the run of each.
@@ -231,14 +235,16 @@ def train_together(
         mean: updates are divided by N.
         cuts: after how many minibatches of an epoch there is a cut, besides its end; of every epoch, or by epoch.
         update_dtype: in which updates travel; what is lost by it is part of the worker's next update.
+        resumed: as ``minibatches`` has it, of each worker; all have the same weights.
         options: as ``minibatches`` has them.
     """
     runs = [Run() for _ in data]
+    starts: Sequence[tuple[int, State] | None] = resumed or [None] * len(data)
     workers = [
-        minibatches(run, model, step, epochs, recipe, in_flight, virtual_worker=i, **options)
-        for i, (run, epochs) in enumerate(zip(runs, data, strict=True))
+        minibatches(run, model, step, epochs, recipe, in_flight, virtual_worker=i, resumed=start, **options)
+        for i, (run, epochs, start) in enumerate(zip(runs, data, starts, strict=True))
     ]
-    start_of = options["resumed"][1].weights if options.get("resumed") else dict(model.named_parameters())
+    start_of = resumed[0][1].weights if resumed else dict(model.named_parameters())
     total = {name: weight.detach().clone() for name, weight in start_of.items()}
     lost = [{name: torch.zeros_like(weight) for name, weight in total.items()} for _ in data]
     taken = [{name: weight.clone() for name, weight in total.items()} for _ in data]

@@ -68,6 +68,22 @@ def test_version_counter() -> None:
     assert private.version_counter(tensor) == after + 1, "in-place changes through a detached view would go unnoticed"
 
 
+@guards("_base")
+def test_viewed() -> None:
+    tensor = torch.zeros(2, requires_grad=True) * 1.0
+    assert private.viewed(tensor[:1]) is tensor, "changes in place of what a tensor is a view of would go unnoticed"
+    assert private.viewed(tensor) is tensor
+
+
+@guards("_unsafe_preserve_version_counter")
+def test_unseen_change() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_counter(tensor)
+    with private.unseen_change(tensor):
+        tensor.add_(1)
+    assert private.version_counter(tensor) == before, "views of a tensor changed in place could not be differentiated"
+
+
 @guards("_pytree")
 def test_pytree() -> None:
     tree = {"b": [torch.ones(1), None], "a": (1, "text")}

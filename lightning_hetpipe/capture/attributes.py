@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from lightning_hetpipe.pipeline import chance
 from lightning_hetpipe.pipeline.computed import computed_names
 
 _ABSENT = object()
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
 _TORCHS_OWN = {
     name
@@ -42,7 +44,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 def attributes_with_contents(module: nn.Module) -> dict[str, Any]:
     """``plain_attributes``, to be compared: a list, dict, set or deque is given as a tuple of itself and its items."""
-    return {name: _with_contents(value) for name, value in plain_attributes(module).items()}
+    return {name: with_contents(value) for name, value in plain_attributes(module).items()}
 
 
 def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | None:
@@ -52,7 +54,7 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
     them, are never compared with ``==``.
     """
     for name in (*before, *after):
-        if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
+        if not same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
             return name
     return None
 
@@ -66,6 +68,18 @@ def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> Non
         )
 
 
+@contextmanager
+def attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Undoes what is done to the attributes of ``module`` and its parts within it, and which buffers they hold."""
+    before = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+    try:
+        yield
+    finally:
+        for held, earlier in before:
+            held.clear()
+            held.update(earlier)
+
+
 def _behind_stand_ins(name: str, value: Any) -> Any:
     """What a user has put there: chance's and our own stand-ins for methods taken away."""
     while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == chance.__name__):
@@ -74,7 +88,7 @@ def _behind_stand_ins(name: str, value: Any) -> Any:
     return value
 
 
-def _with_contents(value: Any) -> Any:
+def with_contents(value: Any) -> Any:
     if isinstance(value, dict):
         return (value, *value.keys(), *value.values())
     if isinstance(value, (list, set, deque)):
@@ -82,11 +96,11 @@ def _with_contents(value: Any) -> Any:
     return value
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) in _PLAIN and bool(one == other)
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) in PLAIN and bool(one == other)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.compiled import is_compiled
+from lightning_hetpipe.capture.compiled import is_compiled, is_scripted, refuse_scripted
 from lightning_hetpipe.capture.drawing import run_drawing
+from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.single import Single, is_single
@@ -73,7 +74,7 @@ class Calls:
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._known:
             return module in self._known
-        if is_compiled(module) or (self._names is not None and name not in self._names):
+        if is_compiled(module) or is_scripted(module) or (self._names is not None and name not in self._names):
             return False
         return any(True for _ in module.parameters())
 
@@ -99,7 +100,10 @@ class Calls:
         attributes = [attributes_with_contents(part) for part in parts]
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
-        output = run_drawing(name, module, self._chance, self._batch, *args, **kwargs)
+        known = self._known.get(module)
+        frozen = FrozenValues(module) if known is None or known.captured is None else known.captured.frozen
+        with frozen.noted():
+            output = run_drawing(name, module, self._chance, self._batch, *args, **kwargs)
         try:
             if torch.is_grad_enabled():
                 raise SettingError("it is called with gradients")
@@ -112,8 +116,11 @@ class Calls:
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
             if (stranger := stranger_in((args, kwargs, output))) is not None:
                 raise SettingError(f"a {type(stranger).__name__} that holds tensors goes in or out")
-            piece = self._known.get(module) or _new(name, module, own_args, own_kwargs)
-            self._compare(piece, piece.value(own_args, own_kwargs), output)
+            piece = known or _new(name, module, own_args, own_kwargs, frozen)
+            value = piece.value(own_args, own_kwargs)
+            self._compare(piece, value, output)
+            if piece.captured is not None:
+                piece.captured.take_equal(value)
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[name] = str(error).strip() or type(error).__name__
         else:
@@ -133,7 +140,8 @@ class Calls:
             piece.inputs = inputs
 
 
-def _new(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Piece:
+def _new(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues) -> Piece:
+    refuse_scripted(name, module)
     piece = Piece(name, module)
     if is_single(module):
         piece.single = Single(module)
@@ -143,7 +151,7 @@ def _new(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             piece.layers.append(Layer(path, layer))
     else:
         refuse_hooks(name, module)
-        piece.captured = Captured(name, module, args, kwargs, piece.autocast)
+        piece.captured = Captured(name, module, args, kwargs, piece.autocast, frozen)
         piece.layers = piece.captured.layers
     return piece
 

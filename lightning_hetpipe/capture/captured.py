@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.capture.frozen import FrozenValues, Values
 from lightning_hetpipe.capture.parts import Part, at, device_of, parts
 from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.private import GRAPH_GUARDS, keywords_of, pytree
+from lightning_hetpipe.pipeline.values import Value, tensors_of
+from lightning_hetpipe.private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
 
 VARIANTS = 8
 """How many graphs of one piece there may be: one for each kind of input that needs one of its own."""
@@ -33,15 +37,23 @@ class Captured:
         module: The live module.
         args, kwargs: What it was given in the watched step; kept, as later captures may need them.
         autocast: What held where it was called.
+        frozen: What it read of Python outside itself when it was run there.
 
     Raises:
         SettingError: if it cannot be captured.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: Autocast,
+        frozen: FrozenValues,
     ) -> None:
         self.layers: list[Layer] = []
+        self.frozen = frozen
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
         self._name = name
@@ -50,7 +62,7 @@ class Captured:
         self._example = (args, kwargs)
         self._variants: list[_Variant] = []
         self._calls: list[str | None] | None = None
-        self._device = device_of(module)
+        self.device = device_of(module)
         self._capture(args, kwargs)
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -67,6 +79,27 @@ class Captured:
             )
         self._capture(args, kwargs)
         return self.value(args, kwargs)
+
+    def changed(self, value: tuple[Any, ...]) -> str | None:
+        """Name a Python value that is not as the graph has it that ``value`` is for; None if there is none.
+
+        What a graph has is known once :meth:`take_equal` was called for it.
+        """
+        held = self._variants[value[0]].held
+        return "what it reads" if held is None else self.frozen.changed(held)
+
+    def take_equal(self, value: tuple[Any, ...], way: Way | None = None) -> None:
+        """The graph that ``value`` is for gives what the module gives, with all Python values as they are now.
+
+        Its gradients are those of the module, too, if that goes ``way``.
+        """
+        self._variants[value[0]].held = self.frozen.now()
+        self._variants[value[0]].way = way
+
+    def way(self, value: tuple[Any, ...]) -> Way | None:
+        """How the module computed when the graph that ``value`` is for was last compared with it in a minibatch."""
+        variant: _Variant = self._variants[value[0]]
+        return variant.way
 
     def capture_again(self) -> None:
         """Follows a change of the module, other than of its weights' and buffers' values."""
@@ -86,18 +119,18 @@ class Captured:
             torch.inference_mode(False),
             torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
             self._autocast.opened(),
-            on_one_device(self._module, self._device),
+            on_one_device(self._module, self.device),
         ):
             graph = graph_of(self._name, self._module, args, kwargs, images_vary=again)
         variant = _Variant(graph, args, kwargs, (self._module.training, gradients))
-        found = parts(graph, self._module, self._name, self._device, self._calls)
+        found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
                 f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
                 " same way in every minibatch"
             )
         if not self.layers:
-            self.layers = [Layer(part.name, GraphLayer(self._device), kind=part.kind) for part in found]
+            self.layers = [Layer(part.name, GraphLayer(self.device), kind=part.kind) for part in found]
             self._calls = [part.call for part in found]
         for layer, part in zip(self.layers, found, strict=True):
             held = graph_layer(layer)
@@ -123,17 +156,47 @@ def graph_layer(layer: Layer) -> GraphLayer:
     return layer.module
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a module computes, as its gradients tell: a ``detach()`` or ``no_grad()`` changes nothing else.
+
+    Attributes:
+        inputs: The shape of each input, and whether it requires a gradient.
+        nodes: How many nodes of each kind autograd goes through. (Casts are left out, as autocast remembers some.)
+    """
+
+    inputs: tuple[tuple[torch.Size, bool], ...]
+    nodes: Counter[str]
+
+    @staticmethod
+    def of(inputs: Value, output: Any) -> Way:
+        nodes = graph_nodes([tensor.grad_fn for tensor in tensors_of(output)], [])
+        shapes = [tensor.shape for tensor in inputs.tensors]
+        return Way(
+            tuple(zip(shapes, inputs.requires_grad, strict=True)),
+            Counter(name for name in (node.name() for node in nodes) if not name.startswith("ToCopy")),
+        )
+
+    def differs(self, before: Way | None) -> bool:
+        """Whether it is another than ``before``, for like inputs."""
+        return before is not None and self.inputs == before.inputs and self.nodes != before.nodes
+
+
 class _Variant:
     """Which calls a graph is for.
 
     Attributes:
         mode: Whether the module was to be trained, and whether gradients were wanted.
+        held: The Python values outside the module with which it gave what the module gives, once this was seen.
+        way: How the module computed then, if that was in a minibatch in flight.
     """
 
     def __init__(
         self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], mode: tuple[bool, bool]
     ) -> None:
         self.mode = mode
+        self.held: Values | None = None
+        self.way: Way | None = None
         self._keywords = keywords_of(graph)
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]

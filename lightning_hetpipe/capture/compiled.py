@@ -1,10 +1,12 @@
-"""Modules that the user has given to ``torch.compile``: looked through, as stages run layers of their own."""
+"""Modules that the user has compiled: by ``torch.compile``, looked through, as stages run layers of their own; by
+``torch.jit``, run as they are, and refused where stages would have to run them."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_hetpipe.capture.redirect import Redirect
@@ -51,6 +53,26 @@ def refuse_compiled(name: str, layer: nn.Module) -> None:
             f"layer '{name}' holds a module that is compiled by torch.compile, whose copies in stages would be compiled"
             " again; compile the whole nn.Sequential, which is looked through, or none of it"
         )
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether it is what ``torch.jit.script``, ``trace`` or ``load`` gives."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def refuse_scripted(name: str, module: nn.Module) -> None:
+    """Refuses TorchScript in module ``name``, which stages would run, or which has parameters that are trained.
+
+    Its attributes lie where copies do not share them and no change of them is seen, and so do its parameters.
+    """
+    for path, part in module.named_modules(prefix=name):
+        if is_scripted(part):
+            inside = f" inside the pipelined module '{name}'" if path != name else " that is trained"
+            raise SettingError(
+                f"'{path}' is a TorchScript module (of torch.jit){inside}, of which a pipeline can keep no versions;"
+                " use the nn.Module that it was made from, let training_step itself call it with its parameters"
+                " frozen, or set stages=1 and in_flight=1"
+            )
 
 
 def _call(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
-from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
+from lightning_hetpipe.capture.attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import pytree, without_hooks
 
@@ -105,21 +105,15 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
     first time: what it sets in its first call only, it has set by now.) Hooks of the module itself run around its
     graph, so they are no part of it.
     """
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    seen = [attributes_with_contents(part) for part, _ in before]
+    seen = [(part, attributes_with_contents(part)) for part in module.modules()]
 
     def check(*call: Any) -> None:
-        for (part, _), earlier in zip(before, seen, strict=True):
+        for part, earlier in seen:
             refuse_changes(name, part, earlier)
 
-    try:
-        with without_hooks(module):
-            module.register_forward_hook(check)
-            yield
-    finally:
-        for part, held in before:
-            vars(part).clear()
-            vars(part).update(held)
+    with attributes_restored(module), without_hooks(module):
+        module.register_forward_hook(check)
+        yield
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.compiled import refuse_scripted
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.private import graph_leaves
 
 
@@ -35,8 +37,34 @@ def refuse_leaves(
             f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
             " module that training_step calls, and leave requires_grad_() of a batch out"
         )
+    for path, module in root.named_modules():
+        if any(parameter is reached for parameter in module.parameters(recurse=False)):
+            refuse_scripted(path, module)
     raise SettingError(
         f"training_step gives the parameter '{name}' to a torch.autograd.Function or a compiled function, where the"
         f" pipeline cannot put this minibatch's version in its place; give it {name}.clone(), or move what uses it into"
         " a module that training_step calls"
+    )
+
+
+def refuse_foreign_leaves(
+    layer: str, root: nn.Module, output: Any, given: Sequence[Tensor], own: Collection[nn.Parameter]
+) -> None:
+    """Refuses a leaf from which ``layer`` has computed ``output``, and which is none of ``given`` and its ``own``.
+
+    Raises:
+        SettingError: which names it, if it is a parameter of ``root``.
+    """
+    known = {id(tensor) for tensor in (*given, *own)}
+    ends: dict[Any, Sequence[Tensor]] = {tensor.grad_fn: () for tensor in given if tensor.grad_fn is not None}
+    leaves = (leaf for tensor in tensors_of(output) for leaf in graph_leaves(tensor, ends))
+    if (other := next((leaf for leaf in leaves if id(leaf) not in known), None)) is None:
+        return
+    found = next((f"the parameter '{name}'" for name, parameter in root.named_parameters() if parameter is other), None)
+    what = found or (
+        f"a tensor of shape {tuple(other.shape)} that requires a gradient (as with torch.func.functional_call)"
+    )
+    raise SettingError(
+        f"layer '{layer}' computes with {what}, which is not its own, so that its stage would neither follow nor train"
+        " it; let a module in the layer hold it as a parameter, too, or give it to the call as an argument"
     )

@@ -7,7 +7,7 @@ any other module they are parts of its graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,13 +93,22 @@ def never_called(names: Collection[str], name: str) -> SettingError:
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether ``module`` does what ``nn.Sequential`` does: call its children in order."""
+    """Whether ``module`` does what ``nn.Sequential`` does, call its children in order, and these can be copied: none
+    has hold of a module that it is not made of, such as the LightningModule."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    parts = set(module.modules())
+    held = (value for part in parts for value in plain_attributes(part).values())
+    if any(isinstance(item, nn.Module) and item not in parts for value in held for item in _items(value)):
         return False
     forward = plain_attributes(module).get("forward")
     # A deep copy made while a Redirect stood there has the class's own method instead.
     own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
     return forward is None or own
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
 
 
 def layers_of(name: str, sequential: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, tensors_of
+from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
 from lightning_hetpipe.planning.timing import layer_times
 
 
@@ -89,7 +89,7 @@ class Rehearsal:
         self._wait()
         return outputs
 
-    def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Gradients:
+    def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the leaves ``inputs``, and then of the weights."""
         with torch.enable_grad():
             ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
-from lightning_hetpipe.capture.compiled import is_compiled, is_looked_through, refuse_compiled
-from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.capture.compiled import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
 from lightning_hetpipe.capture.own_backwards import own_backward
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, never_called, refuse_hooks
 from lightning_hetpipe.capture.redirect import Redirect
@@ -30,7 +31,7 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
 from lightning_hetpipe.pipeline.view import changes_parameter
-from lightning_hetpipe.private import behind_compile, has_global_hooks, pytree, version_counter
+from lightning_hetpipe.private import behind_compile, has_global_hooks, version_counter
 
 
 class Watch:
@@ -130,6 +131,7 @@ class Watch:
                 f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the whole,"
                 " or its parts"
             )
+        refuse_scripted(name, module)
         piece = Piece(name, module)
         self.pieces.append(piece)
         self._inside = True
@@ -160,8 +162,9 @@ class Watch:
             args, kwargs = given
             return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
-        with self._chance.watch({name: module}, self._minibatch):
-            output, layer = _run_observed(name, module, call, given, is_graph=True)
+        frozen = FrozenValues(module)
+        with self._chance.watch({name: module}, self._minibatch), frozen.noted():
+            output, layer = _run_observed(self._root, name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
         if (function := own_backward(tensors_of(output), tensors_of(given))) is not None:
@@ -169,7 +172,7 @@ class Watch:
                 f"'{name}' has a backward pass of its own, the torch.autograd.Function {function}, which torch.export"
                 " does not keep; write it with torch's operators, or call it in training_step between two modules"
             )
-        self._calls[name] = Call(Value.of(given), buffers, Value.of(output))
+        self._calls[name] = Call(Value.of(given), buffers, Value.of(output), frozen)
         return self._joined(tensors_of(given), output)
 
     def _run_layers(self, piece: Piece, value: Any) -> Any:
@@ -182,7 +185,7 @@ class Watch:
             for name, module in found:
                 refuse_compiled(name, module)
                 piece.inputs.append(Value.of(value))
-                value, layer = _run_observed(name, module, calls[name], value)
+                value, layer = _run_observed(self._root, name, module, calls[name], value)
                 piece.layers.append(layer)
                 if before != [version_counter(tensor) for tensor in given]:
                     raise _changes_input(name, piece.name)
@@ -190,15 +193,15 @@ class Watch:
 
     def _joined(self, given: list[Tensor], output: Any) -> Any:
         """``output``, behind a seam in the graph where a search for leaves goes on at ``given``."""
-        leaves, spec = pytree.tree_flatten(output)
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not places or not torch.is_grad_enabled():
+        value = Value.of(output)
+        outputs = tensors_of(output)
+        joined = {id(tensor): tensor for tensor in outputs if tensor.requires_grad}
+        if not joined or not torch.is_grad_enabled():
             return output
         join: Any = _Seam.apply  # torch has no types here
-        for index, tensor in zip(places, join(*(leaves[index] for index in places)), strict=True):
-            leaves[index] = tensor
-        self._seams[leaves[places[0]].grad_fn] = given
-        return pytree.tree_unflatten(leaves, spec)
+        joined = dict(zip(joined, join(*joined.values()), strict=True))
+        self._seams[next(iter(joined.values())).grad_fn] = given
+        return value.tree([joined.get(id(tensor), tensor) for tensor in outputs])
 
 
 class _Seam(torch.autograd.Function):
@@ -215,7 +218,7 @@ class _Seam(torch.autograd.Function):
 
 
 def _run_observed(
-    name: str, module: nn.Module, call: Callable[..., Any], value: Any, is_graph: bool = False
+    root: nn.Module, name: str, module: nn.Module, call: Callable[..., Any], value: Any, is_graph: bool = False
 ) -> tuple[Any, Layer]:
     """Runs a layer, tells what it did, and refuses what its copies in stages could not do as it does.
 
@@ -232,6 +235,7 @@ def _run_observed(
     weights = [version_counter(parameter) for parameter in parameters]
     attributes = [attributes_with_contents(part) for part in parts]
     output = call(value)
+    refuse_foreign_leaves(name, root, output, given, parameters)
     if weights != [version_counter(parameter) for parameter in parameters]:
         raise SettingError(
             f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only its"

@@ -10,8 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli.blame import unwrapped
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.other_lightning import is_of_other, way_out
 
 T = TypeVar("T")
+
+NAME_ANOTHER = "name such a class, or a function that makes one"
 
 
 def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
@@ -29,6 +32,6 @@ def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
         other, package = type(made), kind.__module__.partition(".")[0]
         raise SettingError(
             f"{path}._target_={node['_target_']} makes a {other.__module__}.{other.__qualname__}, but {path} must be"
-            f" a {package}.{kind.__name__}; name such a class, or a function that makes one."
+            f" a {package}.{kind.__name__}; {way_out() if is_of_other(made) else NAME_ANOTHER}."
         )
     return made

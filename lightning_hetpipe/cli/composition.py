@@ -75,7 +75,7 @@ def _composition(error: HydraException, program: Program) -> str:
         return str(unknown(match[1], "", [*program.read, "experiment"]))
     if match := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' ", text):
         return (
-            f"{match[1]}={match[2]} is several values; add -m to train with each of them, or write"
+            f"{match[1]}={match[2]} is several values; add -m to run with each of them, or write"
             f" {match[1]}=[{match[2]}] for a list."
         )
     if match := re.match(r"Multiple values for (\S+)\. .*'override (\S+): (\S+)'", text):

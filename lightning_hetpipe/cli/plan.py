@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -62,9 +63,10 @@ def run(config: DictConfig) -> float | None:
     choice = best_plan(profile, cluster, optimizer=optimizer, **asked)
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
+    given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", 0)
-    plan = Plan.of(choice, profile.model, names, cluster, guessed | nominal, distance)
-    remarks = _remarks(choice, profile)
+    plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
+    remarks = _remarks(choice, profile, cluster.supposed([stage.spot for stage in choice.stages]), given)
     if of_strategy(config, "compile", False):
         remarks.append("- strategy.compile is not in these times, which are of layers that are not compiled")
     print(plan, *remarks, "", sep="\n")
@@ -76,7 +78,7 @@ def run(config: DictConfig) -> float | None:
     if not choice.fits:
         ways = [f"- {way}" for way in ways_out(choice, cli=True)]
         print(
-            "Nothing fits; this is the plan that lacks the least.",
+            "No plan was found that fits; of those that were, this one lacks the least.",
             *(["It would fit with"] if ways else []),
             *ways,
             sep="\n",
@@ -88,11 +90,11 @@ def run(config: DictConfig) -> float | None:
     return choice.rate
 
 
-def _remarks(choice: Choice, profile: Profile) -> list[str]:
+def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_given: bool) -> list[str]:
     """What the table does not say."""
-    lines = [f"- {reason}" for reason in choice.reasons]
-    for spot in choice.idle:
-        lines.append(f"- {_named(spot.device, spot.number)} is not used: the plan is no better with it")
+    lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
+    why = "so many stages were asked for" if stages_given else "no plan was found that is better with it"
+    lines += [f"- {_named(spot.device, spot.number)} is not used: {why}" for spot in choice.idle if choice.fits]
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
         lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")

@@ -17,7 +17,7 @@ from lightning_hetpipe.cli.wording import written
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.planning import profile_file
 from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
-from lightning_hetpipe.planning.cluster import Cluster, Link, Node
+from lightning_hetpipe.planning.cluster import PCIE, Cluster, Link, Node, Spot
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.units import seconds_of
@@ -113,10 +113,11 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
     return profile_model(trainer, model, datamodule=data)
 
 
-def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]:
-    """The devices, and the names of those whose memory a data sheet says."""
+def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Spot]]:
+    """The devices, and those whose memory a data sheet says."""
     if config.devices is not None:
-        cluster = Cluster([Node("here", _devices(config), _link(config))])
+        link = _link(config)
+        cluster = Cluster([Node("here", _devices(config), None if link == PCIE and not _is_given("link") else link)])
         if (name := _strange(cluster, profile)) is not None:
             names = {*profile.times, *gpus()}
             raise SettingError(
@@ -136,7 +137,7 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[str]]
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.spots, filled.spots, strict=True)
-    return filled, {one.device.name for one, other in pairs if one.device.memory != other.device.memory}
+    return filled, {other for one, other in pairs if one.device.memory != other.device.memory}
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
@@ -172,7 +173,7 @@ def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
 
 def _is_given(setting: str) -> bool:
     """Whether it stands on the command line, and not in an experiment."""
-    return any(each.lstrip("+").startswith(f"{setting}=") for each in HydraConfig.get().overrides.task)
+    return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
 def wanted(config: DictConfig) -> dict[str, Any]:

@@ -116,6 +116,13 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
         raise SettingError(f"service: {' '.join(str(error).split())}; name a class that can be made so.") from error
 
     def ready(address: str) -> None:
+        if security.token is None:
+            print(
+                "hetpipe-server: HETPIPE_TOKEN is not set, so that any user of this machine may connect; set it to a"
+                " long random value, the same for all servers and virtual workers.",
+                file=sys.stderr,
+                flush=True,
+            )
         print(f"hetpipe-server: serving {address}; Ctrl-C ends it.", flush=True)
 
     end(_SIGNALS.get(serve(handler, config.address, security, ready), 0))

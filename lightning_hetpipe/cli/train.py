@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -18,7 +17,6 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.errors import FAILED
 from lightning_hetpipe.cli.program import TRAIN
 from lightning_hetpipe.cli.summary import summary
 from lightning_hetpipe.strategy import launcher
@@ -31,10 +29,6 @@ _SWITCHES: dict[str, type] = {
 }
 
 
-_failed: dict[int, int] = {}
-"""Virtual workers without which a job came to its end, and their return codes."""
-
-
 def main() -> None:
     """The console script.
 
@@ -42,8 +36,6 @@ def main() -> None:
     wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
     enter(_application, TRAIN)
-    if _failed:  # which was said when their job ended
-        sys.exit(FAILED)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
@@ -59,7 +51,7 @@ def _job(config: DictConfig) -> float | None:
     except BaseException:
         launcher.finish(failed=True)
         raise
-    _failed.update(launcher.finish())
+    launcher.finish()
     return score
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.flight import Flight, running
-from lightning_hetpipe.pipeline.lanes import Mark, Outside
-from lightning_hetpipe.pipeline.piece_call import PieceCall, below
+from lightning_hetpipe.pipeline.lanes import Mark, Outside, move
+from lightning_hetpipe.pipeline.piece_call import Leaf, PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
-from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
-from lightning_hetpipe.pipeline.view import View
+from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_in, tensors_of
+from lightning_hetpipe.pipeline.view import Used, View
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
@@ -71,6 +71,10 @@ class Minibatch(Flight):
         """What ``training_step`` had autocast do where it called ``piece``."""
         return self._calls[piece].autocast
 
+    def has_later_uses(self, piece: int) -> bool:
+        """Whether inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
+        return any(gradient is not None for gradient in self._calls[piece].later_gradients)
+
     def earlier_gradient(self, parameter: nn.Parameter, lane: Outside) -> Tensor | None:
         """The sum of the gradients of ``parameter`` so far, to be used in ``lane``."""
         earlier = self.gradients.get(parameter)
@@ -102,6 +106,7 @@ class Minibatch(Flight):
     def _landed(self, failure: BaseException | None) -> None:
         for call in self._calls:
             call.close()
+        self._view.close()
         if failure is not None:
             self.turn.put(Discarded())
             self.end(failure)
@@ -109,9 +114,8 @@ class Minibatch(Flight):
     def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
         """Runs a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
         self._check_cancelled()
-        given = self._view.replaced(given)
         with self._view.resting():
-            return self._call(piece, name, prepare(given))
+            return self._call(piece, name, prepare(self._view.replaced(given)))
 
     def _call(self, piece: int, name: str, inputs: Any) -> Any:
         expected = len(self._calls)
@@ -129,7 +133,9 @@ class Minibatch(Flight):
         outputs = outputs.on(self._engine.root_device)
         self._loss = self._engine.loss(self, call)
         self._view.region = len(self._calls)
-        return call.connect(tensors_of(inputs), outputs)
+        connected = call.connect(tensors_of(inputs), outputs)
+        self._view.stand_in(call.later_inputs)
+        return connected
 
     def _backward(self, total: Tensor) -> None:
         """Starts the backward pass, from the user's code after the last call down to that before the first."""
@@ -140,31 +146,34 @@ class Minibatch(Flight):
             before = first and not call.needs_input_gradients
             direct = self._view.leaves(call.piece + 1) + (self._view.leaves(0) if before else [])
             waits = not first or (not before and bool(self._view.leaves(0)))
-            leaves = [leaf for _, leaf in direct]
-            gradients, found = call.collect(total, above, leaves, self._view, keep_graph=waits)
+            gradients, found = call.collect(total, above, self._leaves(direct), self._view, keep_graph=waits)
             self._add(direct, found)
-            start = partial(self._engine.backward, self, call, gradients)
+            start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
                 found = self._through_pipeline(start, f"the backward of piece {call.piece}")
-                self._engine.lanes.outside.join(self.arrived_after, [g for g in found if g is not None])
+                self._engine.lanes.outside.join(self.arrived_after, tensors_in(found))
                 call.take_input_gradients(found)
             else:
                 start()
             above = call
         if waits:
             direct = self._view.leaves(0)
-            self._add(direct, below(total, above, [leaf for _, leaf in direct], self._view, keep_graph=False))
+            self._add(direct, below(total, above, self._leaves(direct), self._view, keep_graph=False))
             self.end()
 
-    def _add(self, direct: Sequence[tuple[nn.Parameter, Tensor]], gradients: Sequence[Tensor | None]) -> None:
-        outside, found = self._engine.lanes.outside, [gradient for gradient in gradients if gradient is not None]
-        for (live, _), gradient in zip(direct, gradients, strict=True):
-            if gradient is not None:  # of the last region first, as in a plain backward
-                earlier = self.earlier_gradient(live, outside)
-                self.gradients[live] = gradient if earlier is None else earlier.to(gradient.device) + gradient
-        mark = (
-            outside.mark(self.gradients[live].device for live, _ in direct if live in self.gradients) if found else None
-        )
+    def _leaves(self, direct: Sequence[Used]) -> list[Leaf]:
+        """The leaves that stand for the parameters of ``direct``, with the gradients of later uses."""
+        outside = self._engine.lanes.outside
+        found = []
+        for used in direct:
+            earlier = self.earlier_gradient(used.live, outside)
+            found.append(Leaf(used.copy, used.seen, None if earlier is None else move(earlier, used.seen.device)))
+        return found
+
+    def _add(self, direct: Sequence[Used], gradients: Sequence[Tensor | None]) -> None:
+        found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
+        self.gradients.update(found)
+        mark = self._engine.lanes.outside.mark(gradient.device for gradient in found.values()) if found else None
         if mark is not None:
             self.marks.append(mark)
 

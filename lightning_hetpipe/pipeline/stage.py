@@ -26,7 +26,7 @@ from lightning_hetpipe.pipeline.part import Left, LeftInputs, Part
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.values import Gradients, Value, gradients
+from lightning_hetpipe.pipeline.values import Gradients, Value, gradients, gradients_apart, moved, tensors_in
 from lightning_hetpipe.rules.schedule import Instruction, Segment, Work
 
 
@@ -332,12 +332,12 @@ class Stage:
     def _backward(
         self, minibatch: Minibatch, segment: Segment, given: Gradients, mark: Mark | None
     ) -> tuple[Gradients, Mark | None]:
-        self.lane.join(mark, [gradient for gradient in given if gradient is not None])
+        self.lane.join(mark, tensors_in(given))
         part = self._parts[segment.index]
         left = self._left.pop((minibatch.number, segment.index))
         compiles = part.compiles(left.kind, backward=True)
         with self._alone(compiles, part, minibatch), self._computing(Work.BACKWARD, minibatch):
-            given = [None if g is None else move(g, self.device) for g in given]
+            given = [moved(gradient, self.device) for gradient in given]
             own = part.parameters[self.ring.place(minibatch.version)]
             if isinstance(left, LeftInputs):
                 outputs = part.again(minibatch, left)
@@ -346,8 +346,12 @@ class Stage:
                 outputs = list(left.outputs)
             before = part.bind_left(minibatch)
             summed = self._seed(minibatch, part, own, outputs, given) if minibatch.gradients else ()
-            found = gradients(outputs, given, [*left.inputs, *own])
-            below, found = found[: len(left.inputs)], found[len(left.inputs) :]
+            below: Gradients
+            if minibatch.has_later_uses(segment.piece):
+                below, found = gradients_apart(outputs, given, left.inputs, own)
+            else:
+                both = gradients(outputs, given, [*left.inputs, *own])
+                below, found = [*both[: len(left.inputs)]], both[len(left.inputs) :]
             del left, outputs
             part.check_left(minibatch, before)
             waiting = 0

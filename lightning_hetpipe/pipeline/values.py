@@ -1,22 +1,38 @@
 """What passes between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
 
 A value crosses a cut detached; whether a tensor in it required a gradient crosses with it, and on the other side it is
-a fresh leaf. Gradients cross back as one optional tensor for each tensor.
+a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross back as one optional
+tensor for each tensor.
+
+Sums associate as autograd's: a plain backward adds the gradients of a tensor's uses one by one, the latest use first.
+Where uses that came after a call are still to be added to, a call's own uses are therefore kept apart, as
+:class:`Addends`: adding their sum would give other last bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_hetpipe.pipeline.lanes import move
-from lightning_hetpipe.private import pytree, run_backward
+from lightning_hetpipe.private import graph_nodes, pytree, run_backward
 
-Gradients = list[Tensor | None]
+
+class Addends(tuple[Tensor, ...]):
+    """A gradient as the gradients of a tensor's uses, in the order in which autograd adds them: latest use first."""
+
+    __slots__ = ()
+
+
+Gradient = Tensor | Addends | None
+Gradients = list[Gradient]
 """One entry for each tensor of a value, in order; None where no gradient reached it."""
 
 
@@ -37,11 +53,12 @@ class Value:
         if isinstance(tree, Tensor):  # as most often; what follows would cost as much as a small layer
             return Value((tree.detach(),), (tree.requires_grad,), _ALONE, _LEAF)
         leaves, spec = pytree.tree_flatten(tree)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        tensors = _distinct(leaves)
+        places = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
         return Value(
             tensors=tuple(tensor.detach() for tensor in tensors),
             requires_grad=tuple(tensor.requires_grad for tensor in tensors),
-            others=tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            others=tuple(places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             spec=spec,
         )
 
@@ -49,8 +66,8 @@ class Value:
         """The original nesting, around ``tensors``."""
         if self.others is _ALONE:
             return tensors[0]
-        replaced = iter(tensors)
-        return pytree.tree_unflatten([next(replaced) if o is _TENSOR else o for o in self.others], self.spec)
+        leaves = [tensors[other.index] if isinstance(other, _Place) else other for other in self.others]
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def on(self, device: torch.device) -> Value:
         """The same on ``device``."""
@@ -62,19 +79,25 @@ class Value:
         return [move(t.detach(), device).requires_grad_(wanted) for t, wanted in pairs]
 
 
-_TENSOR = object()
-"""Marks the place of a tensor among a value's leaves."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a tensor among a value's leaves; ``index`` counts the tensors."""
 
-_ALONE = (_TENSOR,)
+    index: int
+
+
+_ALONE = (_Place(0),)
 _LEAF = pytree.tree_structure(0)
 """What a single tensor's leaves and its structure are."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of a nested value, in the order in which :class:`Value` keeps them."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [tree] if isinstance(tree, Tensor) else _distinct(pytree.tree_leaves(tree))
+
+
+def _distinct(leaves: Sequence[Any]) -> list[Tensor]:
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -104,12 +127,72 @@ def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
 
 
 def gradients(
-    outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> Gradients:
+    outputs: Sequence[Tensor], output_gradients: Sequence[Gradient], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
     """Gradients of ``inputs``; None for those that need none or that no gradient reaches."""
-    pairs = [(o, g) for o, g in zip(outputs, output_gradients, strict=True) if g is not None and o.requires_grad]
+    given = zip(outputs, output_gradients, strict=True)
+    pairs = [(o, added(g)) for o, g in given if g is not None and o.requires_grad]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not pairs or not wanted:
         return [None] * len(inputs)
     found = iter(run_backward([o for o, _ in pairs], [g for _, g in pairs], wanted))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def gradients_apart(
+    outputs: Sequence[Tensor], output_gradients: Sequence[Gradient], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Gradients, list[Tensor | None]]:
+    """Gradients of ``inputs``, with the uses of each kept apart, and of ``weights``; else as :func:`gradients`.
+
+    An input that is an output, too, was handed on to the next stage: what comes back for it are later uses of it.
+    """
+    uses = {id(tensor): list[Tensor]() for tensor in inputs if tensor.requires_grad}
+    ends: list[Tensor] = []
+    given: list[Gradient] = []
+    for output, gradient in zip(outputs, output_gradients, strict=True):
+        if gradient is not None and id(output) in uses:
+            uses[id(output)] += addends(gradient)
+        else:
+            ends.append(output)
+            given.append(gradient)
+    leaves = {get_gradient_edge(tensor).node: uses[id(tensor)] for tensor in inputs if tensor.requires_grad}
+    hooks = []
+    for node in graph_nodes([end.grad_fn for end in ends], []):
+        into = [None if following is None else leaves.get(following) for following, _ in node.next_functions]
+        if any(each is not None for each in into):
+            hooks.append(node.register_hook(functools.partial(_note, into)))
+    try:
+        found = gradients(ends, given, [*inputs, *weights])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [Addends(uses.get(id(tensor), ())) or None for tensor in inputs], found[len(inputs) :]
+
+
+def _note(into: Sequence[list[Tensor] | None], found: Sequence[Tensor | None], _: Any) -> None:
+    """A hook of a node: adds what it has ``found`` for each of the inputs that it uses to the uses of that input."""
+    for uses, gradient in zip(into, found, strict=True):
+        if uses is not None and gradient is not None:
+            uses.append(gradient)
+
+
+def addends(gradient: Gradient) -> Sequence[Tensor]:
+    """The parts that ``gradient`` is the sum of, in order."""
+    return gradient if isinstance(gradient, Addends) else () if gradient is None else (gradient,)
+
+
+def added(gradient: Tensor | Addends) -> Tensor:
+    """The sum that ``gradient`` is."""
+    return functools.reduce(operator.add, gradient) if isinstance(gradient, Addends) else gradient
+
+
+def moved(gradient: Gradient, device: torch.device) -> Gradient:
+    """``gradient`` on ``device``."""
+    if isinstance(gradient, Addends):
+        return Addends(move(addend, device) for addend in gradient)
+    return None if gradient is None else move(gradient, device)
+
+
+def tensors_in(found: Iterable[Gradient]) -> Iterator[Tensor]:
+    """Every tensor of ``found``."""
+    return (addend for gradient in found for addend in addends(gradient))

@@ -7,6 +7,9 @@ such copies belong to the live parameters.
 
 A stage's copies lie on its device. User code computes on the last stage's, as in a plain run on one, and so is given
 them there; autograd takes the gradients back.
+
+In the same way a tensor that was given to a pipelined module has a stand-in after the call, which leads through the
+call's seam, so that the gradients of its uses are added in the order of a plain backward.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from lightning_hetpipe.private import (
     enter_function_mode,
     leave_function_mode,
     pytree,
+    unseen_change,
     version_counter,
+    viewed,
 )
 
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
@@ -38,6 +43,10 @@ _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
 
 _PLACE = {"device", "get_device", "is_cpu", "is_cuda"}
 """What tells where it is: a parameter, where user code computes."""
+
+_OF_THE_TENSOR = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad", "grad"}
+_OF_THE_TENSOR |= {"grad_fn", "is_leaf", "output_nr", "requires_grad", "requires_grad_", "backward"}
+"""What is asked of a tensor itself, with all its uses, also where it has a stand-in."""
 
 _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 """What would be done to one version's copy and be lost with it."""
@@ -80,11 +89,74 @@ class Weights:
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
 
 
+class _Given:
+    """A tensor that was given to a pipelined module, and what stands in for it from then on.
+
+    Both lie in the same memory. Autograd does not know that, and each may have views.
+    """
+
+    def __init__(self, live: Tensor, later: Tensor) -> None:
+        self.live, self.later = live, later
+        self._places = self._now()
+
+    def stand_in(self) -> Tensor:
+        """``later``, after ``live`` was made to lead through it where that was changed in place.
+
+        Raises:
+            SettingError: if the memory was changed by way of another tensor, so that ``later`` leads past the change.
+        """
+        live, later = self._now()
+        if live is not self._places[0]:
+            raise SettingError(
+                f"training_step uses a tensor of shape {tuple(self.live.shape)} that it gave to a pipelined module and"
+                " has changed in place meanwhile by way of another tensor (a view of it, or what it is a view of);"
+                " change a clone() of that"
+            )
+        if later is not self._places[1]:
+            follow: Any = _Follow.apply  # torch has no types here
+            with torch.enable_grad(), unseen_change(self.live):
+                follow(self.live, self.later)
+            self._places = self._now()
+        return self.later
+
+    def _now(self) -> tuple[Any, Any]:
+        """Where both are in autograd's graph. (A view's own node is made anew wherever its memory has changed.)"""
+        return viewed(self.live).grad_fn, viewed(self.later).grad_fn
+
+
+class _Follow(torch.autograd.Function):
+    """Gives ``live``, and with it its views and what it is a view of, the history of ``later``."""
+
+    @staticmethod
+    def forward(ctx: Any, live: Tensor, later: Tensor) -> Tensor:
+        ctx.mark_dirty(live)
+        return live
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(gradients[0]), gradients[0]
+
+
+@dataclass(frozen=True)
+class Used:
+    """A parameter that user code has used between two calls of pipelined modules, or before or after them.
+
+    Attributes:
+        live: The parameter.
+        copy: The leaf that stands for it, where the version is.
+        seen: What user code was given: ``copy``, or its copy on the device of user code.
+    """
+
+    live: nn.Parameter
+    copy: nn.Parameter
+    seen: Tensor
+
+
 @dataclass(frozen=True)
 class _Leaf:
     weight: _Weight
     copy: nn.Parameter
-    seen: Tensor  # by user code: the copy, or where that lies on another device, its own copy
+    seen: Tensor
     counter: int  # how often that had been changed in place when it was made
 
     def check(self) -> None:
@@ -111,6 +183,7 @@ class View(TorchFunctionMode):
         self.region = 0
         """How many calls of pieces lie behind: each has gradients of its own for what is used after it."""
         self._leaves: dict[tuple[int, int], _Leaf] = {}
+        self._given: dict[int, _Given] = {}
         self._resting = False
 
     @contextmanager
@@ -125,10 +198,22 @@ class View(TorchFunctionMode):
                 enter_function_mode(self)
             self._resting = before
 
-    def leaves(self, region: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Live parameters that were used in ``region``, each with the copy that stood in for it, if it is trained."""
+    def stand_in(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """From now on the second tensor of each of ``pairs`` stands in for the first."""
+        for given, later in pairs:
+            for key, held in self._given.items():  # a stand-in was given: it stood for a tensor of the user's
+                if held.later is given:
+                    self._given[key] = _Given(held.live, later)
+            self._given[id(given)] = _Given(given, later)
+
+    def close(self) -> None:
+        """Lets go of the tensors that were given to pipelined modules."""
+        self._given.clear()
+
+    def leaves(self, region: int) -> list[Used]:
+        """Live parameters that were used in ``region``, if they are trained."""
         return [
-            (leaf.weight.live, leaf.copy)
+            Used(leaf.weight.live, leaf.copy, leaf.seen)
             for (where, _), leaf in self._leaves.items()
             if where == region and leaf.copy.requires_grad
         ]
@@ -153,7 +238,7 @@ class View(TorchFunctionMode):
         # A compiled function would be compiled again for each parameter that the lines below look up.
         if self._resting or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        concerned: list[_Weight | _Buffer] = []
+        concerned: list[_Weight | _Buffer | _Given] = []
         self._find(args, concerned)
         if kwargs:
             self._find(kwargs.values(), concerned)
@@ -166,6 +251,8 @@ class View(TorchFunctionMode):
         if name in _PLACE:
             return func(torch.empty(0, device=self._device) if weights else concerned[0].live)
         buffers = [found for found in concerned if isinstance(found, _Buffer)]
+        if not weights and not buffers and (name in _OF_THE_TENSOR or func is torch.autograd.grad):
+            return func(*args, **kwargs)
         if weights and func is torch.autograd.grad:
             raise SettingError(
                 f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
@@ -184,12 +271,15 @@ class View(TorchFunctionMode):
                     " in_flight=1"
                 )
         before = [version_counter(buffer.live) for buffer in buffers]
-        if name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
-            result = self._leaf(weights[0]).seen.detach() if weights else func(*args, **kwargs)
+        if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
+            result = self._leaf(weights[0]).seen.detach()
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))
         for weight in weights:
             self._leaf(weight).check()
+        for found in concerned:
+            if isinstance(found, _Given) and found.stand_in() is result:
+                result = found.live
         for buffer, counter in zip(buffers, before, strict=True):
             if version_counter(buffer.live) != counter:
                 raise SettingError(
@@ -198,13 +288,15 @@ class View(TorchFunctionMode):
                 )
         return result
 
-    def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer]) -> None:
+    def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer | _Given]) -> None:
         """Adds to ``found`` what ``values`` hold of ours."""
-        known = self._weights.known
+        known, given = self._weights.known, self._given
         for value in values:
             if isinstance(value, Tensor):
                 if (one := known.get(id(value))) is not None:
                     found.append(one)
+                elif (other := given.get(id(value))) is not None:
+                    found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
                     raise SettingError(
                         f"training_step gives '{one.name}' to a function of torch.func, where the pipeline cannot put"
@@ -219,7 +311,9 @@ class View(TorchFunctionMode):
         """``value`` with copies in the place of live parameters."""
         if isinstance(value, Tensor):
             found = self._weights.known.get(id(value))
-            return self._leaf(found).seen if isinstance(found, _Weight) else value
+            if isinstance(found, _Weight):
+                return self._leaf(found).seen
+            return value if (given := self._given.get(id(value))) is None else given.stand_in()
         if isinstance(value, list | tuple):
             parts = [self.replaced(part) for part in value]
             if all(map(operator.is_, parts, value)):

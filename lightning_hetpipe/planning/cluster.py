@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.planning.catalogue import canonical, known
-from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, seconds_of
+from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
 
 T = TypeVar("T")
+
+LEAST_MEMORY = 1 << 20
+"""Bytes: no device has less, and who has written so has left a unit out."""
 
 _SEVERAL = re.compile(r"([1-9]\d*)[x*](?=[A-Za-z])(.+)")
 
@@ -45,10 +49,16 @@ class Device:
     def __init__(self, name: str, memory: int | str | None = None, speed: float = 1.0) -> None:
         if not name or not isinstance(name, str):
             raise SettingError(f"Device(name={name!r}) must be a name, such as 'RTX-3090'")
+        given, setting = memory, f"Device({name!r}).memory"
         if isinstance(memory, str):
-            memory = bytes_of(memory, f"Device({name!r}).memory")
-        if memory is not None and not (_is_positive(memory) and isinstance(memory, int)):
-            raise SettingError(f"Device({name!r}, memory={memory!r}) must be bytes, more than 0, or None")
+            memory = bytes_of(memory, setting)
+        if memory is not None and not _is_positive(memory):
+            raise SettingError(f"{setting}={given!r} must be bytes, more than 0, text such as '24 GiB', or None")
+        if memory is not None and memory < LEAST_MEMORY:
+            unit = "GiB" if memory < 1000 else "MiB"
+            raise SettingError(f"{setting}={given!r} is {memory:g} bytes; did you mean '{memory:g} {unit}'")
+        if memory is not None and not isinstance(memory, int):
+            raise SettingError(f"{setting}={given!r} must be a whole number of bytes, or text such as '24 GiB'")
         if not _is_positive(speed):
             raise SettingError(f"Device({name!r}, speed={speed!r}) must be a number more than 0")
         object.__setattr__(self, "name", name)
@@ -83,6 +93,11 @@ class Link:
         object.__setattr__(self, "bandwidth", bandwidth)
         object.__setattr__(self, "latency", latency)
 
+    def __str__(self) -> str:
+        """As "12 GB/s"; with its latency, if it has one, as "12 GB/s after 10 us"."""
+        speed = in_bandwidth(self.bandwidth)
+        return f"{speed} after {in_seconds(self.latency)}" if self.latency else speed
+
     def seconds(self, nbytes: int) -> float:
         """How long ``nbytes`` take; nothing takes no time."""
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
@@ -90,6 +105,12 @@ class Link:
 
 NO_LINK = Link(math.inf)
 """Between what shares memory: nothing has to travel."""
+
+PCIE = Link("12 GB/s", "10 us")
+"""Supposed between devices of one machine, where nobody has declared it: PCIe 3.0 x16 in practice."""
+
+ETHERNET = Link("10 Gbit/s", "50 us")
+"""Supposed between machines, where nobody has declared it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,8 @@ class Node:
         name: Of its own in a cluster.
         devices: In order; a name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, a mapping for one
             with these arguments.
-        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments.
+        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments. None says
+            nothing, and :data:`PCIE` is supposed; between CPUs, that nothing has to travel.
 
     Raises:
         SettingError: for a node without devices.
@@ -117,13 +139,13 @@ class Node:
 
     name: str
     devices: tuple[Device, ...]
-    link: Link
+    link: Link | None
 
     def __init__(
         self,
         name: str,
         devices: Sequence[Device | Mapping[str, Any] | str],
-        link: Link | Mapping[str, Any] | str = NO_LINK,
+        link: Link | Mapping[str, Any] | str | None = None,
     ) -> None:
         if not name or not isinstance(name, str):
             raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
@@ -133,7 +155,14 @@ class Node:
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
-        object.__setattr__(self, "link", _link(link, f"node '{name}'"))
+        object.__setattr__(self, "link", None if link is None else _link(link, f"node '{name}'"))
+
+    @property
+    def own_link(self) -> Link:
+        """Between any two of its devices, as declared or supposed."""
+        if self.link is not None:
+            return self.link
+        return NO_LINK if all(device.name == "cpu" for device in self.devices) else PCIE
 
 
 @dataclass(frozen=True, init=False)
@@ -142,17 +171,18 @@ class Cluster:
 
     Args:
         nodes: In order; a ``Node`` each, or a mapping with its arguments.
-        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments.
+        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments. None says
+            nothing, and :data:`ETHERNET` is supposed.
 
     Raises:
         SettingError: for a cluster without nodes, or with two of one name.
     """
 
     nodes: tuple[Node, ...]
-    link: Link
+    link: Link | None
 
     def __init__(
-        self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str = NO_LINK
+        self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str | None = None
     ) -> None:
         if not isinstance(nodes, Sequence) or not nodes:
             raise SettingError(f"Cluster(nodes={nodes!r}) must be a list of at least one Node")
@@ -161,7 +191,7 @@ class Cluster:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
         object.__setattr__(self, "nodes", made)
-        object.__setattr__(self, "link", _link(link, "the Cluster"))
+        object.__setattr__(self, "link", None if link is None else _link(link, "the Cluster"))
 
     @property
     def spots(self) -> tuple[Spot, ...]:
@@ -171,8 +201,19 @@ class Cluster:
     def link_between(self, one: Spot, other: Spot) -> Link:
         """What a value takes from ``one`` to ``other``."""
         if one.node != other.node:
-            return self.link
-        return NO_LINK if one.number == other.number else self.nodes[one.node].link
+            return self.link or ETHERNET
+        return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
+
+    def supposed(self, spots: Iterable[Spot]) -> list[str]:
+        """The links that stages on ``spots``, in their order, use and that nobody has declared: a sentence for each."""
+        found: dict[str, None] = {}
+        for one, other in pairwise(spots):
+            node = self.nodes[one.node]
+            if one.node != other.node and self.link is None:
+                found[f"{ETHERNET} is supposed between nodes, as no link is said"] = None
+            elif one.node == other.node and node.link is None and self.link_between(one, other) != NO_LINK:
+                found[f"{node.own_link} is supposed between devices of '{node.name}', as no link is said"] = None
+        return [*found]
 
     def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
         """With the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
@@ -216,8 +257,8 @@ class Cluster:
                     )
                 memory = [each.memory for each in (one, other) if each.memory is not None]
                 devices.append(replace(one, memory=min(memory, default=None)))
-            nodes.append(Node(node.name, devices, there.link if node.link == NO_LINK else node.link))
-        return Cluster(nodes, found.link if self.link == NO_LINK else self.link)
+            nodes.append(Node(node.name, devices, there.link if node.link is None else node.link))
+        return Cluster(nodes, found.link if self.link is None else self.link)
 
     def _each(self, change: Callable[[Device], Device]) -> Cluster:
         return Cluster([Node(node.name, [*map(change, node.devices)], node.link) for node in self.nodes], self.link)

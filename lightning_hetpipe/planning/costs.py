@@ -155,6 +155,7 @@ class Room:
         loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
             of them.
         besides: Bytes that each device has besides, to see by how much plans do not fit.
+        whole: Bytes that the last stage's device takes for the first minibatch of a fit.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Room:
         recompute: bool,
         loads: Sequence[Collection[Load]],
         besides: int = 0,
+        whole: int = 0,
     ) -> None:
         self._layers = layers
         self._limits = [kind.device.memory for kind in kinds]
@@ -174,6 +176,7 @@ class Room:
         self._recompute = recompute
         self._loads = [frozenset(each) for each in loads]
         self._besides = besides
+        self._whole = whole
         self._known: dict[tuple[frozenset[Load], int], Ticks | None] = {}
 
     def reach(self, kind: int, distance: int) -> Ticks | None:
@@ -187,6 +190,8 @@ class Room:
         limit = self._limits[kind]
         if limit is None:
             return None
+        if distance == 0 and self._whole > limit + self._besides:
+            return np.arange(len(self._layers) + 1)  # as far as it starts: there is no room for any
         key = loads, limit
         if key not in self._known:
             ends = np.minimum.reduce([self._ends(load, limit + self._besides) for load in loads])

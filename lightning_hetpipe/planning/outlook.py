@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.memory import Sizes, StageMemory, stage_memory
+from lightning_hetpipe.planning.memory import Sizes, StageMemory, first_minibatch, stage_memory
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load, Simulation, StageTimes, simulate
 
@@ -31,6 +31,8 @@ class ChosenStage:
         memory: What it takes of its device.
         held: The most minibatches whose activations it holds at once.
         load: What it holds when it takes most.
+        first_minibatch: Bytes that the first minibatch of a fit takes on its device, where it runs whole; 0 but for the
+            last stage.
     """
 
     spot: Spot
@@ -40,6 +42,7 @@ class ChosenStage:
     memory: StageMemory
     held: int
     load: Load
+    first_minibatch: int = 0
 
     @property
     def limit(self) -> int | None:
@@ -49,7 +52,7 @@ class ChosenStage:
     @property
     def overflow(self) -> int:
         """Bytes that its device lacks; 0 where it fits."""
-        return 0 if self.limit is None else max(0, self.memory.total - self.limit)
+        return 0 if self.limit is None else max(0, self.memory.total - self.limit, self.first_minibatch - self.limit)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def outlook(
     state: float = 0.0,
     recompute: bool = False,
     synchronise: float = 0.0,
+    watched: bool = True,
 ) -> Outlook:
     """What to expect of stages on ``spots`` that start at the layers ``cuts``.
 
@@ -105,6 +109,7 @@ def outlook(
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
+        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole.
 
     Raises:
         SettingError: where the profile has no times of a device.
@@ -125,7 +130,8 @@ def outlook(
             for load in sorted({load for _, load in run.loads(index)})
         }
         most = max(taken, key=lambda load: taken[load].total)
-        stages.append(ChosenStage(spot, first, after - 1, times[index], taken[most], run.held[index], most))
+        whole = first_minibatch(profile.layers, state) if watched and after == len(profile.layers) else 0
+        stages.append(ChosenStage(spot, first, after - 1, times[index], taken[most], run.held[index], most, whole))
     begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.

@@ -29,6 +29,7 @@ from lightning_hetpipe.planning.arrangement import (
 )
 from lightning_hetpipe.planning.cluster import Cluster, Spot
 from lightning_hetpipe.planning.costs import NEVER, Costs, Room, kinds_of
+from lightning_hetpipe.planning.memory import first_minibatch
 from lightning_hetpipe.planning.profile import Profile
 from lightning_hetpipe.planning.simulate import Load
 
@@ -144,6 +145,7 @@ class Dividing:
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
         stages: How many there are to be, at most one for each layer and each device; None for as many as are of use.
+        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole.
     """
 
     def __init__(
@@ -156,8 +158,10 @@ class Dividing:
         state: float = 0.0,
         recompute: bool = False,
         stages: int | None = None,
+        watched: bool = True,
     ) -> None:
         self._layers = profile.layers
+        self._whole = first_minibatch(profile.layers, state) if watched else 0
         self._stages = stages
         self._state = state
         self._recompute = recompute
@@ -224,7 +228,7 @@ class Dividing:
         return arrangements.find(ANY, self._room(arrangements.costs, in_flight, loads, besides)) is not None
 
     def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> Room:
-        return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, besides)
+        return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, besides, self._whole)
 
     def _arrangements(self) -> Arrangements:
         """All that there are, or those that can be looked through."""

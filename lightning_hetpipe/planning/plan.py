@@ -18,7 +18,8 @@ from lightning_hetpipe.planning.units import in_bytes
 VERSION = 1
 
 _ESTIMATED = " (estimated)"
-_DEVICE = re.compile(r"(?P<name>.+):(?P<number>\d+)(?P<estimated> \(estimated\))?", re.DOTALL)
+_NOMINAL = " (nominal memory)"
+_DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{re.escape(_NOMINAL)})?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class PlannedStage:
 
     Attributes:
         node: The machine's name.
-        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where the figures
-            of this stage come from a data sheet.
+        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where its times
+            come from a data sheet, " (nominal memory)" where only its memory does.
         first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
         time_s: For one minibatch, forward and backward, with its transfers.
         memory_bytes: That it takes.
@@ -58,12 +59,17 @@ class PlannedStage:
     @property
     def place(self) -> str:
         """As "RTX-3090:1"."""
-        return self.device.removesuffix(_ESTIMATED)
+        return self.device.removesuffix(_ESTIMATED).removesuffix(_NOMINAL)
 
     @property
     def estimated(self) -> bool:
-        """Whether figures come from a data sheet."""
+        """Whether its times come from a data sheet."""
         return self.device.endswith(_ESTIMATED)
+
+    @property
+    def nominal(self) -> bool:
+        """Whether its memory comes from a data sheet, and its times do not."""
+        return self.device.endswith(_NOMINAL)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ class PlannedWorker:
 
     minibatches_per_second: float
     stages: tuple[PlannedStage, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machines that its stages lie on, of which there may be one in this release."""
+        return tuple(dict.fromkeys(stage.node for stage in self.stages))
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,8 @@ class Plan:
         layers: Their names, in order.
         recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
             the plan says; files of earlier releases do not say it, and mean no.
+        first_minibatch_bytes: What the first minibatch of a fit takes on the last stage's device, where it runs whole;
+            0 where that is not known, as in files of earlier releases.
     """
 
     model: str
@@ -113,6 +126,7 @@ class Plan:
     virtual_workers: tuple[PlannedWorker, ...]
     layers: tuple[str, ...]
     recompute: bool = False
+    first_minibatch_bytes: int = 0
 
     @classmethod
     def of(
@@ -123,6 +137,7 @@ class Plan:
         cluster: Cluster,
         estimated: Collection[str] = (),
         clock_distance: int = 0,
+        nominal: Collection[Spot] = (),
     ) -> Plan:
         """What was found for one virtual worker.
 
@@ -132,14 +147,15 @@ class Plan:
             model: For people.
             layers: Names.
             cluster: That it was found for.
-            estimated: Names of the devices whose figures come from a data sheet.
+            estimated: Names of the devices whose times come from a data sheet.
             clock_distance: D.
+            nominal: The devices whose memory comes from a data sheet.
         """
         stages = tuple(
             PlannedStage(
                 cluster.nodes[stage.spot.node].name,
                 f"{stage.spot.device.name}:{stage.spot.number}"
-                + (_ESTIMATED if stage.spot.device.name in estimated else ""),
+                + (_ESTIMATED if stage.spot.device.name in estimated else _NOMINAL if stage.spot in nominal else ""),
                 stage.first,
                 stage.last,
                 stage.times.total,
@@ -158,6 +174,7 @@ class Plan:
             (PlannedWorker(found.rate, stages),),
             tuple(layers),
             found.recompute,
+            found.stages[-1].first_minibatch,
         )
 
     @classmethod
@@ -180,6 +197,7 @@ class Plan:
             tuple(_worker(each) for each in document["virtual_workers"].entries()),
             tuple(each.text() for each in document["layers"].entries()),
             "recompute" in document and document["recompute"].truth(),
+            document["first_minibatch_bytes"].whole() if "first_minibatch_bytes" in document else 0,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -215,6 +233,7 @@ class Plan:
                 if cluster is not None:
                     yield from _place_problems(stage, f"{place}[{number}]", cluster)
             yield from _shared_problems(worker.stages, place, cluster)
+            yield from _first_problems(worker.stages, place, cluster, self.first_minibatch_bytes)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
@@ -292,21 +311,42 @@ def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterat
 
 def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
     """Of devices that several stages share, each of which would fit there alone."""
-    memory: dict[tuple[str, int], int | None] = {}
-    for node in () if cluster is None else cluster.nodes:
-        memory |= {(node.name, at): device.memory for at, device in enumerate(node.devices)}
     shared: dict[tuple[str, int], list[int]] = {}
     for number, stage in enumerate(stages):
         if (at := stage.device_number) is not None:
             shared.setdefault((stage.node, at), []).append(number)
-    for where, numbers in shared.items():
-        limits = [*(stages[number].memory_limit_bytes for number in numbers), memory.get(where)]
-        limit = min((each for each in limits if each is not None), default=None)
+    for numbers in shared.values():
+        limit = _limit([stages[number] for number in numbers], cluster)
         taken = [stages[number].memory_bytes for number in numbers]
         if limit is not None and max(taken) <= limit < sum(taken):
             together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
             said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
             yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
+
+
+def _first_problems(
+    stages: Sequence[PlannedStage], place: str, cluster: Cluster | None, first_minibatch: int
+) -> Iterator[Problem]:
+    """Of the last stage's device, which runs the first minibatch of a fit whole."""
+    limit = _limit(stages[-1:], cluster)
+    if limit is not None and stages[-1].memory_bytes <= limit < first_minibatch:
+        yield Problem(
+            f"{place}[{len(stages) - 1}].memory_bytes",
+            f"is {in_bytes(first_minibatch)} in the first minibatch of a fit, which runs whole there in this release,"
+            f" {in_bytes(first_minibatch - limit)} more than {stages[-1].place} has",
+        )
+
+
+def _limit(stages: Sequence[PlannedStage], cluster: Cluster | None) -> int | None:
+    """Bytes of the one device of ``stages``, as they say and as ``cluster`` does; None for no limit."""
+    found = [stage.memory_limit_bytes for stage in stages]
+    for node in () if cluster is None else cluster.nodes:
+        found += (
+            device.memory
+            for number, device in enumerate(node.devices)
+            if any((stage.node, stage.device_number) == (node.name, number) for stage in stages)
+        )
+    return min((each for each in found if each is not None), default=None)
 
 
 def _worker(document: Document) -> PlannedWorker:

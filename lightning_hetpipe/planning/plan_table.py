@@ -35,8 +35,21 @@ def table(plan: Plan) -> str:
             rows.append(_row(number, stage, plan, {_CELLS[key] for key in bad}))
         title = f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second"
         lines += ["", *([title] if many else []), *_aligned([_HEADER, *rows])]
-    if any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages):
-        lines += ["", f"{ESTIMATE} is an estimate: of this device there are data sheets only, no measurements"]
+    stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
+    notes = []
+    if any(stage.estimated for stage in stages):
+        notes.append(f"{ESTIMATE} is an estimate: of this device's times there are data sheets only, no measurements")
+    if any(stage.nominal for stage in stages):
+        notes.append(f"{ESTIMATE} before memory: the data sheet's, of which a driver leaves a little less")
+    last = [worker.stages[-1] for worker in plan.virtual_workers if len(worker.stages) > 1]
+    fits = not any("first minibatch" in problem.said for problem in problems)
+    if plan.first_minibatch_bytes and fits and any(stage.memory_limit_bytes is not None for stage in last):
+        where = " and ".join(f"{stage.node} {stage.place}" for stage in last)
+        takes = in_bytes(plan.first_minibatch_bytes)
+        notes.append(f"the first minibatch of a fit runs whole on the last stage's device: {takes} on {where}")
+    if any(len(worker.nodes) > 1 for worker in plan.virtual_workers):
+        notes.append("stages on several nodes are planned only: this release runs those of one node")
+    lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
 
@@ -64,7 +77,7 @@ def _headline(plan: Plan) -> str:
 def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[str]:
     guess = ESTIMATE if stage.estimated else ""
     gpu, limit = known(stage.device_name), stage.memory_limit_bytes
-    nominal = guess if gpu is not None and gpu.memory == limit else ""
+    nominal = ESTIMATE if stage.nominal or (stage.estimated and gpu is not None and gpu.memory == limit) else ""
     cells = [
         str(number),
         f"{stage.node} {stage.place}",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from lightning_hetpipe.planning import cluster
 from lightning_hetpipe.planning.document import Document, write
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 
@@ -87,6 +88,8 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
             device["layers"].refuse(f"has {len(times[name])} entries, for {len(layers)} layers")
         if "memory_bytes" in device:
             memory[name] = device["memory_bytes"].whole(1)
+            if memory[name] < cluster.LEAST_MEMORY:
+                device["memory_bytes"].refuse(f"is {memory[name]} bytes, less than any device has; give bytes")
     if not times:
         document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
     return Profile(document["model"].text(), document[keys["samples"]].whole(1), layers, times, memory, estimated)

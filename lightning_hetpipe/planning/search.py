@@ -102,6 +102,7 @@ def best_plan(
     recompute: bool = False,
     synchronise: float = 0.0,
     stages: int | None = None,
+    watched: bool = True,
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
@@ -118,6 +119,7 @@ def best_plan(
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         stages: k, where it is not to be chosen.
+        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole, so that it must fit.
 
     Raises:
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
@@ -128,7 +130,8 @@ def best_plan(
             f"stages={stages} cannot be planned for {len(spots)} devices and {len(profile.layers)} layers, of which"
             " each stage has one at least; ask for no more than there are"
         )
-    search = _Search(profile, cluster, spots, ordered, optimizer_state(optimizer), recompute, synchronise, stages)
+    state = optimizer_state(optimizer)
+    search = _Search(profile, cluster, spots, ordered, state, recompute, synchronise, stages, watched)
     choice = search.choose() if in_flight is None else search.at(in_flight)
     assert choice is not None
     return choice
@@ -146,6 +149,7 @@ class _Search:
     _recompute: bool
     _synchronise: float
     _stages: int | None
+    _watched: bool
 
     def __post_init__(self) -> None:
         self._dividing = Dividing(
@@ -156,6 +160,7 @@ class _Search:
             state=self._state,
             recompute=self._recompute,
             stages=self._stages,
+            watched=self._watched,
         )
         self._found: dict[int, Outlook | None] = {}
         self._seen: dict[int, list[Division]] = {}
@@ -195,7 +200,7 @@ class _Search:
         if len(chosen.stages) == 1 < chosen.in_flight:  # as above
             chosen = plans[0] = self._found[1] = self._look([chosen.stages[0].spot], [0], 1)
         unfit = next((n for n in tried if self._found[n] is None), None)
-        reasons = _why(chosen, plans, unfit)
+        reasons = _why(chosen, plans, tried[-1], unfit)
         if unfit is not None and not self._recompute:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
@@ -271,6 +276,7 @@ class _Search:
             state=self._state,
             recompute=self._recompute,
             synchronise=self._synchronise,
+            watched=self._watched,
         )
 
     def _without_limits(self) -> Division:
@@ -296,10 +302,15 @@ class _Search:
         assert division is not None
         found = self._outlook(division, in_flight)
         if found.fits:  # its stages hold less than what they were thought to hold
-            return self._choice(found, [in_flight], [_slowest(found)])
+            self._found[in_flight] = found
+            if asked:
+                return self.at(in_flight)
+            choice = self.choose()
+            assert choice is not None
+            return choice
         lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
         fewer = self._most(in_flight - 1)
-        reasons = [f"no plan fits at Nm = {in_flight}; this is the one whose devices lack the least"]
+        reasons = [f"no plan was found that fits at Nm = {in_flight}; of those that were, this one lacks the least"]
         again = None
         if not self._recompute:
             other = self._with_recompute()
@@ -363,7 +374,7 @@ def _slowest(found: Outlook) -> str:
     )
 
 
-def _why(chosen: Outlook, plans: Sequence[Outlook], unfit: int | None) -> list[str]:
+def _why(chosen: Outlook, plans: Sequence[Outlook], last: int, unfit: int | None) -> list[str]:
     best = max(plans, key=lambda plan: plan.rate)
     reasons = [_slowest(chosen)]
     if best.in_flight != chosen.in_flight:
@@ -374,7 +385,8 @@ def _why(chosen: Outlook, plans: Sequence[Outlook], unfit: int | None) -> list[s
     elif len(chosen.stages) == 1:
         reasons.append("there is nothing that a second one in flight could overlap with")
     elif len(plans) > 1:
-        reasons.append(f"no Nm is faster than {chosen.in_flight}, and a smaller one is slower by more than 1%")
+        looked = f"of Nm = 1 to {last if unfit is None else unfit - 1}"
+        reasons.append(f"{looked} none is faster than {chosen.in_flight}, and a smaller one is slower by more than 1%")
     if unfit is not None:
-        reasons.append(f"Nm = {unfit} does not fit")
+        reasons.append(f"no plan was found that fits at Nm = {unfit}")
     return reasons

@@ -29,6 +29,14 @@ def in_bytes(count: float) -> str:
     return f"{count} {_SHOWN[0]}" if unit == 0 else f"{size:.1f} {_SHOWN[unit]}"
 
 
+def in_bandwidth(rate: float) -> str:
+    """Bytes per second, for people: "12 GB/s"."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}"
+    return f"{rate:.3g} B/s"
+
+
 def in_seconds(seconds: float) -> str:
     """A time, for people: "2.11 ms", "12 s"."""
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"

@@ -49,7 +49,12 @@ def cut_after(clock: int, distance: int) -> int:
     return clock + 1 + distance
 
 
-def global_staleness(in_flight: int, distance: int) -> int:
-    """s_global = (D + 1)(s_local + 1) + s_local - 1 minibatches, for W = Nm (HetPipe, section 5.2)."""
-    s_local = in_flight - 1
-    return (distance + 1) * (s_local + 1) + s_local - 1
+def global_staleness(in_flight: int, distance: int, wave: int | None = None) -> int:
+    """s_global = (D + 1) W + s_local - 1 minibatches (HetPipe, section 5.2, where W = Nm = s_local + 1).
+
+    Args:
+        in_flight: Nm.
+        distance: D.
+        wave: W; by default Nm.
+    """
+    return (distance + 1) * (in_flight if wave is None else wave) + (in_flight - 1) - 1

@@ -16,10 +16,12 @@ from typing import Self
 
 from torch import Tensor
 
-from lightning_hetpipe.server.actions import Ask, AskShards, Body, State
+from lightning_hetpipe.server.actions import Ask, AskShards, Body, Goal, State
 from lightning_hetpipe.server.member import Member
 from lightning_hetpipe.server.messages import (
     Answer,
+    Departed,
+    Done,
     Failed,
     NotYet,
     Parameter,
@@ -55,6 +57,14 @@ class ServersUnheard(ServersSilent):
     """No server has answered for ``timeout``."""
 
 
+class NotJoined(ServersSilent):
+    """VWs, of which ``missing`` are the numbers, have not joined within ``join_timeout``."""
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
 class Client:
     """One VW's way to train with others. Its calls are made by one thread at a time; ``cancel`` by any.
 
@@ -67,9 +77,11 @@ class Client:
         lease: seconds, the servers' own; a heartbeat goes out three times in it.
         timeout: seconds for which servers may be unreachable, and for which one request may take; may be set anew.
         patience: seconds to wait for other VWs, as long as they live; may be set anew.
+        join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``patience``.
         name: of the threads.
         lost: why the servers will not come back, once somebody knows that; the call under way raises it, and all later
             ones.
+        departed: told once of each other VW that was left out or has left, from any thread.
     """
 
     def __init__(
@@ -83,9 +95,11 @@ class Client:
         lease: float = 30.0,
         timeout: float = 300.0,
         patience: float = PATIENCE,
+        join_timeout: float | None = None,
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
+        departed: Callable[[Departed], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
@@ -109,8 +123,12 @@ class Client:
         self._kept = b""
         self._result = bytearray()
         self._lease, self.timeout, self.patience = lease, timeout, patience
+        self._join_timeout = patience if join_timeout is None else join_timeout
         self._now = now
         self._lost = lost
+        self._on_departed = departed
+        self._departed: set[Departed] = set()
+        self._hears = threading.Lock()
         # One for each server, and one to join again.
         self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
         self._busy = threading.Lock()
@@ -149,7 +167,7 @@ class Client:
         Raises:
             RemoteFault: the VW differs from the others, and in what; or is not wanted any more.
             PeerFailed: another VW has failed.
-            ServersSilent: after ``timeout`` or ``patience``.
+            ServersSilent: after ``timeout`` or ``patience``; ``NotJoined`` after ``join_timeout``.
             Cancelled: by ``cancel``.
         """
         self._write(self._weight_layouts, self._weights[self.member.newest], weights)
@@ -250,6 +268,7 @@ class Client:
                 raise Cancelled("the call was cancelled")
             self.check()
             state, why = self.member.state, ""
+            missing: tuple[int, ...] = ()
             if isinstance(action, Ask):
                 answer = self._ask(action)
                 answers = {} if answer is None else {COORDINATOR: answer}
@@ -261,7 +280,9 @@ class Client:
                 if isinstance(action, AskShards):
                     self.member.heard_from(server, answer)
                 else:
-                    self.waits_for = why = answer.waits_for if isinstance(answer, NotYet) else ""
+                    if isinstance(answer, NotYet):
+                        why, missing = answer.waits_for, answer.missing
+                    self.waits_for = why
                     self.member.heard(answer)
             now = self._now()
             if answers:
@@ -272,6 +293,8 @@ class Client:
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self.timeout:
                 raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+            if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
+                raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
             if now - began > self.patience:
                 awaited = why or "a server"
                 raise ServersSilent(f"{who} for {self.patience:g} s for {awaited}; set a longer timeout if it may")
@@ -332,7 +355,17 @@ class Client:
             fault = RemoteFault.parse(str(refused))
             return Refused("", fault.refusal, str(fault))
         answer: Answer = decode(header)
+        if isinstance(answer, Done) and answer.departed:
+            self._hear(answer.departed)
         return answer
+
+    def _hear(self, departed: Sequence[Departed]) -> None:
+        with self._hears:
+            # Of itself this one is told otherwise.
+            news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
+            self._departed.update(news)
+        for each in news:
+            self._on_departed(each)
 
     def _leave(self, failure: str) -> None:
         self._left = True

@@ -25,6 +25,7 @@ from lightning_hetpipe.server.messages import (
     Arrive,
     AskStatus,
     Closed,
+    Departed,
     Done,
     Failed,
     Fetch,
@@ -94,6 +95,8 @@ class Coordinator:
         """The newest of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone or {})
         """Incarnations that were left out, or have left."""
+        self._departed: dict[tuple[int, int], Departed] = {}
+        """Those of them that were members, by VW and incarnation."""
         self._joins: dict[int, Join] = {}
         """What was reported for the generation to come."""
         self._newcomers: dict[int, Join] = {}
@@ -133,7 +136,7 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Leases run out."""
         for vw in self._leases.expired(now):
-            self._remove(vw)
+            self._remove(vw, self._silent)
         if self.phase is Phase.FORMING:
             self._form(now)
         self._forgotten = self._failure is not None and now - self._failed_at > self._leases.seconds
@@ -195,24 +198,26 @@ class Coordinator:
         if incarnation < known:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
         if incarnation <= self.gone.get(vw, -1) and not isinstance(message, Leave):
-            raise RemoteFault(
-                Refusal.LEFT_OUT,
-                f"VW {vw} was silent for longer than its lease of {self._leases.seconds:g} s, or has left",
-            )
+            raise RemoteFault(Refusal.LEFT_OUT, f"VW {vw} was {self._silent}, or has left")
         if incarnation > known:
             if not isinstance(message, Join | Leave):
                 if vw not in self._leases.seen and self._signature is not None:
                     self._incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
             if vw in self._leases.seen:
-                self._remove(vw)
+                self._remove(vw, "started again")
             self._incarnation[vw] = incarnation
             self._reports.pop(vw, None)
         if not again and not isinstance(message, Leave):
             self._leases.seen[vw] = now
 
-    def _remove(self, vw: int) -> None:
-        """The VW is gone: it was silent, or left, or a newer incarnation takes its place."""
+    @property
+    def _silent(self) -> str:
+        lease = f"{self._leases.seconds:g} s"
+        return f"silent for longer than its lease of {lease} (raise WSPCallback(lease=...) if it may be)"
+
+    def _remove(self, vw: int, why: str = "") -> None:
+        """The VW is gone: it has left; or it was left out, and ``why``."""
         del self._leases.seen[vw]
         self._standstill.forget(vw)
         self._joins.pop(vw, None)
@@ -221,11 +226,21 @@ class Coordinator:
         if not member:
             return
         self.gone[vw] = self._incarnation[vw]
+        clocks = self.order.clock if self.order is not None else {}
+        assert self._formation is not None
+        self._depart(vw, clocks[vw] if vw in clocks else self._formation.members[vw].clock, why)
         if self.phase is Phase.RUNNING and self.order is not None:
-            self.order.drop(vw)
+            self.order.drop(vw, why)
             self._admit()
         elif self.phase is Phase.LOADING and self._formation is not None and self._formation.holder == vw:
             self.phase = Phase.FORMING
+
+    def _depart(self, vw: int, clock: int, why: str) -> None:
+        key = vw, self.gone[vw]
+        self._departed.setdefault(key, Departed(*key, clock, why))
+
+    def _done(self) -> Done:
+        return Done(self.epoch, tuple(self._departed.values()))
 
     def _fail(self, vw: int, why: str, now: float) -> None:
         self._failure, self._failed_at, self.phase = (vw, why[:MAX_FAILURE]), now, Phase.FAILED
@@ -237,7 +252,7 @@ class Coordinator:
         if message.vw in self._leases.seen:
             self._remove(message.vw)
         self.gone[message.vw] = message.incarnation
-        return Done(self.epoch)
+        return self._done()
 
     # How a generation begins.
 
@@ -269,7 +284,7 @@ class Coordinator:
             self._lost_at = now
         missing = self._form(now)
         if missing:
-            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} to join")
+            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} to join", tuple(missing))
         if vw not in self._attempts:
             return self._join(message, body, now)
         return self._joined(vw)
@@ -286,6 +301,11 @@ class Coordinator:
             return found
         if all(join.report.collected is None for join in self._joins.values()):
             self._gathers = Gathers(self._gathers.limit)  # what is left there is another launch's, or given anew
+        assert self._signature is not None
+        for each in found.missing if self._signature.parameters else ():  # from other rooms it may have gone by itself
+            if self.gone.get(each.vw, -1) < each.incarnation:
+                self.gone[each.vw] = each.incarnation
+                self._depart(each.vw, each.clock, self._silent)
         self._formation = found
         self._attempts = {vw: self._joins[vw].attempt for vw in found.members}
         for vw in [vw for vw in self._joins if vw not in found.members]:
@@ -358,7 +378,7 @@ class Coordinator:
         if isinstance(message, Heartbeat | Loaded):
             if isinstance(message, Heartbeat) and self.phase is Phase.RUNNING and order is not None:
                 order.confirm(vw)
-            return Done(self.epoch), ()
+            return self._done(), ()
         if self.phase is not Phase.RUNNING or order is None:
             raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
         order.confirm(vw)
@@ -374,7 +394,7 @@ class Coordinator:
         elif isinstance(message, Gather | Fetch):
             return self._gather(order, message, body)
         self._admit()
-        return Done(self.epoch), ()
+        return self._done(), ()
 
     def _granted(self, order: Order, message: Pull) -> Granted:
         clock = order.clock[message.vw]

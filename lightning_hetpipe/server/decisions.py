@@ -72,9 +72,11 @@ class Closed:
 
 @dataclass(frozen=True)
 class Left:
-    """A VW is no member any more."""
+    """A VW is no member any more: ``why`` it was left out, after ``clock`` waves; or it has left, and why is empty."""
 
     vw: int
+    clock: int
+    why: str
 
 
 Decision = Began | Pushed | Committed | Granted | Held | Closed | Left

@@ -30,6 +30,8 @@ class Formation:
     cut_clock: int
     cut_at: int
     lost: tuple[Lost, ...]
+    missing: tuple[Mark, ...]
+    """Members at the base that are none now, each with the number of its waves that the base includes."""
 
 
 def check(join: Join) -> None:
@@ -99,6 +101,11 @@ def decide(
         cut_clock,
         max(join.report.cut_at for join in members.values()),
         _lost(members, base, former, last),
+        tuple(
+            Mark(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation))
+            for mark in (last.members if last else ())
+            if mark.vw not in members
+        ),
     )
 
 
@@ -124,18 +131,17 @@ def _standing(join: Join, base: Point, cut: int, cut_clock: int, holder: int) ->
 
 def _lost(members: Mapping[int, Join], base: Point, former: Order | None, last: Point | None) -> tuple[Lost, ...]:
     """Updates that were pushed, as far as anyone knows, and are neither in the base nor pushed again."""
-    included = {mark.vw: mark for mark in base.included}
-
-    def first(vw: int, incarnation: int) -> int:
-        mark = included.get(vw)
-        return mark.clock + 1 if mark is not None and mark.incarnation == incarnation else 0
-
     if former is not None:
         held = {vw for vw, join in members.items() if join.report.pending}
         return tuple(
-            Lost(mark.vw, mark.incarnation, first(mark.vw, mark.incarnation), mark.clock)
+            Lost(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation), mark.clock)
             for mark in former.newest
             if mark.vw not in held and not base.includes(mark)
         )
     gone = [mark for mark in (last.members if last else ()) if mark.vw not in members]
-    return tuple(Lost(mark.vw, mark.incarnation, first(mark.vw, mark.incarnation), -1) for mark in gone)
+    return tuple(Lost(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation), -1) for mark in gone)
+
+
+def _waves(base: Point, vw: int, incarnation: int) -> int:
+    """The number of waves of this incarnation that ``base`` includes."""
+    return next((mark.clock + 1 for mark in base.included if (mark.vw, mark.incarnation) == (vw, incarnation)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -12,6 +13,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.buffers import Filling, copy, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, OVERHEAD, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
+from lightning_hetpipe.server.rejections import Rejections
 from lightning_hetpipe.server.security import Security, split
 from lightning_hetpipe.server.shared_memory import NoBlock, Place, Views, place_of
 from lightning_hetpipe.server.transport import HEADER_LIMIT, Handler, Refused, Reply
@@ -70,6 +72,7 @@ class GrpcServer:
         self._host, self._port = address.rpartition(":")[0], split(address)[1]
         self._handler = handler
         self._calls = calls
+        self._rejections = Rejections()
         self._views = Views()
         self._threads: ThreadPoolExecutor | None = None
         self._server: grpc.Server | None = None
@@ -95,7 +98,7 @@ class GrpcServer:
         self._threads = ThreadPoolExecutor(self._calls, thread_name_prefix="hetpipe-server")
         server = grpc.server(
             self._threads,
-            interceptors=(_Doorkeeper(self._security),),
+            interceptors=(_Doorkeeper(self._security, self._rejections),),
             options=options,
             maximum_concurrent_rpcs=self._calls,
         )
@@ -140,7 +143,7 @@ class GrpcServer:
         return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        opening = _opening(message, context)
+        opening = self._opening(message, context)
         if bool(opening.size) != bool(opening.place) or (opening.room and not opening.sees):
             _malformed(context, "a body cannot come in a call of one message, it can only lie somewhere")
         try:
@@ -152,7 +155,7 @@ class GrpcServer:
             _malformed(context, str(error))
 
     def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        opening = _opening(next(messages, b""), context)
+        opening = self._opening(next(messages, b""), context)
         try:
             offered = self._offered(opening)
             yield from self._answers(opening, offered, messages, context)
@@ -160,6 +163,17 @@ class GrpcServer:
             yield Answer(Outcome.UNSEEN, str(no).encode()).pack()
         except Malformed as error:
             _malformed(context, str(error))
+
+    def _opening(self, message: bytes, context: grpc.ServicerContext) -> Opening:
+        why = f"a call needs a deadline of at most {LONGEST:.0f} s" if context.time_remaining() > LONGEST else ""
+        try:
+            opening = Opening.unpack(message)
+        except Malformed as error:
+            why = str(error)
+        if why:
+            self._rejections.note(context.peer(), why)
+            _malformed(context, why)
+        return opening
 
     def _offered(self, opening: Opening) -> memoryview | None:
         """The body where it lies; None if it comes in messages, or there is none. Raises NoBlock."""
@@ -203,6 +217,8 @@ class GrpcServer:
         except Exception as error:
             yield _no(error, method)
             return
+        if reply.rejected:
+            self._rejections.note(context.peer(), reply.rejected)
         try:
             yield from _reply(reply, opening, messages)
         finally:  # also where the caller is gone: then this generator is closed
@@ -246,30 +262,26 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
 class _Doorkeeper:
     """Turns away who does not show the token, before anything that they send is read."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, rejections: Rejections) -> None:
         self._security = security
-        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+        self._rejections = rejections
+        self._refusals = {
+            shows: grpc.stream_stream_rpc_method_handler(partial(self._refuse, shows)) for shows in ("no", "a wrong")
+        }
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         shown = [value for name, value in details.invocation_metadata if name == TOKEN]
         token = shown[0].removeprefix(BEARER) if shown else None
-        return continuation(details) if self._security.admits(token) else self._refusal
+        if self._security.admits(token):
+            return continuation(details)
+        return self._refusals["no" if token is None else "a wrong"]
 
-    @staticmethod
-    def _refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _refuse(self, shows: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        self._rejections.note(context.peer(), f"it shows {shows} token; HETPIPE_TOKEN is to be the same everywhere")
         context.abort(
             grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's as HETPIPE_TOKEN"
         )
         yield b""
-
-
-def _opening(message: bytes, context: grpc.ServicerContext) -> Opening:
-    if context.time_remaining() > LONGEST:
-        _malformed(context, f"a call needs a deadline of at most {LONGEST:.0f} s")
-    try:
-        return Opening.unpack(message)
-    except Malformed as error:
-        _malformed(context, str(error))
 
 
 def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:

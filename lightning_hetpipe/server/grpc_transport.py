@@ -12,6 +12,7 @@ from lightning_hetpipe.server.buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.grpc_import import grpc
 from lightning_hetpipe.server.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, TOKEN
+from lightning_hetpipe.server.rejections import printable
 from lightning_hetpipe.server.security import Security, is_loopback, split
 from lightning_hetpipe.server.shared_memory import NoBlock, Place, Views, place_of
 from lightning_hetpipe.server.transport import TIMEOUT, Refused, Unreachable
@@ -189,6 +190,7 @@ class GrpcChannel:
         for sign, sentence in _STRANGERS.items():
             if sign in details:
                 return Refused(f"the server at {self.address} {sentence}")
+        details = printable(details)  # of a server that may not be ours
         if code in _NO:
             return Refused(f"the server at {self.address} refused the call: {details}")
         hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""

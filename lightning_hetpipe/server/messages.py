@@ -241,16 +241,30 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Departed:
+    """A member that the others go on without, after ``clock`` waves of its; ``why`` is empty where it has left."""
+
+    vw: int
+    incarnation: int
+    clock: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Done:
+    """``departed``: the coordinator tells of all so far."""
+
     epoch: str
+    departed: tuple[Departed, ...] = ()
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """Ask again. ``waits_for`` says for whom or what."""
+    """Ask again. ``waits_for`` says for whom or what; ``missing`` are VWs that have to join before anybody can."""
 
     epoch: str
     waits_for: str
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

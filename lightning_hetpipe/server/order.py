@@ -204,11 +204,11 @@ class Order:
                 raise RemoteFault(Refusal.MALFORMED, f"VW {vw} comes to cut {cut} after cut {self.cut}")
         return None if self._passed[vw] < cut else self._cut_clock
 
-    def drop(self, vw: int) -> None:
-        """The VW is no member any more. What it has pushed counts."""
+    def drop(self, vw: int, why: str = "") -> None:
+        """The VW is no member any more, as it has left, or ``why`` else. What it has pushed counts."""
+        self._note(Left(vw, self.clock[vw], why))
         for each in (self.clock, self.waits, self._turns, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
-        self._note(Left(vw))
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
             group.discard(vw)
         self._advance()

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.parent_death import ASK, forget
 from lightning_hetpipe.server.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
@@ -27,9 +28,13 @@ _LOOK = 0.2  # seconds between looks at whether a start is still wanted
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
 # Who the parent is must be asked before anything else: later it may be dead already, and another one's child this.
-CHILD = """
-import json, os, sys
+CHILD = f"""
+import os
 parent = os.getppid()
+{ASK}
+if os.getppid() != parent:
+    sys.exit()
+import json
 told = json.loads(sys.stdin.readline())
 sys.path[:] = told.pop("path")
 from lightning_hetpipe.server.process import child
@@ -204,9 +209,13 @@ def child(parent: int, handler: str, arguments: dict[str, Any], address: str, se
         os.write(answers, json.dumps(answer).encode() + b"\n")
         os.close(answers)
 
+    def ready(at: str) -> None:
+        forget()  # the lifeline is watched from here on, and who started this may be a thread that ends now
+        say(address=at)
+
     try:
         serving = found(handler)(**arguments)
-        serve(serving, address, Security(**security), lambda at: say(address=at), Lifeline(parent))
+        serve(serving, address, Security(**security), ready, Lifeline(parent))
     except SettingError as error:
         say(refused=str(error))
     end(0)

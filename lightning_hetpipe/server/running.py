@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -77,7 +78,10 @@ def serve(
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process, whatever still waits in a handler: nothing of a server's is worth a process that stays."""
+    """Ends the process, whatever still waits in a handler: nothing of a server's is worth a process that stays.
+
+    The interpreter is not taken down: with torch that takes most of a second, for which a launch would wait.
+    """
     deadline = time.monotonic() + _HELD
     ours = threading.current_thread()
     for thread in threading.enumerate():
@@ -85,10 +89,12 @@ def end(code: int) -> NoReturn:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 _LOG.warning("hetpipe server: %s did not end in %g s; ending without it", thread.name, _HELD)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-    sys.exit(code)
+                break
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 class _Signals:

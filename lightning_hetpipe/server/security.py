@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,9 +70,17 @@ class Security:
         """The contents of ca, certificate and key.
 
         Raises:
-            SettingError: if one of the files cannot be read, or is not PEM.
+            SettingError: if one of the files cannot be read, or is not PEM, or the key is not the certificate's.
         """
-        return _pem("ca", self.ca), _pem("certificate", self.certificate), _pem("key", self.key)
+        files = _pem("ca", self.ca), _pem("certificate", self.certificate), _pem("key", self.key)
+        try:  # what gRPC would say of it is in its log, which is off
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.certificate or "", self.key, password="")
+        except (ssl.SSLError, ValueError):
+            raise SettingError(
+                f"security.key={self.key} is not the key of security.certificate={self.certificate}; give the"
+                " certificate and its own key, without a passphrase."
+            ) from None
+        return files
 
     def check(self, address: str) -> None:
         """Whether these settings hold together and do for ``address``, ``host:port``.

@@ -19,6 +19,7 @@ from lightning_hetpipe.server.messages import (
     Answer,
     Failed,
     Fetch,
+    Join,
     Message,
     NotYet,
     Read,
@@ -165,7 +166,10 @@ class Service:
                 self._changed.notify_all()  # this answer may have been what changed things
         if isinstance(message, Fetch):
             _as_large_as_asked_for(answer)
-        return Reply(encode(answer), [memoryview(part) for part in parts])
+        rejected = ""
+        if isinstance(message, Join) and isinstance(answer, Refused) and answer.refusal is not Refusal.STALE:
+            rejected = answer.why
+        return Reply(encode(answer), [memoryview(part) for part in parts], rejected=rejected)
 
 
 def _as_large_as_asked_for(answer: Answer) -> None:

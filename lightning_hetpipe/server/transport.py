@@ -38,6 +38,8 @@ class Reply(NamedTuple):
     """Contiguous; read where it lies, and so not to be changed before ``done`` is called."""
     done: Callable[[], None] | None = None
     """Called once when nothing reads ``body`` any more, whether or not it reached the client."""
+    rejected: str = ""
+    """Why the caller is turned away for good, if it is: for who watches the server. The caller reads the header."""
 
 
 class Handler(Protocol):

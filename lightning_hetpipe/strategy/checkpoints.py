@@ -45,15 +45,3 @@ def filled(io: CheckpointIO | None) -> CheckpointIO | None:
 def is_lightnings_own(io: CheckpointIO) -> bool:
     """Whether nobody has chosen ``io``."""
     return type(io) is TorchCheckpointIO
-
-
-def note_in_flight(checkpoint: dict[str, Any], in_flight: int) -> None:
-    """Writes Nm into ``checkpoint``; with 1 it is one that any other strategy would have written."""
-    if in_flight > 1:
-        checkpoint["hetpipe"] = {"in_flight": in_flight}
-
-
-def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
-    """What was noted, which users' hooks do not see; None if nothing was."""
-    noted: int | None = checkpoint.pop("hetpipe", {}).get("in_flight")
-    return noted

@@ -12,10 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from lightning_hetpipe.server import parent_death
 from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import lifeline
+from lightning_hetpipe.strategy.losses import losses, say
+
+UNTIL_SAID = 10.0
+"""Seconds of a wait for children that go on after this process, until a person is told of it."""
 
 OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
@@ -23,27 +29,38 @@ OnEnd = Callable[[int, int], None]
 # What ends a process because another one failed, or because somebody wanted it so, explains nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
 
+_LOOK = 0.05  # seconds between looks at what children that are to end have said
+
 
 @dataclass(eq=False)
 class Child:
     """One virtual worker's process, our end of its lifeline, and what it has said there.
 
     Attributes:
+        local: Its number on this node.
+        worker: Its number among all.
         arrived: It has come as far as `Launcher.launch`. Before, an interrupt would show where it was instead.
         error: The exception that ends it, in words that are the same in every process.
         said: What it would have printed about that.
+        leaving: Its program is over.
     """
 
     local: int
+    worker: int
     process: subprocess.Popen[bytes]
     lifeline: socket.socket
     arrived: bool = False
     error: str | None = None
     said: str = ""
+    leaving: bool = False
     unread: bytes = b""
 
     def __str__(self) -> str:
-        return f"virtual worker {self.local} (process {self.process.pid})"
+        return f"{self.name} (process {self.process.pid})"
+
+    @property
+    def name(self) -> str:
+        return f"virtual worker {self.worker}"
 
     def tell(self, signum: int) -> None:
         """Sends it a signal; SIGINT to all processes of its session, as a terminal does.
@@ -64,7 +81,9 @@ class Child:
                 self.unread += part
         *lines, self.unread = self.unread.split(b"\n")
         for said in map(json.loads, lines):
-            if "arrived" in said:
+            if "leaving" in said:
+                self.leaving = True
+            elif "arrived" in said:
                 self.arrived, self.error, self.said = True, None, ""
             else:  # what comes after an error, while that ends the process, follows from it
                 self.error, self.said = self.error or said["error"], self.said or said["said"]
@@ -73,18 +92,20 @@ class Child:
 class Children:
     """Starts a node's further virtual workers, watches them, and ends with all of them ended.
 
-    Nothing is ended because one of them died: that is said once on stderr, and told to whoever ``watch`` named.
+    Nothing is ended because one of them died: that is a loss, and told to whoever ``watch`` named.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int) -> None:
+    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0) -> None:
         """Starts them.
 
         Args:
             command: What each of them runs.
             folder: Where it starts.
             processes: All virtual workers of the node; this process is number 0.
+            first: Its number among those of all nodes.
         """
         self.processes = processes
+        self._first = first
         self.pid = os.getpid()
         self.failures: dict[int, int] = {}
         self.over: dict[int, int] = {}
@@ -98,25 +119,50 @@ class Children:
         self._running = 0
         try:
             for local in range(1, processes):
-                self._start(command, folder, local)
+                begun: Future[None] = Future()
+                arguments = (command, folder, local, begun)
+                threading.Thread(
+                    target=self._run, args=arguments, name=f"hetpipe-launcher-{local}", daemon=True
+                ).start()
+                try:
+                    begun.result()
+                finally:
+                    wait([begun])  # also where Ctrl-C comes meanwhile: whoever was started is to be ended
         except BaseException:
             self.end(signal.SIGTERM, grace=0.0)
             raise
 
-    def _start(self, command: Sequence[str], folder: str, local: int) -> None:
+    def _run(self, command: Sequence[str], folder: str, local: int, begun: Future[None]) -> None:
+        """Starts one, and stays as long as it does, as its kernel asks of the thread that has forked it."""
+        try:
+            child = self._start(command, folder, local)
+        except BaseException as error:
+            begun.set_exception(error)
+        else:
+            begun.set_result(None)
+            self._watch(child)
+
+    def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
         ours, childs = lifeline.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
             env = {**os.environ, "LOCAL_RANK": str(local), **lifeline.describe(local, self.processes, childs)}
             # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
-            process = subprocess.Popen(command, cwd=folder, env=env, pass_fds=[childs.fileno()], start_new_session=True)
-        child = Child(local, process, ours)
-        self._all.append(child)
-        self._running += 1
-        threading.Thread(target=self._watch, args=(child,), name=f"hetpipe-launcher-{local}", daemon=True).start()
+            process = subprocess.Popen(
+                parent_death.guarded(command),
+                cwd=folder,
+                env=env,
+                pass_fds=[childs.fileno()],
+                start_new_session=True,
+            )
+        child = Child(local, self._first + local, process, ours)
+        with self._changed:
+            self._all.append(child)
+            self._running += 1
+        return child
 
     def give(self, variables: Mapping[str, str]) -> None:
-        """Environment variables that they wait for; to be called once."""
+        """Tells them what they wait for; to be called once."""
         for child in self._all:
             with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
                 child.lifeline.sendall(json.dumps(dict(variables)).encode() + b"\n")
@@ -129,8 +175,8 @@ class Children:
             if failed:
                 self.failures[child.local] = code
         try:
-            if failed and child.error is None:
-                say(f"{child} {how(code)}")
+            if failed:
+                losses.note(child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else "")
             with self._changed:
                 self.over[child.local] = code
                 child.lifeline.close()
@@ -169,20 +215,34 @@ class Children:
                     print((child.said or child.error).rstrip("\n"), file=sys.stderr, flush=True)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to those that run."""
+        """Sends a signal to those that run, if they are not about to end."""
         for child in self._still():
-            self._tell(child, signum)
+            if not child.leaving:
+                self._tell(child, signum)
 
-    def wait(self, grace: float) -> None:
-        """Waits until all have ended by themselves; those that have not after ``grace`` seconds are ended."""
-        if not self._gone(grace):
+    def wait(self, patience: float | None, grace: float) -> None:
+        """Waits until all have ended by themselves, however long their own code takes; which is said once.
+
+        Args:
+            patience: Seconds after which they are ended, and the program fails; None: never.
+            grace: As of ``end``.
+        """
+        soon = UNTIL_SAID if patience is None else min(patience, UNTIL_SAID)
+        if not self._gone(soon) and soon != patience:
+            who = ", ".join(map(str, self._still()))
+            say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
+        if not self._gone(None if patience is None else patience - soon):
             for child in self._still():
-                say(f"{child} had not ended {grace:g} seconds after this process, and is told to end")
+                say(
+                    f"{child} had not ended {patience:g} seconds after this process, and is told to end; raise"
+                    " WSPCallback(end_timeout=...) if it may take longer"
+                )
+            losses.exit_with_one()
             self.end(signal.SIGTERM, grace)
         self.ended = True
 
     def end(self, signum: int, grace: float) -> None:
-        """Tells them to end, waits, and ends by force those that do not.
+        """Tells them to end, waits until all have come to their end, and ends by force those that do not.
 
         Args:
             signum: What those get that have come as far as `Launcher.launch`; others get SIGTERM, and those that an
@@ -205,11 +265,19 @@ class Children:
             self._gone(None)
         self.ended = True
 
+    def reap(self, grace: float) -> None:
+        """Waits until nothing of them is left, which only takes a moment, once they have come to their end."""
+        if not self._gone(grace, wholly=True):
+            for child in self._still():
+                say(f"{child} did not end {grace:g} seconds after its program, and is killed")
+                child.process.kill()
+            self._gone(None, wholly=True)
+
     def _ask(self, signum: int, whom: Callable[[Child], bool]) -> None:
         for child in filter(whom, self._still()):
             with self._changed:
                 child.listen()
-            if child.error is None:
+            if child.error is None and not child.leaving:
                 self._tell(child, signum if child.arrived else signal.SIGTERM)
 
     def _tell(self, child: Child, signum: int) -> None:
@@ -221,16 +289,17 @@ class Children:
         with self._changed:
             return [child for child in self._all if child.local not in self.over]
 
-    def _gone(self, seconds: float | None) -> bool:
-        """Waits until all have ended, so long at most."""
-        until = None if seconds is None else time.monotonic() + seconds
+    def _gone(self, seconds: float | None, wholly: bool = False) -> bool:
+        """Waits until all have come to their end, or ``wholly``: their processes; so long at most."""
+        until = float("inf") if seconds is None else time.monotonic() + seconds
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._running == 0, None if until is None else until - time.monotonic()
-            )
+            while self._running and not (not wholly and all(self._leaves(child) for child in self._all)):
+                if (rest := until - time.monotonic()) <= 0:
+                    return False
+                self._changed.wait(min(rest, _LOOK))
+        return True
 
-
-def say(sentence: str) -> None:
-    """A sentence for the person at the terminal."""
-    with contextlib.suppress(OSError):
-        print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
+    def _leaves(self, child: Child) -> bool:
+        if child.local not in self.over:
+            child.listen()
+        return child.leaving or child.local in self.over

@@ -35,3 +35,11 @@ class Decision:
 
 Decide = Callable[[Study], Decision]
 """Decides for a model."""
+
+
+def told_in_flight(in_flight: int) -> str:
+    """Nm and its staleness, for people."""
+    if in_flight == 1:
+        return "1 minibatch in flight"
+    stale = in_flight - 1
+    return f"{in_flight} minibatches in flight, so gradients up to {stale} minibatch{'es' * (stale > 1)} stale"

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import PATIENCE, Cancelled, Client
+from lightning_hetpipe.server.client import PATIENCE, Cancelled, Client, NotJoined
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Parameter, Signature
+from lightning_hetpipe.server.messages import Departed, Parameter, Signature
 from lightning_hetpipe.server.placement import place
 from lightning_hetpipe.server.protocol import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.rooms import RoomChannel
 from lightning_hetpipe.server.transport import STATUS, Unreachable
-from lightning_hetpipe.strategy.children import say
+from lightning_hetpipe.strategy.losses import say
 from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
@@ -53,7 +53,7 @@ class Entrance:
         found: What it knows of them.
         settings: Of the synchronisation; may be set anew, as may ``timeout``.
         timeout: Seconds for which servers may be silent.
-        lost: As for a `Client`.
+        lost, departed: As for a `Client`; the latter is told, too, whether it was in a room with weights.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Entrance:
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None],
+        departed: Callable[[Departed, bool], None],
     ) -> None:
         self.index = index
         self.size = size
@@ -71,6 +72,7 @@ class Entrance:
         self.settings = settings
         self.timeout = timeout
         self._lost = lost
+        self._departed = departed
         self._channels: list[GrpcChannel] = []
         self._present: dict[int, Client] = {}
         """By server."""
@@ -110,6 +112,7 @@ class Entrance:
         Raises:
             SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
             PeerFailed: if others have ended.
+            NotJoined: if some have not come within ``join_timeout``; the others end as well.
         """
         rounded = self.settings.update_dtype
         parameters = tuple(
@@ -143,11 +146,11 @@ class Entrance:
             self._somebody_is_gone.wait(_AGAIN)
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """From any thread: these virtual workers have ended, and how. Whoever waits for all to enter a room fails.
+        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails.
 
         The others go on without them in a room that all have entered, once their lease has run out.
         """
-        self._gone = dict(gone)
+        self._gone = {**self._gone, **gone}
         if self._gone:
             self._somebody_is_gone.set()
             if (entering := self._entering) is not None:
@@ -225,8 +228,10 @@ class Entrance:
             lease=wsp.lease,
             timeout=self.timeout,
             patience=self.patience,
+            join_timeout=wsp.join_timeout,
             name=f"hetpipe-{room}",
             lost=self._lost,
+            departed=lambda each: self._departed(each, bool(parameters)),
         )
 
     def _join(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -238,8 +243,16 @@ class Entrance:
         except Cancelled:
             if not self._gone:
                 raise
-            who = ", ".join(f"VW {vw}, whose process {how}" for vw, how in sorted(self._gone.items()))
+            who = ", ".join(f"VW {vw}, which {how}" for vw, how in sorted(self._gone.items()))
             raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None
+        except NotJoined as late:
+            who = ", ".join(f"VW {vw}{self.found.place_of(vw)}" for vw in late.missing)
+            raise NotJoined(
+                f"VW {self.index} has waited {self.settings.join_timeout:g} s for {who} to join; look at what happened"
+                " to each of them, or, where they may take so long to start, give all virtual workers a longer"
+                " WSPCallback(join_timeout=...)",
+                late.missing,
+            ) from None
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.planning.partition import stage_times
-from lightning_hetpipe.strategy.decision import Decision
+from lightning_hetpipe.strategy.decision import Decision, told_in_flight
 from lightning_hetpipe.strategy.layout import place, stage_count
 from lightning_hetpipe.strategy.measuring import layer_seconds
 from lightning_hetpipe.strategy.settings import FitSettings
@@ -41,8 +41,8 @@ def decide(study: Study, settings: FitSettings, reported: bool) -> Decision:
     if stages > 1:
         slowest = max(range(stages), key=each.__getitem__)
         said = [
-            f"HetPipe: {stages} stages, which start at {', '.join(names[cut] for cut in cuts)}, and {in_flight}"
-            f" minibatch{'' if in_flight == 1 else 'es'} in flight",
+            f"HetPipe: {stages} stages, which start at {', '.join(names[cut] for cut in cuts)}, and"
+            f" {told_in_flight(in_flight)}",
             f"because no cut makes the slowest stage faster ({slowest}: {1000 * each[slowest]:.3g} ms for a"
             f" minibatch), and {why}",
         ]

@@ -12,6 +12,7 @@ import torch
 from lightning_hetpipe.capture.calls import Calls
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.capture.trial import compare
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.evaluator import EvaluationFlight, Evaluator
 from lightning_hetpipe.pipeline.flight import current
@@ -251,6 +252,9 @@ class _Pipeline:
             try:
                 with redirect.aside():  # an input of a new kind is captured now
                     value = piece.value(args, kwargs)
+                    if piece.captured is not None and piece.captured.changed(value) is not None:
+                        batch = self._run.tag(flight.number)
+                        compare(piece, (args, kwargs), value, self._evaluation.chance, batch)
             except SettingError as error:
                 self._evaluation.warn({piece.name: str(error)})
             else:
@@ -258,4 +262,4 @@ class _Pipeline:
         if not self._layout.is_spread():
             return redirect.original(*args, **kwargs)
         with redirect.aside():
-            return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
+            return self._layout.run_piece(piece, args, kwargs)

@@ -54,7 +54,7 @@ from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.telemetry import Telemetry
 from lightning_hetpipe.strategy.user_step import UserStep, without_graph
-from lightning_hetpipe.strategy.watched import WatchedStep
+from lightning_hetpipe.strategy.watched import WatchedStep, noting_where
 
 
 class Fit:
@@ -175,8 +175,9 @@ class Fit:
     def backward(self, native: Callable[[], None]) -> None:
         """Lightning's backward: hands over the gradients; for the watched step computes them, and then sets up."""
         if self._finished is None:
-            native()
-            self._set_up()
+            with noting_where():
+                native()
+                self._set_up()
             return
         deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
         self._finished = None
@@ -229,7 +230,7 @@ class Fit:
         if in_flight > 1:
             self._outsiders = TrainingOutsiders(self._trainer, self._outside, in_flight, self._run_seed, number - 1)
             self._outsiders.virtual_worker = self._settings.virtual_worker
-        self._calls = PieceCalls(pieces, self._layout)
+        self._calls = PieceCalls(pieces, self._layout, self._chance)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
@@ -257,6 +258,8 @@ class Fit:
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         self._epoch_begins = self.engine is not None
+        if self._calls is not None:
+            self._calls.epoch_begins(begun_minibatches(self._trainer)[0] + 1)
         self._last = -1
         torch.set_num_threads(self._settings.torch_threads)
         if self._cuts is not None:

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_hetpipe.planning.catalogue import canonical
-from lightning_hetpipe.planning.cluster import NO_LINK, Cluster, Device, Link, Node
-
-PCIE = Link("12 GB/s", "10 us")
-"""Supposed between GPUs of one machine, where nobody has declared it: PCIe 3.0 x16 in practice."""
+from lightning_hetpipe.planning.cluster import NO_LINK, PCIE, Cluster, Device, Node
 
 
 def found_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:

@@ -11,7 +11,6 @@ import atexit
 import io
 import itertools
 import json
-import os
 import pickle
 import threading
 import time
@@ -24,23 +23,26 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.client import Client, ServersUnheard
+from lightning_hetpipe.server.messages import Departed
+from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.transport import STATUS, Refused, Unreachable
-from lightning_hetpipe.strategy.children import say
+from lightning_hetpipe.strategy import lifeline
 from lightning_hetpipe.strategy.entrance import UNTIL_SAID, Entrance
+from lightning_hetpipe.strategy.losses import say
 from lightning_hetpipe.strategy.pieces import gather_in_pieces
 from lightning_hetpipe.strategy.servers import Found
 from lightning_hetpipe.strategy.uncaught import Uncaught
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
 ROOMS = "HETPIPE_ROOMS"
-"""Environment variable that tells a child of our launcher how many rooms there were before it was started."""
+"""Name by which a child of our launcher is told how many rooms there were before it was started."""
 
-_entered: dict[str, int] = {"talk": 0, "fit": 0, **json.loads(os.environ.get(ROOMS, "{}"))}
+_entered: dict[str, int] = {"talk": 0, "fit": 0, **json.loads(lifeline.told().get(ROOMS, "{}"))}
 """Rooms so far. All processes of a launch run the same program, and so count alike."""
 
 
 def rooms_so_far() -> dict[str, str]:
-    """For the environment of processes that take part from now on."""
+    """For processes that take part from now on."""
     return {ROOMS: json.dumps(_entered)}
 
 
@@ -57,6 +59,11 @@ class Group:
         settings: Of the synchronisation.
         timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
+        place: The node of this one, in words; empty where there is but one node.
+        on_loss: Told of each virtual worker that is lost as `Losses.note` is, from any thread, in the first one of each
+            node that is left.
+        stays: Where it was told, whether this one stays until the others have left: what has started them ends all of
+            them, as torchrun does, when one exits with 1.
     """
 
     def __init__(
@@ -67,10 +74,13 @@ class Group:
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
+        place: str = "",
+        on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
+        stays: bool = False,
     ) -> None:
         self.index = index
         self.size = size
-        self._entrance = Entrance(index, size, found, settings, timeout, lost)
+        self._entrance = Entrance(index, size, found, settings, timeout, lost, self._lose)
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
@@ -83,6 +93,12 @@ class Group:
         self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
         self._failed = False
+        self._places = {index: place}
+        self._on_loss = on_loss
+        self._stays = stays
+        self._lost: set[int] = set()
+        self._told_early: list[Departed] = []
+        self._tells = False
         self._uncaught = Uncaught()
 
     @property
@@ -134,7 +150,9 @@ class Group:
             self._meet_servers(found)
 
     def _meet_servers(self, found: Found) -> None:
-        known = [address for each in self.gather(list(found.known), "the list of servers") for address in each]
+        told = self.gather((self.index, self._places[self.index], list(found.known)), "the list of servers")
+        self._places.update((index, place) for index, place, _ in told)
+        known = [address for *_, addresses in told for address in addresses]
         self._entrance.connect([self.coordinator, *known[1:]])
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
@@ -150,8 +168,38 @@ class Group:
         return weights
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """From any thread: these virtual workers have ended, and how. Whoever waits for all to enter a room fails."""
+        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails."""
         self._entrance.lose(gone)
+
+    def _lose(self, departed: Departed, of_fit: bool) -> None:
+        """From any thread: the others go on without that one; but not without virtual worker 0."""
+        vw, why = departed.vw, departed.why
+        if not why:  # that is no loss; only nobody is to wait for it any more, where it has left the launch
+            if not of_fit:
+                self.lose({vw: "has ended"})
+            return
+        if vw in self._lost:
+            return
+        if not of_fit and self._fit is not None:  # the fit's room tells it as well, and after how many waves
+            self._told_early.append(departed)
+            return
+        self._lost.add(vw)
+        who = f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+        what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
+        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in self._lost]
+        if self.index == min(here):
+            self._tells = True
+            self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
+        self.lose({vw: f"was {why}"})
+        for client in (self._fit, self._talk) if vw == 0 else ():
+            if client is not None:
+                client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+
+    def _end_fit(self, fit: Client) -> None:
+        fit.__exit__(None, None, None)
+        early, self._told_early = self._told_early, []
+        for each in early:
+            self._lose(each, of_fit=False)
 
     @property
     def weights(self) -> Client:
@@ -172,11 +220,9 @@ class Group:
         """
         if self._talk is None or self.interrupted():
             return [value]
-        client, ordinal = (self._talk, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
-        with self.waiting():
-            found = gather_in_pieces(buffer.getbuffer(), lambda piece: client.gather(next(ordinal), piece))
+        found = self._gathered(buffer.getbuffer())
         parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
             raise RuntimeError(
@@ -185,6 +231,27 @@ class Group:
                 " that only some make, such as below `if trainer.is_global_zero:`"
             )
         return [theirs for _, theirs in parts.values()]
+
+    def collect(self, content: bytes | memoryview, what: str) -> dict[int, bytearray]:
+        """On virtual worker 0 what each of those that take part gives, by its index; nothing on the others.
+
+        Bound: on virtual worker 0 the sum of what is given; on the others a gather's pieces.
+
+        Args:
+            content: Bytes, of any size, which nobody reads here.
+            what: As for :meth:`gather`.
+        """
+        self.gather(None, what)
+        if self._talk is None or self.interrupted():
+            return {}
+        found = self._gathered(content, keep=self.index == 0)
+        return found if self.index == 0 else {}
+
+    def _gathered(self, content: bytes | memoryview, keep: bool = True) -> dict[int, bytearray]:
+        assert self._talk is not None
+        client, ordinal = (self._talk, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
+        with self.waiting():
+            return gather_in_pieces(content, lambda piece: client.gather(next(ordinal), piece), keep=keep)
 
     def passed_cut(self) -> None:
         """All have come to a cut: gathers count from one again."""
@@ -199,7 +266,7 @@ class Group:
         self.gather(None, "the end of a run")
         fit, self._fit = self._fit, None
         if fit is not None:
-            fit.__exit__(None, None, None)
+            self._end_fit(fit)
 
     def close(self, failure: str = "") -> None:
         """Leaves, once all are about to; with a ``failure`` the others are told, and end."""
@@ -223,7 +290,7 @@ class Group:
             if client is not None and failure:
                 client.fail(failure)
         if fit is not None:
-            fit.__exit__(None, None, None)
+            self._end_fit(fit)
         self._exits.close()
 
     def check(self) -> None:
@@ -234,7 +301,7 @@ class Group:
 
     def _wait_until_all_have_left(self, room: str) -> None:
         """A server that ends with this process must outlast the others' last calls, and tell them of a failure."""
-        if not self._found.hosts:
+        if not self._found.hosts and not (self._stays and self._tells):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
@@ -245,15 +312,16 @@ class Group:
             members = status.get(room, {}).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began
-            if not left or (self._failed and waited > self.settings.lease):
+            bound = self.settings.lease if self._failed else self.settings.end_timeout
+            if not left or (bound is not None and waited > bound):
                 return
             if waited > UNTIL_SAID and not told:
                 told = True
-                say(f"virtual worker {self.index} has ended, and its server waits for {', '.join(left)} to end")
+                say(f"virtual worker {self.index} has ended, and waits for virtual worker {', '.join(left)} to end")
             again.wait(0.1)
 
 
-def _loaded(part: bytes, index: int) -> tuple[str, Any]:
+def _loaded(part: bytearray, index: int) -> tuple[str, Any]:
     try:
         loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
     except pickle.UnpicklingError:

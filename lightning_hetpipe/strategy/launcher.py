@@ -7,24 +7,20 @@ A child runs the user's whole program, and so meets every `fit` of it by itself:
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process import how
 from lightning_hetpipe.server.protocol import PeerFailed
-from lightning_hetpipe.strategy.children import Children, OnEnd, say
+from lightning_hetpipe.strategy.children import Children, OnEnd
 from lightning_hetpipe.strategy.lifeline import started
+from lightning_hetpipe.strategy.losses import losses
 from lightning_hetpipe.strategy.private import BaseLauncher, TunerExit
 from lightning_hetpipe.strategy.program import current_job, this_program
 from lightning_hetpipe.strategy.ranks import Rank, Role, other_number
@@ -32,8 +28,8 @@ from lightning_hetpipe.strategy.uncaught import Uncaught
 
 T = TypeVar("T")
 
-_LAST = -1_000_000
-"""Of multiprocessing's priorities, whose own are -100 to 10."""
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a program that SIGTERM has ended, as shells report it."""
 
 
 @dataclass
@@ -45,6 +41,7 @@ class _Launch:
     children: Children
     closed: Callable[[], None] | None
     grace: float
+    patience: float | None = None
     failed: bool = False
     uncaught: Uncaught = field(default_factory=Uncaught)
 
@@ -60,18 +57,23 @@ class _Launch:
         self.children.show_errors(error)
 
     def finish(self, failed: bool) -> None:
-        """Waits for the children, and says once more which of them had failed; ends them if this process has."""
+        """Waits for the children, and says once more which of them were lost; ends them if this process has failed."""
+        went_on = not self.children.ended and not failed
         try:
             if not self.children.ended and failed:
                 self._surely(lambda: self.children.end(signal.SIGINT, self.grace))
             elif not self.children.ended:
-                self._surely(lambda: self.children.wait(self.grace))
+                self._surely(lambda: self.children.wait(self.patience, self.grace))
                 self.children.show_errors()
-                self._say_who_failed()
         finally:
             closed, self.closed = self.closed, None
-            if closed is not None:
-                closed()
+            try:
+                if closed is not None:
+                    closed()  # while the children's interpreters are taken down
+            finally:
+                self.children.reap(self.grace)
+        if went_on:
+            losses.name()
 
     def _surely(self, end: Callable[[], None]) -> None:
         try:
@@ -79,12 +81,6 @@ class _Launch:
         except BaseException:  # somebody who does not want to wait
             self.children.end(signal.SIGTERM, min(1.0, self.grace))
             raise
-
-    def _say_who_failed(self) -> None:
-        failures = sorted(self.children.failures.items())
-        if failures:
-            named = ", ".join(f"virtual worker {worker}, which {how(code)}" for worker, code in failures)
-            say(f"this run went on without {named}")
 
 
 _launch: _Launch | None = None
@@ -97,18 +93,20 @@ def launcher_of(
     on_end: OnEnd | None = None,
     closed: Callable[[], None] | None = None,
     grace: float = 10.0,
+    patience: Callable[[], float | None] = lambda: None,
 ) -> Launcher | None:
     """The launcher for a process of this rank, or None where there is only one virtual worker.
 
     Args:
         rank: This process.
-        extra: Called once, in the process that starts the others, while they start; returns environment variables for
-            them, such as the address of a server that it started.
+        extra: Called once, in the process that starts the others, while they start; returns what they are to be told,
+            such as the address of a server that it started.
         on_end: Called with the number on this node of a virtual worker whose process has ended, well or not, and its
             return code (negative: the signal's number), as soon as this process is in ``Launcher.launch``: in a thread
             of the launcher's, if it ends then.
         closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
         grace: Seconds until the next stronger signal goes to a child that is to end.
+        patience: Asked at each launch for how many seconds the program's end waits for children; None: as they live.
 
     Raises:
         SettingError: if this process has started another number of virtual workers.
@@ -117,7 +115,7 @@ def launcher_of(
         _check_number(rank.per_node, _launch)
     if rank.size == 1:
         return None
-    return Launcher(rank, extra, on_end=on_end, closed=closed, grace=grace)
+    return Launcher(rank, extra, on_end=on_end, closed=closed, grace=grace, patience=patience)
 
 
 def _check_number(processes: int, launch: _Launch) -> None:
@@ -139,12 +137,14 @@ class Launcher(BaseLauncher):
         on_end: OnEnd | None = None,
         closed: Callable[[], None] | None = None,
         grace: float = 10.0,
+        patience: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._extra = extra
         self._on_end = on_end
         self._closed = closed
         self._grace = grace
+        self._patience = patience
         self.trainer: L.Trainer | None = None
         """Whose run it is, once there is one."""
 
@@ -163,10 +163,13 @@ class Launcher(BaseLauncher):
         """
         self.trainer = trainer
         child, launch = started(), None
+        losses.watch()
         if child is not None:
             child.arrived()
         elif self._rank.role is Role.FIRST and self._rank.per_node > 1:
+            patience = self._patience()
             launch = self._launched()
+            launch.patience = patience
         try:
             if launch is not None:
                 launch.children.watch(self._on_end)
@@ -174,12 +177,17 @@ class Launcher(BaseLauncher):
         except TunerExit:  # how lr_find ends a fit that went well
             raise
         except BaseException as error:
-            if child is not None and isinstance(error, Exception):
+            losses.forget()
+            if child is not None:
+                child.given_up = True
+            if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
-            if isinstance(error, PeerFailed) and getattr(trainer, "received_sigterm", False):
-                raise SIGTERMException from None  # another one has come as far as that first
+            if isinstance(error, PeerFailed) and (
+                getattr(trainer, "received_sigterm", False) or SIGTERMException.__name__ in str(error)
+            ):
+                raise SIGTERMException(TERMINATED) from None  # this one, or another, was told to end, and so all end
             if isinstance(error, PeerFailed):
                 raise error.with_traceback(None) from None  # where this one waited explains nothing
             raise
@@ -207,13 +215,14 @@ class Launcher(BaseLauncher):
         if _launch is not None and _launch.is_ours:
             _launch.finish(False)  # of the sweep's job before
         program = this_program()
-        children = Children(program.command, program.folder, processes)
+        children = Children(program.command, program.folder, processes, self._rank.index)
         try:
             children.give(self._extra())
         except BaseException:
             children.end(signal.SIGTERM, self._grace)
             if self._closed is not None:
                 self._closed()
+            children.reap(self._grace)
             raise
         # Last, so that it comes before what `extra` wants done at the end: children may need its server.
         atexit.unregister(_at_exit)
@@ -231,6 +240,8 @@ def finish(failed: bool = False) -> Mapping[int, int]:
     Returns:
         Return codes of the virtual workers that have failed, by their number on this node.
     """
+    if failed:
+        losses.forget()
     if _launch is None or not _launch.is_ours:
         return {}
     _launch.finish(failed or _launch.uncaught.error is not None)
@@ -238,18 +249,7 @@ def finish(failed: bool = False) -> Mapping[int, int]:
 
 
 def _at_exit() -> None:
-    """The program ends, and its exit code tells whether all virtual workers came to the end.
-
-    Where something has failed in this process, too, it has an exit code for that: the program has been told.
-    """
-    if finish() and _launch is not None and not _launch.failed and _launch.uncaught.error is None:
-        # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
-        Finalize(None, _exit, args=(1,), exitpriority=_LAST)
-
-
-def _exit(code: int) -> None:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it
-            stream.flush()
-    os._exit(code)
+    try:
+        finish()
+    except KeyboardInterrupt:  # who did not want to wait, and so has ended others
+        losses.exit_with_one()

@@ -10,10 +10,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.trial import equal_outputs, evaluated
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
@@ -47,8 +50,24 @@ class Layout:
     def stage_layers(self, stage: int) -> list[Layer]:
         return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
 
-    def run_across_devices(self, layers: Sequence[Layer], value: Any) -> Any:
-        """Runs live ``layers``, each on its stage's device: what evaluation does outside the pipeline."""
+    def run_piece(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs live layers of ``piece``, each on its stage's device: what evaluation does outside the pipeline.
+
+        Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
+        """
+        value = piece.value(args, kwargs)
+        captured = piece.captured
+        trained = any(part.training for part in piece.module.modules())  # then its buffers change
+        if captured is None or trained or captured.changed(value) is None:
+            return self._run_across_devices(piece.layers, value)
+        gave = evaluated(piece, args, kwargs)
+        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
+            found = self._run_across_devices(piece.layers, value)
+        if equal_outputs(Value.of(found), Value.of(gave)):
+            captured.take_equal(value)
+        return move_data_to_device(gave, self.devices[-1])
+
+    def _run_across_devices(self, layers: Sequence[Layer], value: Any) -> Any:
         device = {layer.name: self.devices[s] for s in range(len(self.devices)) for layer in self.stage_layers(s)}
         for layer in layers:
             value = move_data_to_device(value, device[layer.name])

@@ -4,15 +4,18 @@ ends when its launcher does.
 Launcher and child hold the two ends of a socket pair. When one of them ends, however it does, the other reads the end.
 Until then they say little to each other, each as a line of JSON:
 
-    launcher  {"VARIABLE": "value", ...}          environment variables, once, when all is known that it needs
+    launcher  {"NAME": "value", ...}              what it needs to know beside its environment, once, when all is known
     child     {"arrived": true}                   it has come as far as `Launcher.launch`
     child     {"error": "...", "said": "..."}     an exception ends it; and, once more, with what it would have printed
+    child     {"leaving": true}                   its program is over, only its interpreter is still to be taken down
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import signal
@@ -21,8 +24,11 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
+
+from lightning_hetpipe.server import parent_death
 
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """Tells a child who it is: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair in descriptor 7."""
@@ -44,28 +50,44 @@ class Started:
     Attributes:
         local: This virtual worker among those of its node.
         per_node: Their number.
+        told: What `Children.give` was given. A secret is in it, so that it is no part of the environment, which the
+            programs inherit that this one starts.
+        orphaned: The launcher has ended.
+        given_up: What the launcher had this process run has ended with an exception.
     """
 
     def __init__(self, local: int, per_node: int, lifeline: socket.socket) -> None:
         self.local = local
         self.per_node = per_node
+        self.orphaned = False
+        self.given_up = False
         self._lifeline = lifeline
-        self._variables: dict[str, str] = {}
-        self._told = threading.Event()
+        self.told: dict[str, str] = {}
+        self._is_told = threading.Event()
 
     def watch(self) -> None:
         """From now on this process ends with the launcher."""
         threading.Thread(target=self._watch, args=(os.getppid(),), name="hetpipe-lifeline", daemon=True).start()
 
     def arrived(self) -> None:
-        """Tells the launcher that this process takes part from here on; waits for the variables that it sends."""
+        """Tells the launcher that this process takes part from here on; waits until it is told what it needs."""
+        self.given_up = False
         self._say(arrived=True)
-        self._told.wait()  # where the launcher ends meanwhile, `_watch` ends this process
-        os.environ.update(self._variables)
+        self._is_told.wait()  # where the launcher ends meanwhile, `_watch` ends this process
 
     def failed(self, error: BaseException, said: str = "") -> bool:
         """Tells the launcher what ends this process, and what a person should read of it; whether that was possible."""
         return self._say(error=named(error), said=said[-LONGEST:])
+
+    def leaves(self) -> None:
+        """Tells the launcher that this process needs nothing more, and only takes a moment still.
+
+        That is most of a second of collecting garbage among the objects of torch and Lightning, for which a launch that
+        has failed does not wait.
+        """
+        if self.given_up:
+            gc.freeze()
+        self._say(leaving=True)
 
     def _say(self, **what: Any) -> bool:
         try:
@@ -80,9 +102,10 @@ class Started:
         with contextlib.suppress(OSError):  # reset, where the launcher ended without having read all
             while part := self._lifeline.recv(4096):
                 heard += part
-                if heard.endswith(b"\n") and not self._told.is_set():
-                    self._variables = json.loads(heard)
-                    self._told.set()
+                if heard.endswith(b"\n") and not self._is_told.is_set():
+                    self.told = json.loads(heard)
+                    self._is_told.set()
+        self.orphaned = True
         with contextlib.suppress(OSError):  # whoever read stderr may be gone too
             said = f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended."
             print(said, file=sys.stderr)
@@ -127,8 +150,16 @@ def started() -> Started | None:
     _ends.add(end)
     child = Started(int(local), int(per_node), end)
     child.watch()
+    parent_death.forget()
+    atexit.register(child.leaves)  # as one of the first, and so run as one of the last
     sys.excepthook = functools.partial(_uncaught, child, sys.excepthook)
     return child
+
+
+def told() -> Mapping[str, str]:
+    """What our launcher has told this process, if that has started it and has come so far."""
+    child = started()
+    return {} if child is None else child.told
 
 
 def _uncaught(

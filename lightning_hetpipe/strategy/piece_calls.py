@@ -11,7 +11,9 @@ from typing import Any
 from lightning_hetpipe.capture.form import Form
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.redirect import Redirect
+from lightning_hetpipe.capture.trial import compare
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.strategy.layout import Layout
@@ -23,10 +25,13 @@ class PieceCalls:
     Args:
         pieces: In the order of ``training_step``.
         layout: Where their layers are.
+        chance: The run's random numbers.
     """
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, chance: Chance) -> None:
         self._layout = layout
+        self._chance = chance
+        self._first: int | None = None
         self._modes: list[bool] = []
         self._redirects = [
             Redirect(piece.module, "forward", partial(self._forward, index, piece))
@@ -45,6 +50,10 @@ class PieceCalls:
             for redirect in self._redirects:
                 stack.enter_context(redirect.aside())
             yield
+
+    def epoch_begins(self, first: int) -> None:
+        """An epoch begins with minibatch ``first``, in which graphs are compared with their modules."""
+        self._first = first
 
     def changed(self) -> str | None:
         """What has changed of the live layers since copies were made of them, other than weights and buffers."""
@@ -70,13 +79,23 @@ class PieceCalls:
 
             def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
                 with redirect.aside():  # an input of a new kind is captured now
-                    return piece.value(*given)
+                    value = piece.value(*given)
+                    if (captured := piece.captured) is not None and (
+                        self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
+                    ):
+                        compare(piece, given, value, self._chance, minibatch.number)
+                    return value
 
             return minibatch.call(index, piece.name, (args, kwargs), prepare)
         if not self._layout.is_spread():
             return redirect.original(*args, **kwargs)
         with redirect.aside():
-            return self._layout.run_across_devices(piece.layers, piece.value(args, kwargs))
+            return self._layout.run_piece(piece, args, kwargs)
+
+    def _is_due(self, minibatch: int) -> bool:
+        """Whether graphs are compared with their modules whatever is known to have changed: ever more rarely, and at
+        the start of each epoch."""
+        return minibatch == self._first or minibatch & (minibatch - 1) == 0
 
     def _check(self, index: int, name: str) -> None:
         """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""

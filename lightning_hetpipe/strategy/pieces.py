@@ -16,16 +16,17 @@ _TOTAL = struct.Struct("<Q")
 
 
 def gather_in_pieces(
-    content: bytes | memoryview, gather: Callable[[bytes], dict[int, bytes]], piece: int = PIECE
-) -> dict[int, bytes]:
+    content: bytes | memoryview, gather: Callable[[bytes], dict[int, bytes]], piece: int = PIECE, keep: bool = True
+) -> dict[int, bytearray]:
     """What all have given that take part to the end, by virtual worker.
 
-    Bound: the sum of what is given, and one gather's pieces.
+    Bound: the sum of what is given, if it is kept, and one gather's pieces.
 
     Args:
         content: One's own.
         gather: One gather: takes a piece, gives everyone's. Called equally often by all.
         piece: Bytes of content in a piece, the same for all.
+        keep: Whether the contents are wanted here; they are empty, else.
 
     Raises:
         RuntimeError: if somebody's pieces are not those that it has announced.
@@ -33,26 +34,24 @@ def gather_in_pieces(
     first = gather(_TOTAL.pack(len(content)) + bytes(content[:piece]))
     totals = {vw: _total(vw, part) for vw, part in first.items()}
     found = {vw: bytearray() for vw in first}
-    _take(found, totals, {vw: part[_TOTAL.size :] for vw, part in first.items()}, piece)
-    for start in range(piece, max(totals.values(), default=0), piece):
-        _take(found, totals, gather(bytes(content[start : start + piece])), piece)
-        if all(len(found[vw]) == totals[vw] for vw in found):  # who announced the most is gone
-            break
-    return {vw: bytes(parts) for vw, parts in found.items()}
-
-
-def _take(found: dict[int, bytearray], totals: dict[int, int], parts: dict[int, bytes], piece: int) -> None:
-    for vw, whole in list(found.items()):
-        due = min(piece, totals[vw] - len(whole))
-        if vw not in parts and due:
-            del found[vw]
-        elif len(parts.get(vw, b"")) != due:
-            raise RuntimeError(
-                f"virtual worker {vw} gave {len(parts[vw])} bytes to a gather where {due} were due; are all of one"
-                " release?"
-            )
-        else:
-            whole += parts.get(vw, b"")
+    parts = {vw: part[_TOTAL.size :] for vw, part in first.items()}
+    for start in range(0, max([1, *totals.values()]), piece):
+        if start:
+            if all(totals[vw] <= start for vw in found):  # who announced the most is gone
+                break
+            parts = gather(bytes(content[start : start + piece]))
+        for vw, whole in list(found.items()):
+            due = min(piece, max(0, totals[vw] - start))
+            if vw not in parts and due:
+                del found[vw]
+            elif len(parts.get(vw, b"")) != due:
+                raise RuntimeError(
+                    f"virtual worker {vw} gave {len(parts[vw])} bytes to a gather where {due} were due; are all of one"
+                    " release?"
+                )
+            elif keep:
+                whole += parts.get(vw, b"")
+    return found
 
 
 def _total(vw: int, part: bytes) -> int:

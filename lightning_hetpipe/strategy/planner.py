@@ -23,7 +23,7 @@ from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search import Choice, best_plan
 from lightning_hetpipe.planning.units import in_bytes
 from lightning_hetpipe.strategy import emulating
-from lightning_hetpipe.strategy.decision import Decision
+from lightning_hetpipe.strategy.decision import Decision, told_in_flight
 from lightning_hetpipe.strategy.layout import place, stage_count
 from lightning_hetpipe.strategy.measuring import kept, layer_seconds, optimizer_name, profiled
 from lightning_hetpipe.strategy.progress import Bar, hidden
@@ -133,7 +133,13 @@ class Planner:
                 return self._shared(profile, study, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
         plan = partial(
-            best_plan, profile, cluster, optimizer=_optimizer(study), in_flight=asked, recompute=self.recompute
+            best_plan,
+            profile,
+            cluster,
+            optimizer=_optimizer(study),
+            in_flight=asked,
+            recompute=self.recompute,
+            watched=self.site.emulated,
         )
         choice = plan(stages=stages)
         if not choice.fits:
@@ -148,13 +154,25 @@ class Planner:
         cuts = cuts_in_order(profile, cluster, spots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
-            found = outlook(profile, cluster, spots, cuts, in_flight, state=state, recompute=self.recompute)
+            found = outlook(
+                profile,
+                cluster,
+                spots,
+                cuts,
+                in_flight,
+                state=state,
+                recompute=self.recompute,
+                watched=self.site.emulated,
+            )
             if not _lacking(found.stages):
                 return found
         raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
 
     def _unfit(self, found: Outlook, ways: Sequence[str], profile: Profile) -> SettingError:
-        lacking = [f"{self.site.name(spot)} lacks {in_bytes(more)}" for spot, more in _lacking(found.stages).items()]
+        lacks, last = _lacking(found.stages), found.stages[-1]
+        lacking = [f"{self.site.name(spot)} lacks {in_bytes(more)}" for spot, more in lacks.items()]
+        if last.overflow and last.first_minibatch >= last.memory.total:
+            lacking[[*lacks].index(last.spot)] += " for the first minibatch of a fit, which runs whole there"
         rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
         return SettingError(f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}")
@@ -170,9 +188,10 @@ class Planner:
         elif isinstance(found, Choice) and found.idle:
             *most, last = [self.site.name(spot) for spot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
-            reasons.append(f"{names} not used, as the plan is no better with {'them' if most else 'it'}")
+            reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
+        reasons += self.site.cluster.supposed([stage.spot for stage in found.stages])
         return [f"because {'; '.join(reasons)}"]
 
     def _decision(self, found: Outlook, profile: Profile, factor: float, why: Sequence[str]) -> Decision:
@@ -204,11 +223,11 @@ def _lacking(stages: Sequence[ChosenStage]) -> dict[Spot, int]:
     """Bytes that devices lack, of which several stages may share one."""
     taken: dict[Spot, int] = {}
     for stage in stages:
-        taken[stage.spot] = taken.get(stage.spot, 0) + stage.memory.total
+        taken[stage.spot] = max(taken.get(stage.spot, 0) + stage.memory.total, stage.first_minibatch)
     limits = ((spot, spot.device.memory) for spot in taken)
     return {spot: taken[spot] - limit for spot, limit in limits if limit is not None and taken[spot] > limit}
 
 
 def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:
     stages = ", ".join(f"{device} from {layers[cut]}" for device, cut in zip(devices, cuts, strict=True))
-    return f"HetPipe: stages on {stages}; {in_flight} minibatch{'' if in_flight == 1 else 'es'} in flight"
+    return f"HetPipe: stages on {stages}; {told_in_flight(in_flight)}"

@@ -54,6 +54,13 @@ class Rank:
     nodes: int
     role: Role
 
+    @property
+    def on_equal_nodes(self) -> int:
+        """Virtual workers of each node, where there are several and all are known to have as many; else 0."""
+        if self.nodes == 1 or self.size != self.nodes * self.per_node:
+            return 0
+        return self.per_node if self.role is not Role.EXTERNAL or self.nodes == 2 else 0
+
 
 def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
     """Where this process stands.

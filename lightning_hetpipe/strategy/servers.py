@@ -26,17 +26,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.security import Security, is_loopback
 from lightning_hetpipe.server.supervisor import ServerLost, Supervisor
-from lightning_hetpipe.strategy import neighbours
-from lightning_hetpipe.strategy.children import say
+from lightning_hetpipe.strategy import lifeline, neighbours
+from lightning_hetpipe.strategy.losses import say
 from lightning_hetpipe.strategy.ranks import Rank, Role
 from lightning_hetpipe.strategy.wsp import WSPSettings
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
-"""Environment variables that tell our launcher's children where the coordinator is, and what it wants to see."""
+"""Names by which a launch's other processes are told where the coordinator is, and what it wants to see."""
 LAUNCH = "HETPIPE_LAUNCH"
-"""Environment variable that tells our launcher's children which launch they are of, where servers are not its own."""
+"""Likewise, which launch they are of, where servers are not its own."""
 PORT = "HETPIPE_PORT"
 """The port on which each node's server listens, where there are several nodes."""
 
@@ -51,6 +52,7 @@ class Found:
         security: What servers want to see.
         hosts: Whether servers end with this process though VWs that it did not start may still need them.
         launch: What tells this launch from others that may use the same servers; empty where nothing does.
+        per_node: Virtual workers of each node, where there are several and all are known to have as many; else 0.
     """
 
     coordinator: str
@@ -58,6 +60,11 @@ class Found:
     security: Security
     hosts: bool = False
     launch: str = ""
+    per_node: int = 0
+
+    def place_of(self, worker: int) -> str:
+        """The node of a virtual worker, in brackets, as far as it is known."""
+        return f" (node {worker // self.per_node})" if self.per_node else ""
 
 
 _server: Supervisor | None = None
@@ -99,29 +106,30 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     given = wsp.security.from_environment()
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
-        return Found(wsp.servers[0], known, given, launch=_launch_at_servers(rank, environment))
+        launch = _launch_at_servers(rank, environment)
+        return Found(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
     over_nodes = rank.size > rank.per_node
-    told: Mapping[str, str]
     if rank.local == 0:
-        told = start(rank, environment, wsp)
+        told: Mapping[str, str] = start(rank, environment, wsp)
         if rank.role is Role.EXTERNAL and not over_nodes:
             _tell(environment, told)
     elif over_nodes:
         coordinator, _ = _over_nodes(rank, environment, given)
         told = {COORDINATOR: coordinator, TOKEN: given.token or ""}
     elif rank.role is Role.CHILD:
-        told = os.environ
+        told = lifeline.told()
     else:
         told = neighbours.ask(_launch_of(environment), timeout)
     security = replace(given if over_nodes else Security(), token=told[TOKEN])
     known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
     hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
-    return Found(told[COORDINATOR], known, security, hosts)
+    return Found(told[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
 
 
 def lost() -> Exception | None:
-    """Why the virtual workers cannot go on, where the server that this process has started is gone for good."""
-    return _lost
+    """Why the virtual workers cannot go on, where what runs their server is gone for good."""
+    child = lifeline.started()
+    return PeerFailed("the launcher has ended") if child is not None and child.orphaned else _lost
 
 
 def _lose(error: ServerLost) -> None:
@@ -178,7 +186,7 @@ def _launch_here() -> str:
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
     """The same in all processes of a launch, whoever started them."""
     if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
-        return os.environ.get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
+        return lifeline.told().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # where all servers are named nobody needs these
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"

@@ -57,6 +57,8 @@ class FitSettings:
     """What decides on stages and Nm; None for devices that are all the same, without a plan."""
     bar: Bar = hidden
     """Shows what takes longer than a moment."""
+    first_memory: int | None = None
+    """Bytes of the device that runs the first minibatch whole; None for no limit."""
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
     asked: Callable[[], str | None] = lambda: None

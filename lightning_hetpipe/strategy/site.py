@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,12 @@ class Site:
         Raises:
             SettingError: where the plan has devices that are not here.
         """
+        nodes = plan.virtual_workers[0].nodes
+        if len(nodes) > 1 and not self.emulated:
+            raise SettingError(
+                f"the plan for {plan.model} has stages on several nodes ({', '.join(nodes)}), and this release runs"
+                " those of one; plan for the devices of one node, or give the cluster, too, to emulate them on a CPU"
+            )
         if found := list(plan.problems(self.cluster)):
             way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
             raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")
@@ -65,6 +72,18 @@ class Site:
     def device(self, spot: Spot) -> torch.device:
         """Torch's for ``spot``."""
         return self.devices[self.cluster.spots.index(spot)]
+
+    @property
+    def roomiest(self) -> torch.device:
+        """The device with the most memory, of several the last one: where a minibatch of the whole model fits best."""
+        memory = [math.inf if spot.device.memory is None else spot.device.memory for spot in self.cluster.spots]
+        return self.devices[max(range(len(memory)), key=lambda index: (memory[index], index))]
+
+    def memory_of(self, device: torch.device) -> int | None:
+        """The most bytes that ``device`` has, as declared or found; None for no limit, and where it is not here."""
+        pairs = zip(self.cluster.spots, self.devices, strict=True)
+        limits = [spot.device.memory for spot, there in pairs if there == device]
+        return None if self.emulated or None in limits else max((each for each in limits if each), default=None)
 
     @property
     def types(self) -> dict[str, torch.device]:

@@ -27,14 +27,12 @@ from lightning_hetpipe.planning.partition import partition
 from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import compiler, emulating, environment, progress, settings
+from lightning_hetpipe.strategy import compiler, emulating, environment, other_lightning, progress, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import (
     ReplacingCheckpointIO,
     filled,
     is_lightnings_own,
-    note_in_flight,
-    take_in_flight,
 )
 from lightning_hetpipe.strategy.evaluation import Evaluation
 from lightning_hetpipe.strategy.fit import Fit
@@ -48,6 +46,7 @@ from lightning_hetpipe.strategy.private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.strategy.ranks import devices_of
+from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
 from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
@@ -63,7 +62,8 @@ class HetPipeStrategy(VirtualWorkers):
             On CPU they may exceed the devices. A list gives each virtual worker of a node its own, or each of all
             nodes.
         in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage; where
-            devices differ, as many as are planned. Each stage holds Nm copies of its weights.
+            devices differ, as many as are planned. Each stage holds Nm copies of its weights, and gradients are Nm - 1
+            steps stale, which asks for lower learning rates (docs/staleness.md).
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
             processes, each of those is one, and this is to be left out.
@@ -133,6 +133,7 @@ class HetPipeStrategy(VirtualWorkers):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        other_lightning.let_in(HetPipeStrategy)
         super().__init__(
             virtual_workers,
             wsp,
@@ -180,10 +181,12 @@ class HetPipeStrategy(VirtualWorkers):
 
     @property
     def root_device(self) -> torch.device:
-        """The last stage's device."""
+        """The last stage's device; until there are stages, the one that runs the first minibatch of a fit whole."""
         if self._engine is not None:
             root: torch.device = self._engine.root_device
             return root
+        if self.plan is None and self._group is None and not (site := self._site()).is_even:
+            return site.roomiest  # until it is planned where the last stage lies
         devices = self._devices()
         used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
         return devices[used - 1]
@@ -200,6 +203,7 @@ class HetPipeStrategy(VirtualWorkers):
         set_checkpoint_io(self, filled(io))
 
     def _configure_launcher(self) -> None:
+        other_lightning.refuse_trainer(self.accelerator)
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
         self._check_alone(self.world_size)
         super()._configure_launcher()
@@ -346,13 +350,9 @@ class HetPipeStrategy(VirtualWorkers):
         self._resumed = take_in_flight(checkpoint)
         return checkpoint
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizer; torch puts each state on its parameter's device."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-
     @classmethod
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+        other_lightning.let_in(cls)
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:
@@ -363,13 +363,16 @@ class HetPipeStrategy(VirtualWorkers):
         site = Site.of(self.cluster, found, self.plan)
         return list(site.devices) if self.plan is None else site.planned(self.plan)
 
+    def _site(self) -> Site:
+        return Site.of(self.cluster, self._found_devices(), self.plan)
+
     def _found_devices(self) -> list[torch.device]:
         rank = self._rank
         return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
 
     def _planner(self) -> Planner | None:
         """What decides; None where all devices are the same, so that there is little to decide."""
-        site = Site.of(self.cluster, self._found_devices(), self.plan)
+        site = self._site()
         if self.plan is None and self.cluster is None and (site.is_even or self._group is not None):
             return None
         assert self.lightning_module is not None
@@ -407,6 +410,7 @@ class HetPipeStrategy(VirtualWorkers):
             timeline=self._timeline,
             bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
+            first_memory=self._site().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
 

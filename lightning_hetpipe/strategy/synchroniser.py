@@ -60,6 +60,18 @@ class Synchroniser:
         self._last = [last.to(device) for last, device in zip(self._last, devices, strict=True)]
         self._lost = [lost.to(device) for lost, device in zip(self._lost, devices, strict=False)]
 
+    @property
+    def rounded(self) -> list[Tensor]:
+        """What ``update_dtype`` has taken from each parameter's updates so far, to go into the next; empty without."""
+        return self._lost
+
+    @rounded.setter
+    def rounded(self, saved: list[Tensor]) -> None:
+        """As a checkpoint has it; of a run without ``update_dtype``, nothing."""
+        with torch.no_grad():
+            for lost, before in zip(self._lost, saved or [torch.zeros(())] * len(self._lost), strict=False):
+                lost.copy_(before)
+
     def let_go(self) -> None:
         """Gives the memory of its copies back; nothing is synchronised any more."""
         self._last, self._lost = [], []
@@ -77,7 +89,9 @@ class Synchroniser:
         counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
         waited, pushed, pulled = (now - before for now, before in zip(counters, self._told, strict=True))
         self._told = counters
+        point = client.member.point
         return {
+            "hetpipe/members": float(0 if point is None else len(point.members)),
             "hetpipe/clock": float(client.member.clock),
             "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
             "hetpipe/sync_wait_seconds": waited,

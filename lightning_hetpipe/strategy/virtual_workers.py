@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import signal
+import platform
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.server.process import how
 from lightning_hetpipe.strategy import collectives, servers, settings
-from lightning_hetpipe.strategy.launcher import launcher_of
-from lightning_hetpipe.strategy.ranks import Rank, announce, find_rank
+from lightning_hetpipe.strategy.launcher import TERMINATED, launcher_of
+from lightning_hetpipe.strategy.losses import losses
+from lightning_hetpipe.strategy.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.shared_metrics import share
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
@@ -26,9 +31,6 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.group import Group
 
 T = TypeVar("T")
-
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a program that SIGTERM has ended, as shells report it."""
 
 _group: Group | None = None
 """This process's place among the virtual workers of its launch, which all its Trainers share."""
@@ -56,6 +58,8 @@ class VirtualWorkers(ParallelStrategy):
         self.timeout = settings.seconds(timeout)
         self._num_nodes = 1
         self._group: Group | None = None
+        self._shared: Synchroniser | None = None
+        self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._asked: str | None = None
@@ -175,7 +179,18 @@ class VirtualWorkers(ParallelStrategy):
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
         if _group is None or not _group.is_open or _group.coordinator != found.coordinator:
             _part()
-            _group = Group(self.global_rank, self.world_size, found, wsp, self.timeout, servers.lost)
+            rank = self._rank
+            _group = Group(
+                rank.index,
+                rank.size,
+                found,
+                wsp,
+                self.timeout,
+                servers.lost,
+                place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
+                on_loss=losses.note,
+                stays=rank.role is Role.EXTERNAL,
+            )
             _group.lose(_ended)
             _group.open()
         else:
@@ -187,7 +202,13 @@ class VirtualWorkers(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Where this process is one of several, or is to start them."""
         rank = self._rank
-        self._launcher = launcher_of(rank, self._told_to_children, on_end=self._on_end, closed=_end)
+        self._launcher = launcher_of(
+            rank,
+            self._told_to_children,
+            on_end=self._on_end,
+            closed=_end,
+            patience=lambda: self._wsp_settings().end_timeout,
+        )
         if rank.size > 1:
             announce(rank)
 
@@ -213,6 +234,7 @@ class VirtualWorkers(ParallelStrategy):
 
     def teardown(self) -> None:
         """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
+        self._shared = None
         try:
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
@@ -244,7 +266,32 @@ class VirtualWorkers(ParallelStrategy):
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         agreed.append(f"placement={wsp.placement}")
         synchroniser.enter(agreed)
+        self._shared = synchroniser
         return synchroniser
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
+        if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
+            rounded = [] if self._shared is None else self._shared.rounded
+            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, rounded)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What this virtual worker would have saved, if it has taken part in saving."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        module = self.lightning_module
+        resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        self._rounded = take_state(checkpoint, checkpoint_path, self.global_rank, self.world_size, resuming)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizer; torch puts each state on its parameter's device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        if self._shared is not None:
+            self._shared.rounded, self._rounded = self._rounded, []
 
     def _is_interrupted(self) -> bool:
         trainer = getattr(self._launcher, "trainer", None)

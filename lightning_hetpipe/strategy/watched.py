@@ -11,20 +11,56 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
+from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.private import pytree
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
-from lightning_hetpipe.strategy.decision import Decision
+from lightning_hetpipe.strategy.decision import Decision, told_in_flight
 from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.settings import FitSettings, check_resumed, nothing_to_recompute
+from lightning_hetpipe.strategy.staleness import check_staleness
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from lightning_hetpipe.strategy.user_step import UserStep
+
+WHOLE = "the first minibatch of a fit runs whole on the device of the last stage, in this release"
+
+
+def check_first_minibatch(module: nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> None:
+    """Refuses what does not fit into ``limit`` bytes before any activation is there.
+
+    Raises:
+        SettingError: with what is there, and what is lacking.
+    """
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    held = pytree.tree_leaves([*optimizer.state.values()])
+    state = sum(each.nbytes for each in held if isinstance(each, Tensor))
+    if (taken := weights + gradients + state) > limit:
+        also = f" and {in_bytes(state)} of optimizer state" if state else ""
+        raise SettingError(
+            f"{WHOLE}, where {type(module).__name__} takes {in_bytes(weights)} of weights, {in_bytes(gradients)} of"
+            f" gradients{also}: {in_bytes(taken - limit)} more than its {in_bytes(limit)}; let that be a device with"
+            " more memory, or train fewer weights"
+        )
+
+
+@contextmanager
+def noting_where() -> Iterator[None]:
+    """Within it, an error for want of memory is given a note that says why so much is needed."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"HetPipeStrategy: {WHOLE}; take smaller batches, or let that be one with more memory")
+        raise
 
 
 class WatchedStep:
@@ -69,9 +105,11 @@ class WatchedStep:
     def run(self, native: Callable[..., Any], args: tuple[Any, ...], run_seed: int) -> Any:
         """The user's step, as Lightning would run it: by ``native``."""
         torch.set_num_threads(self._settings.torch_threads)
+        if (limit := self._settings.first_memory) is not None:
+            check_first_minibatch(self._trainer.lightning_module, self._trainer.optimizers[0], limit)
         asked = self._settings.asked
         asked()
-        with self._watch.watching(), self._own_random_numbers(run_seed):
+        with self._watch.watching(), self._own_random_numbers(run_seed), noting_where():
             output = native(*args)
         self._asked = asked()
         loss = self._user_step.loss_of(output)
@@ -100,7 +138,10 @@ class WatchedStep:
         for line in decision.said:
             rank_zero_info(line)
         if decision.said and in_flight != decision.in_flight:
-            rank_zero_info(f"but {in_flight} in flight, the most that any virtual worker has, as all have as many")
+            rank_zero_info(
+                f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
+            )
+        check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.cuts) == len(self.pieces) == 1:
             nothing_to_recompute()
         return decision, in_flight

@@ -14,8 +14,8 @@ from lightning_hetpipe.server.security import Security, split
 
 AGGREGATES = ("sum", "mean")
 PLACEMENTS = ("size", "round_robin", "local")
-LONGEST_LEASE = 365 * 24 * 3600.0
-"""Seconds; clocks and timers count on."""
+LONGEST = 365 * 24 * 3600.0
+"""Seconds of a setting; clocks and timers count on."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class WSPSettings:
     placement: str
     security: Security
     lease: float
+    end_timeout: float | None
+    join_timeout: float
 
     def check_later(self, later: WSPSettings) -> None:
         """A program's Trainers meet at the same servers.
@@ -66,6 +68,10 @@ class WSPCallback(L.Callback):
         security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
             from ``HETPIPE_*`` environment variables.
         lease: How long a virtual worker may be silent before the others go on without it.
+        end_timeout: How long the first process of a machine, at its end, waits for the other virtual workers' programs
+            to end, before it ends those that it has started and exits with 1; None: as long as they run.
+        join_timeout: How long virtual workers wait at the start, and at the start of each fit, for those that have not
+            come. After that all end, and the error says who is missing.
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
@@ -81,6 +87,8 @@ class WSPCallback(L.Callback):
         placement: str = "size",
         security: Security | Mapping[str, Any] | None = None,
         lease: timedelta | float = timedelta(seconds=30),
+        end_timeout: timedelta | float | None = None,
+        join_timeout: timedelta | float = timedelta(minutes=10),
     ) -> None:
         if isinstance(clock_distance, bool) or not isinstance(clock_distance, int) or clock_distance < 0:
             raise SettingError(f"clock_distance={clock_distance!r} must be a whole number of at least 0")
@@ -93,12 +101,6 @@ class WSPCallback(L.Callback):
         if isinstance(servers, str) or (servers is not None and not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
         _check_addresses(servers or ())
-        seconds = lease.total_seconds() if isinstance(lease, timedelta) else lease
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LEASE:
-            raise SettingError(
-                f"lease={lease!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most"
-                " a year"
-            )
         self.settings = WSPSettings(
             clock_distance,
             wave,
@@ -107,8 +109,20 @@ class WSPCallback(L.Callback):
             None if servers is None else tuple(servers),
             placement,
             _security(security),
-            float(seconds),
+            _seconds("lease", lease),
+            None if end_timeout is None else _seconds("end_timeout", end_timeout),
+            _seconds("join_timeout", join_timeout),
         )
+
+
+def _seconds(name: str, given: object) -> float:
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        raise SettingError(
+            f"{name}={given!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most a"
+            " year"
+        )
+    return float(seconds)
 
 
 def _security(given: Security | Mapping[str, Any] | None) -> Security:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
+from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.pipeline.autocast import Autocast
 
 X = torch.arange(12.0).reshape(4, 3) / 10
@@ -40,7 +41,7 @@ def run(captured: Captured, *args: Any) -> Any:
 
 
 def captured(module: nn.Module, *args: Any) -> Captured:
-    return Captured("net", module, args, {}, OFF)
+    return Captured("net", module, args, {}, OFF, FrozenValues(module))
 
 
 @pytest.mark.parametrize("scale", ["nan", "-0.0", "1.5"])

@@ -355,3 +355,25 @@ def test_pieces_one_after_the_other_with_views_and_in_place_changes_between() ->
     first = nn.Sequential(nn.Linear(4, 4), nn.Flatten())
     second = nn.Sequential(nn.Linear(2, 2), nn.Unflatten(1, (2,)))
     assert len(watch(Watched(step, first=first, second=second), X)) == 2
+
+
+class Borrows(nn.Module):
+    """Computes with a weight that it does not hold."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.lender = [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) @ self.lender[0].weight
+        return y
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_layer_that_computes_with_the_parameter_of_another_module(sequential: bool) -> None:
+    """The parameter got no gradient, and the layer's copies had a weight of their own."""
+    other = nn.Linear(4, 4)
+    borrows = Borrows(other)
+    net = nn.Sequential(borrows) if sequential else borrows
+    refused("layer 'net' computes with the parameter 'other.weight', which is not its own", net=net, other=other)

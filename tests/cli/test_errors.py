@@ -34,7 +34,7 @@ MINE = ["--config-dir", "mine", "experiment=mine"]
         (["--config-dir", "nowhere"], "Additional config directory"),
         (["experiment=null"], "experiment=null names no option of experiment; choose one of those that"),
         (["model=3"], "model=3 names no option of model; choose one of those that hetpipe-train --help lists."),
-        (["strategy.stages=1,2"], "strategy.stages=1,2 is several values; add -m to train with each of them, or write"),
+        (["strategy.stages=1,2"], "strategy.stages=1,2 is several values; add -m to run with each of them, or write"),
         (["model=gpt"], "model.context: Interpolation key 'data.context' not found; choose experiment=gpt, which"),
         (["+model=gpt"], "model is chosen twice; write model=gpt without a +"),
         (["trainer.logger=[]"], "trainer.logger=[] cannot replace a whole section; write '~trainer.logger'"),

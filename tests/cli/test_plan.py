@@ -33,6 +33,8 @@ Run = Callable[..., tuple[str, str]]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: empty but for a profile."""
     save(PROFILE, tmp_path / "p.json")
+    small = (tmp_path / "p.json").read_text().replace(str(24 << 30), "24")
+    (tmp_path / "small.json").write_text(small)
     (tmp_path / "other.json").write_text('{"schema_version": 1, "in_flight": 2}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -66,7 +68,11 @@ def test_devices_by_name(plan: Run, folder: Path) -> None:
     assert made.layers == tuple(layer.name for layer in LAYERS)
     assert sorted(stage.device_name for stage in made.virtual_workers[0].stages) == ["RTX-3090", "V100-16"]
     limits = {stage.device: stage.memory_limit_bytes for stage in made.virtual_workers[0].stages}
-    assert limits == {"RTX-3090:0": 24 << 30, "V100-16:1 (estimated)": 16 << 30}  # its memory is the catalogue's
+    assert limits == {"RTX-3090:0": 24 << 30, "V100-16:1 (nominal memory)": 16 << 30}
+    assert "no measurements" not in said  # which there are; only the memory is the catalogue's
+    assert "~16.0 GiB" in said
+    assert "the first minibatch of a fit runs whole on the last stage's device: 989.0 MiB on here RTX-3090:0" in said
+    assert "- 12 GB/s after 0.01 ms is supposed between devices of 'here', as no link is said" in said
     assert list(made.problems()) == []
     assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert f"plan     {folder / 'run' / 'plan.json'}" in said
@@ -79,7 +85,8 @@ def test_a_cluster_of_ours_with_estimates(plan: Run) -> None:
         "times of RTX-2080-Ti, Quadro-RTX-4000 are estimated from those of V100-16, by peak FLOP/s and memory bandwidth"
         in said
     )
-    assert "~ is an estimate: of this device there are data sheets only, no measurements" in said
+    assert "~ is an estimate: of this device's times there are data sheets only, no measurements" in said
+    assert "is supposed" not in said
 
 
 def test_a_cluster_of_a_users(plan: Run, folder: Path) -> None:
@@ -95,6 +102,42 @@ def test_a_cluster_of_a_users(plan: Run, folder: Path) -> None:
     assert "one RTX-3090:0" in said
     made = json.loads((folder / "run" / "plan.json").read_text())
     assert {stage["node"] for stage in made["virtual_workers"][0]["stages"]} <= {"one", "two"}
+
+
+def test_a_cluster_that_says_no_links(plan: Run, folder: Path) -> None:
+    """They were infinitely fast, and stages on several nodes were like any others."""
+    (folder / "mine" / "cluster").mkdir(parents=True)
+    (folder / "mine" / "cluster" / "lab.yaml").write_text(
+        "_target_: lightning_hetpipe.Cluster\n"
+        "nodes:\n"
+        "- {name: one, devices: [2xRTX-3090]}\n"
+        "- {name: two, devices: [RTX-3090]}\n"
+    )
+    said, _ = plan("--config-dir", "mine", "profile=p.json", "cluster=lab", "hydra.run.dir=run")
+    assert "- 12 GB/s after 0.01 ms is supposed between devices of 'one', as no link is said" in said
+    assert "- 1.25 GB/s after 0.05 ms is supposed between nodes, as no link is said" in said
+    assert "stages on several nodes are planned only: this release runs those of one node" in said
+
+
+def test_a_link_that_was_given_is_not_supposed(plan: Run) -> None:
+    for link in ('link="1 GB/s"', "link.bandwidth=1 GB/s"):
+        said, _ = plan("profile=p.json", "devices=[2xRTX-3090]", link)
+        assert "is supposed" not in said
+
+
+def test_the_first_minibatch_of_a_fit_does_not_fit(plan: Run, folder: Path) -> None:
+    """Each stage does, and the whole model does not fit onto the last one's device, which nothing told."""
+    small = "devices=[{name: RTX-3090, memory: 900 MiB},{name: RTX-3090, memory: 900 MiB}]"
+    said, _ = plan("profile=p.json", small, "hydra.run.dir=run", code=1)
+    assert (
+        "! stage 1: memory is 989.0 MiB in the first minibatch of a fit, which runs whole there in this release" in said
+    )
+    assert "- smaller batches, of which the first takes no more than 900.0 MiB" in said
+    assert not (folder / "run" / "plan.json").exists()
+    plan("profile=p.json", small.replace("900", "1000", 1), "hydra.run.dir=run")
+    made = Plan.load(folder / "run" / "plan.json")
+    assert made.first_minibatch_bytes == 989 * MIB
+    assert made.virtual_workers[0].stages[-1].place == "RTX-3090:0"
 
 
 def test_what_the_strategy_is_to_be_told_holds(plan: Run, folder: Path) -> None:
@@ -126,7 +169,8 @@ def test_as_many_stages_as_are_asked_for(plan: Run, folder: Path) -> None:
     """More devices are no worse, so that a plan would have more of them."""
     devices = "devices=[3xRTX-3090]"
     for asked, stages in (["strategy.stages=2"], 2), (["strategy.stages=auto"], 3), ([], 3):
-        plan("profile=p.json", devices, "strategy.in_flight=4", *asked, "hydra.run.dir=run")
+        said, _ = plan("profile=p.json", devices, "strategy.in_flight=4", *asked, "hydra.run.dir=run")
+        assert ("RTX-3090:2 is not used: so many stages were asked for" in said) == (stages == 2)
         assert len(Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages) == stages
 
 
@@ -154,7 +198,7 @@ def test_nothing_fits(plan: Run, folder: Path) -> None:
     said, error = plan("profile=big.json", "devices=[RTX-3090]", "hydra.run.dir=run", code=1)
     assert " GiB !" in said
     assert "! stage 0: memory is" in said
-    assert "Nothing fits; this is the plan that lacks the least." in said
+    assert "No plan was found that fits; of those that were, this one lacks the least." in said
     assert error == ""
     assert not (folder / "run" / "plan.json").exists()
 
@@ -179,6 +223,14 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
         (
             ["profile=p.json", "devices=[T4]", "strategy.timeline=[3]"],
             "strategy.timeline=[3] must be True, for the last",
+        ),
+        (
+            ["profile=small.json", "devices=[RTX-3090]"],
+            "profile=small.json: devices.RTX-3090.memory_bytes is 24 bytes, less than any device has; give bytes",
+        ),
+        (
+            ["profile=p.json", "devices=[{name: T4, memory: 24}]"],
+            "Device('T4').memory=24 is 24 bytes; did you mean '24",
         ),
         (["profile=p.json", "devices=[{name: T4, memry: 3}]"], "a Device has no 'memry'; it has name, memory, speed"),
         (
@@ -267,7 +319,7 @@ def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:
         ),
         (
             "nodes: [{name: a, devices: [T4]}]\nlink: 3",
-            "cluster.link=3 must be a Link or a mapping or text.",
+            "cluster.link=3 must be a Link or a mapping or text or null.",
         ),
         (
             "nodes: [{name: a, devices: [T5]}]",

@@ -126,6 +126,7 @@ def test_a_wrong_setting_is_one_sentence(
 )
 def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("HETPIPE_TOKEN", None)
     command = [sys.executable, "-m", "lightning_hetpipe.cli.server", "address=127.0.0.1:0"]
     with subprocess.Popen(
         [*command, "service._target_=tests.cli.test_server.Telling"],
@@ -139,4 +140,7 @@ def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals, code: int) -> 
         assert server.stdout.readline().startswith("hetpipe-server: serving 127.0.0.1:")
         server.send_signal(number)
         assert server.wait(PATIENCE) == code
+        assert server.stderr is not None
+        assert len(warned := server.stderr.read().splitlines()) == 1
+        assert warned[0].startswith("hetpipe-server: HETPIPE_TOKEN is not set, so that any user of this machine may")
     assert not [*tmp_path.iterdir()]

@@ -80,7 +80,7 @@ def test_another_number_in_flight_than_the_checkpoints_is_warned_of(tmp_path: Pa
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             resume(tmp_path / name_of(12), HetPipeStrategy(**asked))
-        return [str(each.message) for each in caught if "in flight" in str(each.message)]
+        return [str(each.message) for each in caught if "is resumed with" in str(each.message)]
 
     said = (
         "the checkpoint was trained with 4 in flight and is resumed with {}, on which results depend; set in_flight=4"

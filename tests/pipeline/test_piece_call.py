@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.lanes import Mark, Outside, OutsideLane
 from lightning_hetpipe.pipeline.piece_call import PieceCall
-from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_of
+from lightning_hetpipe.pipeline.values import Value, tensors_of
 
 
 def run(piece: int, inputs: Any, outputs: Any, outside: Outside | None = None) -> tuple[PieceCall, Any]:
@@ -27,9 +27,9 @@ def grown(*values: float) -> Tensor:
     return torch.tensor(values, requires_grad=True) * 1.0
 
 
-def collect(call: PieceCall, total: Tensor, above: PieceCall | None, keep_graph: bool) -> Gradients:
+def collect(call: PieceCall, total: Tensor, above: PieceCall | None, keep_graph: bool) -> list[Tensor | None]:
     """Gradients of the call's outputs, where the user's code uses no parameter."""
-    return call.collect(total, above, (), nullcontext(), keep_graph)[0]
+    return [*call.collect(total, above, (), nullcontext(), keep_graph)[0]]
 
 
 def lists(gradients: list[Tensor | None]) -> list[list[float] | None]:

@@ -19,7 +19,8 @@ Pair = namedtuple("Pair", ["left", "right"])
 TREES: dict[str, tuple[Any, int]] = {
     "a tensor": (A, 1),
     "a tuple": ((A, B), 2),
-    "nested": ({"x": [A, {"y": (B, C)}], "z": A}, 4),
+    "nested": ({"x": [A, {"y": (B, C)}], "z": B * 2}, 4),
+    "one tensor twice": ({"x": [A, {"y": (B, A)}], "z": A}, 2),
     "with others": ((A, None, "text", 7, {"mask": None, "scale": 2.5}), 1),
     "a named tuple": (Pair(A, B), 2),
     "an ordered dict": (OrderedDict(b=B, a=A), 2),

@@ -8,7 +8,7 @@ from itertools import combinations, permutations
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node, Spot
-from lightning_hetpipe.planning.memory import Sizes, stage_memory
+from lightning_hetpipe.planning.memory import Sizes, first_minibatch, stage_memory
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.simulate import Load
 
@@ -76,7 +76,11 @@ def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bo
 def has_room(
     profile: Profile, stages: Stages, in_flight: int, state: float, recompute: bool, loads: Sequence[Sequence[Load]]
 ) -> bool:
-    """Whether every stage fits when it holds what ``loads`` says for its distance from the last."""
+    """Whether every stage fits when it holds what ``loads`` says for its distance from the last, and the last one's
+    device a minibatch of the whole model."""
+    limit = stages[-1][0].device.memory
+    if limit is not None and first_minibatch(profile.layers, state) > limit:
+        return False
     for distance, (spot, first, after) in enumerate(reversed(stages)):
         held = loads[min(distance, len(loads) - 1)]
         sizes = Sizes.of(profile.layers, first, after - 1)

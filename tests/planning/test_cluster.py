@@ -11,7 +11,8 @@ from hydra.utils import instantiate
 
 from lightning_hetpipe import Cluster, Device, Link, Node
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.cluster import NO_LINK
+from lightning_hetpipe.planning import cluster as planning_cluster
+from lightning_hetpipe.planning.cluster import ETHERNET, NO_LINK, PCIE
 
 
 def test_units() -> None:
@@ -25,6 +26,29 @@ def test_names_stand_for_devices() -> None:
     box = Node("box", ["2xRTX-3090", Device("old", "4 GiB"), "GTX-1080-Ti", "2*T4"], "12 GB/s")
     assert [device.name for device in box.devices] == ["RTX-3090", "RTX-3090", "old", "GTX-1080-Ti", "T4", "T4"]
     assert box.link == Link(12e9)
+
+
+def test_memory_without_its_unit_is_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fits into 24 bytes, which was all that was said then."""
+    monkeypatch.setattr(planning_cluster, "LEAST_MEMORY", 1 << 20)
+    for memory, meant in [(24, "24 GiB"), ("24", "24 GiB"), (10.5, "10.5 GiB"), (24576, "24576 MiB"), ("8 B", "8 GiB")]:
+        with pytest.raises(SettingError, match=rf"Device\('T4'\).memory=.* bytes; did you mean '{meant}'"):
+            Device("T4", cast(Any, memory))
+    assert Device("T4", "24 MiB").memory == 24 << 20
+
+
+def test_a_link_that_nobody_has_declared_is_supposed_and_said() -> None:
+    """It was infinitely fast, and so were plans that sent much."""
+    cluster = Cluster([Node("a", ["T4", "T4"]), Node("b", ["T4"]), Node("c", ["2xcpu"])])
+    one, two, three, four, five = cluster.spots
+    found = [cluster.link_between(*pair) for pair in [(one, two), (two, three), (four, five)]]
+    assert found == [PCIE, ETHERNET, NO_LINK]
+    assert cluster.supposed([one, two, three, four, five]) == [
+        "12 GB/s after 0.01 ms is supposed between devices of 'a', as no link is said",
+        "1.25 GB/s after 0.05 ms is supposed between nodes, as no link is said",
+    ]
+    assert cluster.supposed([one, one]) == []
+    assert Cluster([Node("a", ["T4", "T4"], "1 GB/s"), Node("b", ["T4"])], "1 GB/s").supposed([one, two, three]) == []
 
 
 def test_spots_and_links() -> None:
@@ -87,7 +111,11 @@ def test_what_is_declared_does_not_change_what_is_there() -> None:
     ("make", "says"),
     [
         (lambda: Device(""), r"Device\(name=''\) must be a name"),
-        (lambda: Device("a", 0), r"Device\('a', memory=0\) must be bytes, more than 0, or None"),
+        (lambda: Device("a", 0), r"Device\('a'\).memory=0 must be bytes, more than 0, text such as '24 GiB', or None"),
+        (
+            lambda: Device("a", cast(Any, 2.5e9 + 0.5)),
+            r"Device\('a'\).memory=2500000000.5 must be a whole number of byt",
+        ),
         (lambda: Device("a", True), "must be bytes"),
         (lambda: Device("a", "24 gigs"), r"Device\('a'\).memory='24 gigs' has the unit 'gigs', which is none of"),
         (lambda: Device("a", speed=math.inf), r"Device\('a', speed=inf\) must be a number more than 0"),

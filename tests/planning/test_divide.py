@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning import arrangement
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.cluster import NO_LINK, Cluster, Device, Link, Node
 from lightning_hetpipe.planning.costs import kinds_of
 from lightning_hetpipe.planning.partition import Dividing, Division
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
@@ -124,7 +124,8 @@ def test_free_to_choose_the_order_it_is_no_worse(profile: Profile, cluster: Clus
 def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cluster, scale: float) -> None:
     times = {name: [each.divided(1 / scale) for each in own] for name, own in profile.times.items()}
     links = [
-        Link(link.bandwidth / scale, link.latency * scale) for link in (cluster.link, *(n.link for n in cluster.nodes))
+        Link(link.bandwidth / scale, link.latency * scale)
+        for link in (cluster.link or NO_LINK, *(n.own_link for n in cluster.nodes))
     ]
     slow = Cluster([Node(n.name, n.devices, link) for n, link in zip(cluster.nodes, links[1:], strict=True)], links[0])
     one = Dividing(profile, cluster, cluster.spots).divide(loads=LOADS)

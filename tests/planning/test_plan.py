@@ -70,6 +70,7 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "virtual_workers",
         "layers",
         "recompute",
+        "first_minibatch_bytes",
     ]
     (worker,) = value["virtual_workers"]
     assert list(worker) == ["minibatches_per_second", "stages"]
@@ -114,7 +115,7 @@ def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
 def test_files_that_do_not_say_recompute_mean_no(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     value = json.loads((tmp_path / "plan.json").read_text())
-    del value["recompute"]
+    del value["recompute"], value["first_minibatch_bytes"]
     (tmp_path / "plan.json").write_text(json.dumps(value))
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert not PLAN.recompute
@@ -135,8 +136,44 @@ def test_the_table() -> None:
         "    0  box RTX-3090:0  a – b   ×2             250.0  1.0 GiB   24.0 GiB",
         "    1  box T4:1        c       ×1            ~500.0  2.0 GiB  ~16.0 GiB  bottleneck",
         "",
-        "~ is an estimate: of this device there are data sheets only, no measurements",
+        "~ is an estimate: of this device's times there are data sheets only, no measurements",
     ]
+
+
+def test_the_first_minibatch_of_a_fit_is_in_the_table_and_must_fit() -> None:
+    """DESIGN, section 11: until nothing needs the whole model on one device."""
+    note = "the first minibatch of a fit runs whole on the last stage's device: 3.0 GiB on box T4:1"
+    assert str(replace(PLAN, first_minibatch_bytes=3 << 30)).splitlines()[-1] == note
+    assert "first minibatch" not in str(with_stage(1, memory_limit_bytes=None))
+    large = replace(PLAN, first_minibatch_bytes=17 << 30)
+    (problem,) = large.problems()
+    assert problem.place == "virtual_workers[0].stages[1].memory_bytes"
+    assert problem.said.startswith(
+        "is 17.0 GiB in the first minibatch of a fit, which runs whole there in this release"
+    )
+    assert "2.0 GiB !" in str(large)
+    assert str(large).count("first minibatch") == 1
+    (problem,) = replace(PLAN, first_minibatch_bytes=13 << 30).problems(
+        Cluster([Node("box", [Device("RTX-3090"), Device("T4", "12 GiB")])])
+    )
+    assert "1.0 GiB more than T4:1 has" in problem.said
+
+
+def test_stages_on_several_nodes_are_marked() -> None:
+    assert "several nodes" not in str(PLAN)
+    last = str(with_stage(1, node="other")).splitlines()[-1]
+    assert last == "stages on several nodes are planned only: this release runs those of one node"
+
+
+def test_memory_of_a_data_sheet_beside_times_that_were_measured() -> None:
+    """The table said that there were no measurements."""
+    plan = with_stage(1, device="T4:1 (nominal memory)")
+    lines = str(plan).splitlines()
+    assert lines[0] == "m: 3 minibatches in flight, 2 minibatches per second, simulated"
+    assert lines[4] == "    1  box T4:1        c       ×1             500.0  2.0 GiB  ~16.0 GiB  bottleneck"
+    assert lines[5:] == ["", "~ before memory: the data sheet's, of which a driver leaves a little less"]
+    (_, stage) = plan.virtual_workers[0].stages
+    assert (stage.place, stage.device_number, stage.estimated, stage.nominal) == ("T4:1", 1, False, True)
 
 
 def test_a_declared_limit_is_no_estimate() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.advice import ways_out
 from lightning_hetpipe.planning.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
 from lightning_hetpipe.planning.outlook import Outlook, outlook
@@ -141,28 +142,28 @@ def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Clust
 
 def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
     profile, cluster = even(kept=80)
-    found = best_plan(profile, cluster)
+    found = best_plan(profile, cluster, watched=False)
     assert found.fits
     assert found.in_flight == 2
-    assert any("Nm = 3 does not fit" in reason for reason in found.reasons)
+    assert any("no plan was found that fits at Nm = 3" in reason for reason in found.reasons)
     assert any("recompute=True would be" in reason for reason in found.reasons)
 
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
     profile, cluster = even(kept=80)
-    found = best_plan(profile, cluster, in_flight=6)
+    found = best_plan(profile, cluster, in_flight=6, watched=False)
     assert not found.fits
     assert found.help is not None
     assert found.help.in_flight == 2
     assert found.help.recompute == 6
     worst = max(found.help.lacking.values())
-    assert "no plan fits at Nm = 6" in found.reasons[0]
+    assert "no plan was found that fits at Nm = 6" in found.reasons[0]
     # With as much memory more it does fit, so that the advice is right.
     larger = Cluster([Node("box", [Device("gpu", MEMORY + worst)] * 3)])
-    assert best_plan(profile, larger, in_flight=6).fits
+    assert best_plan(profile, larger, in_flight=6, watched=False).fits
     # And the nearest lacks no more than twice what any must.
     smaller = Cluster([Node("box", [Device("gpu", MEMORY + worst // 2)] * 3)])
-    assert not best_plan(profile, smaller, in_flight=6).fits
+    assert not best_plan(profile, smaller, in_flight=6, watched=False).fits
 
 
 def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +177,36 @@ def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest
         return plan(self, in_flight)
 
     monkeypatch.setattr(_Search, "plan", noted)
-    found = best_plan(profile, cluster, in_flight=30)
+    found = best_plan(profile, cluster, in_flight=30, watched=False)
     assert found.help is not None
     assert found.help.in_flight == 2
     assert found.help.recompute is not None
-    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True).fits
+    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True, watched=False).fits
     assert len(tried) < 15
+
+
+def test_the_last_device_holds_the_first_minibatch() -> None:
+    """A fit runs it whole on the last stage's device: plans promised what ended for want of memory there."""
+    profile, _ = even(kept=80)
+    whole = 12 * (10 + 10 + 20) + 12 * 80 + 80  # weights, gradients, Adam's state; activations and a workspace
+    boxes = [
+        Cluster([Node("box", [Device("gpu", memory) for memory in (largest, 1000, 1000)])])
+        for largest in (whole, whole - 1)
+    ]
+    found, nothing = [best_plan(profile, cluster) for cluster in boxes]
+    assert found.fits
+    assert len(found.stages) == 3
+    assert found.stages[-1].spot.number == 0
+    assert [stage.first_minibatch for stage in found.stages] == [0, 0, whole]
+    assert best_plan(profile, boxes[0], ordered=True).stages[-1].spot.number == 0  # alone, as nothing may follow it
+    assert not nothing.fits
+    assert nothing.help is not None
+    assert (nothing.help.in_flight, nothing.help.recompute) == (None, None)
+    assert "smaller batches, of which the first takes no more than 1.5 KiB" in ways_out(nothing)
+    more = {nothing.stages[index].spot.number: lack for index, lack in nothing.help.lacking.items()}
+    limits = [(spot.device.memory or 0) + more.get(spot.number, 0) for spot in boxes[1].spots]
+    assert best_plan(profile, Cluster([Node("box", [Device("gpu", limit) for limit in limits])])).fits
+    assert best_plan(profile, boxes[1], watched=False).fits
 
 
 def test_what_fits_on_no_device_at_all() -> None:

@@ -60,7 +60,7 @@ sys.modules["lightning_hetpipe"] = package
 from concurrent.futures import ThreadPoolExecutor
 from lightning_hetpipe.server.grpc_import import grpc
 
-print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), flush=True)
+print([os.environ.get(name) for name in ("GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY")], flush=True)
 came, go = threading.Event(), threading.Event()
 def wait(message, context):
     came.set()
@@ -80,6 +80,29 @@ go.set()
 call.result()
 server.stop(None).wait(20)
 """
+
+# A server, whose port it says; then a client of the port that it is told.
+BOTH_SIDES = """
+import sys, types
+package = types.ModuleType("lightning_hetpipe")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_hetpipe"] = package
+from concurrent.futures import ThreadPoolExecutor
+from lightning_hetpipe.server.grpc_import import grpc
+
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(port, flush=True)
+with grpc.insecure_channel(f"127.0.0.1:{sys.stdin.readline().strip()}") as channel:
+    channel.subscribe(lambda state: None, try_to_connect=True)
+    sys.stdin.readline()
+server.stop(None).wait(20)
+"""
+
+CLIENTS_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+WITHOUT_GRPCS = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
 
 
 @pytest.fixture
@@ -276,10 +299,51 @@ def test_forks_are_not_complained_about_and_the_environment_stays() -> None:
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env={name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"},
+        env=WITHOUT_GRPCS,
     )
-    assert (ended.returncode, ended.stdout) == (0, "None\n")
-    assert "fork" not in ended.stderr  # now and then the core has a word on the end of the server
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[None, None]\n", "")
+
+
+def test_who_connects_writes_nothing_to_the_terminal() -> None:
+    """Neither to a server's nor to a client's: gRPC's core logs what comes with a GOAWAY, as it comes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BOTH_SIDES, str(Path(lightning_hetpipe.__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=WITHOUT_GRPCS,
+    ) as both:
+        assert both.stdout is not None
+        server = socket.create_connection(("127.0.0.1", int(both.stdout.readline())), PATIENCE)
+        with server, socket.create_server(("127.0.0.1", 0)) as listener:
+            shout(server, CLIENTS_PREFACE)
+            assert both.stdin is not None
+            both.stdin.write(f"{listener.getsockname()[1]}\n")
+            both.stdin.flush()
+            client, _ = listener.accept()
+            with client:
+                client.settimeout(PATIENCE)
+                shout(client, b"")
+        assert both.communicate(timeout=PATIENCE) == ("", "")
+        assert both.returncode == 0
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2, of the connection itself."""
+    return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
+
+
+def shout(peer: socket.socket, preface: bytes) -> None:
+    """Sends what would be written to a terminal, and returns once the peer has read it."""
+    settings, goaway, ping = 4, 7, 6
+    debug = bytes(4) + (11).to_bytes(4) + b"\x1b[2JEVIL\r\n"
+    peer.sendall(preface + frame(settings, b"") + 20 * frame(goaway, debug) + frame(ping, b"have you"))
+    heard = b""
+    while b"have you" not in heard:
+        part = peer.recv(4096)
+        assert part, "the connection was closed before all was read"
+        heard += part
 
 
 def test_a_port_is_not_shared(server: GrpcServer) -> None:

@@ -129,6 +129,25 @@ def test_an_open_address_is_refused_before_anything_starts() -> None:
         ServerProcess(HERE, address="0.0.0.0:0", security=Security(token="x"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel tells children that their parent has ended")
+def test_a_server_that_still_starts_ends_when_its_parent_is_killed() -> None:
+    """It waits to be told something, which somebody else still could: like one that imports, it looks at nothing."""
+    asked = CHILD.replace("import json", "print('asked', flush=True)\nimport json")
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            assert parent.stdout.readline() == "asked\n"
+            parent.kill()
+            parent.wait(PATIENCE)
+            eventually(lambda: not exists(pid), "the server has outlived its parent")
+        finally:
+            if exists(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_server_ends_when_its_parent_is_killed() -> None:
     told = {
         "path": sys.path,

@@ -73,6 +73,9 @@ def test_files_are_named_where_they_cannot_be_used(tmp_path: Path) -> None:
         GrpcChannel("127.0.0.1:1", Security(str(tmp_path / "none.pem"), "b", "c"))
     with pytest.raises(SettingError, match=r"security\.ca=.*empty\.pem is no PEM file"):
         GrpcServer(Desk(), security=Security(str(tmp_path / "empty.pem"), "b", "c")).__enter__()
+    ca, certificate, other = (str(certificates() / name) for name in ("ca.pem", "certificate.pem", "ca.key"))
+    with pytest.raises(SettingError, match=r"security\.key=.*ca\.key is not the key of security\.certificate=.*; give"):
+        GrpcChannel("127.0.0.1:1", Security(ca, certificate, other))
 
 
 @pytest.mark.parametrize("size", [0, 9 << 20])

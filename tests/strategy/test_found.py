@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hetpipe.planning.cluster import NO_LINK, Device
-from lightning_hetpipe.strategy.found import PCIE, found_cluster
+from lightning_hetpipe.planning.cluster import NO_LINK, PCIE, Device
+from lightning_hetpipe.strategy.found import found_cluster
 
-THERE = [("NVIDIA GeForce RTX 3090", 25_300_000_000), ("NVIDIA TITAN RTX", 25_200_000_000), ("NVIDIA Whatever", 7)]
+THERE = [
+    ("NVIDIA GeForce RTX 3090", 25_300_000_000),
+    ("NVIDIA TITAN RTX", 25_200_000_000),
+    ("NVIDIA Whatever", 7 << 30),
+]
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def test_gpus_by_the_catalogues_names() -> None:
     assert node.devices == (
         Device("RTX-3090", 25_300_000_000),
         Device("Titan-RTX", 25_200_000_000),
-        Device("NVIDIA Whatever", 7),
+        Device("NVIDIA Whatever", 7 << 30),
     )
     assert node.link == PCIE
     assert node.name

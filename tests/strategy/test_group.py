@@ -14,8 +14,9 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import ServersSilent
+from lightning_hetpipe.server.client import NotJoined, ServersSilent
 from lightning_hetpipe.server.grpc_server import GrpcServer
+from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.rooms import Rooms
 from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.strategy import entrance
@@ -266,3 +267,26 @@ def test_nobody_at_the_coordinators_address(
     assert said.endswith("is the program running that starts the server at 127.0.0.1:1, and may this machine reach it?")
     told = capsys.readouterr().err
     assert told == "hetpipe: virtual worker 1 waits until all 2 have come (at the server 127.0.0.1:1).\n"
+
+
+def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited for an hour. The first whose time is up ends it for those, too, that came later."""
+    monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
+    rooms = Rooms(LEASE)
+    exits.callback(rooms.close)
+    server = exits.enter_context(GrpcServer(rooms))
+    found = Found(server.address, (), Security(), per_node=2)
+    impatient, patient = (WSPCallback(lease=LEASE, join_timeout=seconds).settings for seconds in (0.3, SECONDS))
+    threads = exits.enter_context(ThreadPoolExecutor(2))
+    groups = [Group(index, 6, found, settings, SECONDS) for index, settings in ((1, patient), (4, impatient))]
+    opening = [threads.submit(group.open) for group in groups]
+    with pytest.raises(NotJoined) as late:
+        opening[1].result(SECONDS)
+    with pytest.raises(PeerFailed, match="VW 4 failed: NotJoined: VW 4 has waited"):
+        opening[0].result(SECONDS)
+    said = str(late.value)
+    assert said.startswith("VW 4 has waited 0.3 s for VW 0 (node 0), ")
+    assert "VW 2 (node 1), VW 3 (node 1), VW 5 (node 2) to join; look at what happened" in said
+    assert said.endswith("WSPCallback(join_timeout=...)")
+    for group in groups:
+        group.part("NotJoined")

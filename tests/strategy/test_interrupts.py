@@ -15,6 +15,9 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline import crew as crew_module
+from lightning_hetpipe.server.protocol import PeerFailed
+from lightning_hetpipe.strategy.launcher import Launcher
+from lightning_hetpipe.strategy.ranks import Rank, Role
 from tests.exact.pipelines import even
 from tests.strategy.refusing import Learner, assert_clean, batches, layers, plain_step, quiet_trainer
 
@@ -234,3 +237,15 @@ def test_a_callback_fails_while_a_later_step_hangs() -> None:
         assert gate.reached.is_set()
         assert not gate.left.is_set()
         assert_clean(trainer, module)
+
+
+@pytest.mark.parametrize(("failure", "ends"), [("SIGTERMException: ", SystemExit), ("ValueError: 3", PeerFailed)])
+def test_all_end_like_the_one_that_was_told_to(failure: str, ends: type[BaseException]) -> None:
+    """The others ended with a traceback and 1, as if something had gone wrong."""
+
+    def fit() -> None:
+        raise PeerFailed(f"VW 1 failed: {failure}")
+
+    with pytest.raises(ends) as ended:
+        Launcher(Rank(0, 2, 0, 0, 1, 2, Role.FIRST), dict).launch(fit)
+    assert getattr(ended.value, "code", 143) == 143

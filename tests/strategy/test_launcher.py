@@ -6,6 +6,7 @@ import itertools
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tests.strategy.launching.meeting import HERE, Meeting, Process, stated
 
 SCRIPT = HERE / "obedient.py"
+LATE = HERE / "late.py"
 
 
 @pytest.fixture
@@ -40,8 +42,9 @@ def test_a_child_is_the_same_program_in_the_same_place(meeting: Meeting, tmp_pat
     assert childs["flags"] == parents["flags"] == [1, 0, ["ignore"]]
     assert (parents["folder"], childs["folder"]) == ("/", str(tmp_path))
     assert parents["changed"] == [], "the launcher changed the environment of the user's process"
-    assert childs["changed"] == ["A_SERVER"], "a program started by a child would take itself for one"
-    assert childs["own"] == {"A_SERVER": "somewhere", "LOCAL_RANK": "1", "HETPIPE_VIRTUAL_WORKER": None}
+    assert childs["changed"] == [], "programs that a child starts inherited the servers' token"
+    assert childs["own"] == {"A_SERVER": None, "LOCAL_RANK": "1", "HETPIPE_VIRTUAL_WORKER": None}
+    assert (parents["told"], childs["told"]) == ({}, {"A_SERVER": "somewhere"})
 
 
 def test_a_module_is_run_again_as_a_module(meeting: Meeting, tmp_path: Path) -> None:
@@ -78,17 +81,51 @@ def test_another_number_of_virtual_workers_is_refused_by_name(meeting: Meeting, 
                             " another strategy or in another program")  # fmt: skip
 
 
+def test_a_child_that_goes_on_after_the_program_is_waited_for(meeting: Meeting, first: Process) -> None:
+    """It was killed after 10 seconds, in the midst of its own code, and the exit code was 0."""
+    first.ask("speak_soon")
+    _, child = meeting.launched(first)
+    first.ask("return")
+    first.order("return")
+    assert meeting.program is not None
+    assert meeting.program.stderr is not None
+    said = meeting.program.stderr.readline()
+    assert said == (
+        f"hetpipe: this process has ended, and waits for virtual worker 1 (process {child.pid}) to end;"
+        " WSPCallback(end_timeout=...) bounds that.\n"
+    )
+    for _ in range(2):
+        assert child.ask("return") == {"did": "return"}
+    code, _, err = meeting.ends()
+    assert (code, stated(err)) == (0, [])
+
+
+def test_whoever_does_not_want_to_wait_for_a_child_interrupts(meeting: Meeting, first: Process) -> None:
+    first.ask("speak_soon")
+    _, child = meeting.launched(first)
+    first.ask("return")
+    first.order("return")
+    assert meeting.program is not None
+    assert meeting.program.stderr is not None
+    assert "waits for virtual worker 1" in meeting.program.stderr.readline()
+    first.signal(signal.SIGINT)
+    child.ended()
+    code, _, err = meeting.ends()
+    assert (code, err) == (1, [])
+
+
 def test_a_child_that_outstays_the_program_is_ended(meeting: Meeting, first: Process) -> None:
+    first.ask("hurry")
     _, child = meeting.launched(first)
     child.ask("resist")
     first.ask("return")
     first.order("return")
     child.ended()
     code, _, err = meeting.ends()
-    assert code == 0
+    assert code == 1, "its work is not done"
     assert stated(err) == [
         f"hetpipe: virtual worker 1 (process {child.pid}) had not ended 0.5 seconds after this process, and is told to"
-        " end.",
+        " end; raise WSPCallback(end_timeout=...) if it may take longer.",
         f"hetpipe: virtual worker 1 (process {child.pid}) did not end when told to, and is killed.",
     ]
 
@@ -262,6 +299,7 @@ def test_children_die_with_their_parent(meeting: Meeting, first: Process, stubbo
 def test_the_death_of_a_child_is_told_and_the_others_go_on(
     meeting: Meeting, first: Process, fault: str, how: str
 ) -> None:
+    first.ask("stand_behind", 4)
     _, child, other = meeting.launched(first, 3)
     if fault == "kill":
         child.signal(signal.SIGKILL)
@@ -274,6 +312,84 @@ def test_the_death_of_a_child_is_told_and_the_others_go_on(
     code, _, err = meeting.ends()
     assert code == 1, "a script that goes by it would go on"
     assert stated(err) == [
-        f"hetpipe: virtual worker 1 (process {child.pid}) {how}.",
-        f"hetpipe: this run went on without virtual worker 1, which {how}.",
+        f"hetpipe: virtual worker 5 (process {child.pid}) {how}.",
+        f"hetpipe: this run went on without virtual worker 5, which {how}.",
     ]
+
+
+@pytest.mark.parametrize("ending", ["return", "fail", "leave"])
+def test_a_loss_that_the_servers_tell_of_ends_in_one(ending: str, meeting: Meeting, first: Process) -> None:
+    """Where torchrun or the like had started the processes, nothing was said, and the exit code was 0."""
+    first.ask("be_started_elsewhere")
+    assert first.ask("launch", 3) == {"did": "launched"}
+    for _ in range(2):  # in the room of the launch, and in that of the fit
+        assert first.ask("lose", 1) == {"did": "lose"}
+    if ending == "leave":  # the program was told by an exception, and makes what it likes of it
+        assert first.ask("leave") == {"left": True}
+        first.ask("return")
+    else:
+        first.order(ending)
+        if ending == "return":
+            first.hear()
+            first.ask("return")
+    code, _, err = meeting.ends()
+    assert code == {"return": 1, "fail": 1, "leave": 0}[ending]
+    said = ["hetpipe: virtual worker 1 is lost."]
+    if ending == "return":
+        said.append("hetpipe: this run went on without virtual worker 1, which was silent for long.")
+    assert stated(err) == said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel tells children that their parent has ended")
+def test_a_child_that_still_imports_ends_with_its_parent(meeting: Meeting, tmp_path: Path) -> None:
+    """It went on importing torch, for half a minute on a busy machine, and then said what it thought of its end."""
+    first = meeting.run(LATE, meeting.address, "imports", folder=tmp_path)
+    first.order("launch", 2)
+    child = meeting.meet()
+    assert child.facts["imports"]
+    first.signal(signal.SIGKILL)
+    assert child.ended() == []
+    code, _, err = meeting.ends()
+    assert (code, err) == (-signal.SIGKILL, [])
+
+
+def test_a_child_outlives_the_thread_that_launched_it(meeting: Meeting, tmp_path: Path) -> None:
+    """What the kernel watches is a thread, not a process."""
+    first = meeting.run(LATE, meeting.address, "imports", folder=tmp_path)
+    assert first.ask("launch_in_a_thread", 2) == {"extra": True}
+    assert first.hear() == {"did": "launched"}
+    imports = meeting.meet()
+    assert first.ask("return") == {"did": "return"}
+    assert first.hear() == {"did": "launch_in_a_thread"}
+    imports.release()
+    child = meeting.meet()
+    assert child.ask("launch", 2) == {"did": "launched"}
+    for process in (child, first):
+        if process is child:
+            process.ask("return")
+        process.order("return")
+    assert meeting.ends()[0] == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_children_used_is_closed_while_their_interpreters_are_taken_down(
+    meeting: Meeting, tmp_path: Path, fails: bool
+) -> None:
+    """One after the other took seconds: each has torch's and Lightning's million objects."""
+    first = meeting.run(LATE, meeting.address, "ends", folder=tmp_path)
+    first.ask("be_patient")
+    _, child = meeting.launched(first)
+    if fails:
+        first.order("fail")
+    else:
+        for process in (child, child, first, first):
+            process.order("return")
+    ends = meeting.meet()
+    assert ends.facts["ends"]
+    assert bool(ends.facts["frozen"]) == fails, "after a failure there is no last search for garbage"
+    while first.hear() != {"closed": True}:
+        pass
+    assert not select.select([first.connection], [], [], 0.5)[0], "it ended before its child"
+    ends.release()
+    code, _, err = meeting.ends()
+    assert (code, stated(err)) == (1 if fails else 0, [])

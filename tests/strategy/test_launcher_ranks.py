@@ -135,3 +135,18 @@ def test_only_rank_zero_speaks(caplog: pytest.LogCaptureFixture) -> None:
     undo()
     assert known.rank == before
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "equal"),
+    [
+        (Rank(0, 6, 0, 0, 3, 2, Role.FIRST), 3),
+        (Rank(5, 6, 1, 2, 3, 2, Role.CHILD), 3),
+        (Rank(1, 4, 0, 1, 2, 2, Role.EXTERNAL), 2),
+        (Rank(0, 3, 0, 0, 3, 1, Role.FIRST), 0),  # there is one node only
+        (Rank(1, 4, 1, 0, 3, 2, Role.EXTERNAL), 0),
+        (Rank(1, 6, 1, 0, 2, 3, Role.EXTERNAL), 0),  # 1, 2 and 3 are as many as three times 2
+    ],
+)
+def test_which_node_a_virtual_worker_is_on_is_known_of_equal_nodes(rank: Rank, equal: int) -> None:
+    assert rank.on_equal_nodes == equal

@@ -202,4 +202,4 @@ def test_a_functional_call_is_refused(in_flight: int, names: list[str]) -> None:
         own = dict(module.net.named_parameters())
         return F.cross_entropy(torch.func.functional_call(module.net, {n: own[n] * 0.5 for n in names}, (x,)), y)
 
-    assert_refused(Learner(step), "'net'", strategy=pipeline(in_flight))
+    assert_refused(Learner(step), "layer 'net.", "torch.func.functional_call", strategy=pipeline(in_flight))

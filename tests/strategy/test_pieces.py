@@ -43,14 +43,19 @@ class Gathers:
             return dict(self.given[ordinal])
 
 
-def gathered(contents: list[bytes], piece: int, dies: Mapping[int, int]) -> list[dict[int, bytes] | None]:
-    """What each of them gets; None for who dies."""
+def gathered(
+    contents: list[bytes], piece: int, dies: Mapping[int, int], keeps: int | None = None
+) -> list[dict[int, bytes] | None]:
+    """What each of them gets; None for who dies. Where only one ``keeps`` it, the others do not."""
     gathers = Gathers(len(contents), dies)
 
     def one(vw: int) -> dict[int, bytes] | None:
         ordinals = iter(range(1000))
         try:
-            return gather_in_pieces(contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece)
+            found = gather_in_pieces(
+                contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece, keeps in (None, vw)
+            )
+            return {each: bytes(part) for each, part in found.items()}
         except ConnectionAbortedError:
             return None
 
@@ -67,6 +72,13 @@ def test_a_server_takes_a_piece() -> None:
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
 def test_what_goes_in_comes_out_on_all(contents: list[bytes], piece: int) -> None:
     assert gathered(contents, piece, {}) == [dict(enumerate(contents))] * len(contents)
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
+def test_who_needs_nothing_keeps_nothing(contents: list[bytes], piece: int) -> None:
+    """And takes part in as many gathers as those who do."""
+    found = gathered(contents, piece, {}, keeps=0)
+    assert found == [dict(enumerate(contents)), *[dict.fromkeys(range(len(contents)), b"")] * (len(contents) - 1)]
 
 
 @given(

@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.strategy import planner, site
-from lightning_hetpipe.strategy.watched import WatchedStep
+from lightning_hetpipe.strategy.watched import WatchedStep, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.models import SGD, Task, mlp, vectors
 from tests.strategy.refusing import Learner, assert_refused, quiet_trainer, refused
@@ -283,8 +283,8 @@ def test_stages_that_were_asked_for_lie_on_the_devices_that_are_best(measured: S
 @pytest.mark.parametrize(
     ("idle", "said"),
     [
-        (1, "T4:1 is not used, as the plan is no better with it"),
-        (3, "T4:1, T4:2 and T4:3 are not used, as the plan is no better with them"),
+        (1, "T4:1 is not used, as no plan was found that is better with it"),
+        (3, "T4:1, T4:2 and T4:3 are not used, as no plan was found that is better with them"),
     ],
 )
 def test_devices_that_are_of_no_use_are_named(
@@ -322,12 +322,102 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monk
     measured(cpu=0.2)
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.strategy.planner.rank_zero_info", told.append)
-    strategy = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), Device("T4", 28 * MIB)), in_flight=4)
+    strategy = HetPipeStrategy(cluster=box(Device("T4", 30 * MIB), Device("T4", 30 * MIB)), in_flight=6)
     said = ["Task does not fit into the memory of its devices: T4:", "; it would fit with in_flight=", " on T4:"]
     assert_refused(mlp(), *said, strategy=strategy, loader=LOADER)
     (table,) = told
     assert "box T4:0" in table
     assert " MiB !" in table
+
+
+def test_the_device_of_the_first_minibatch_must_hold_it(measured: Says) -> None:
+    """It runs whole on the last stage's: 7 layers with weights, gradients, momentum and activations of a MiB each, and
+    a workspace of one. Each stage alone would fit."""
+    measured(cpu=0.2)
+    smaller = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), Device("T4", 28 * MIB)), in_flight=2)
+    said = "T4:1 lacks 1.0 MiB for the first minibatch of a fit, which runs whole there"
+    assert_refused(mlp(SGD), said, "more memory: 1.0 MiB on T4:1", strategy=smaller, loader=LOADER)
+    stages = trained(HetPipeStrategy(cluster=box(Device("T4", 29 * MIB), Device("T4", 28 * MIB)), in_flight=2))
+    assert [device for device, _ in stages] == ["T4:1 (emulated)", "T4:0 (emulated)"]
+
+
+def test_a_plan_whose_last_device_cannot_hold_the_first_minibatch() -> None:
+    plan = replace(planned(0, 2, memory=MIB), first_minibatch_bytes=3 * MIB)
+    assert len(trained(HetPipeStrategy(plan=plan))) == 2
+    cluster = box(Device("cpu", 2 * MIB), Device("cpu", 9 * MIB))
+    said = "stages[1].memory_bytes is 3.0 MiB in the first minibatch of a fit, which runs whole there in this release"
+    refusing = HetPipeStrategy(plan=plan, cluster=cluster)
+    assert_refused(mlp(), said, "1.0 MiB more than cpu:0 has", strategy=refusing, loader=LOADER)
+
+
+def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
+    """A run said that a node of that name is not there."""
+    measured({"T4": 0.3}, cpu=0.01)
+    first, second = planned(0, 3, device="T4").virtual_workers[0].stages
+    worker = PlannedWorker(10.0, (replace(first, node="other", device="T4:0"), second))
+    plan = replace(planned(0, 3, device="T4"), virtual_workers=(worker,))
+    said = "the plan for MLP has stages on several nodes (other, box), and this release runs those of one; plan for"
+    assert_refused(mlp(), said, strategy=HetPipeStrategy(plan=plan), loader=LOADER)
+    both = Cluster([Node("box", ["T4"]), Node("other", ["T4"])])
+    assert [device for device, _ in trained(HetPipeStrategy(plan=plan, cluster=both))] == [
+        "other T4:0 (emulated)",
+        "box T4:0 (emulated)",
+    ]
+
+
+def test_weights_and_gradients_that_the_first_device_cannot_hold() -> None:
+    """A device's error for want of memory was all that was said, if it said anything."""
+    task: Task = mlp(SGD)
+    weights = sum(parameter.nbytes for parameter in task.parameters())
+    for optimizer, needed in [(torch.optim.SGD(task.parameters()), 2), (_with_state(task), 4)]:
+        check_first_minibatch(task, optimizer, needed * weights)
+        with refused("first minibatch of a fit runs whole on", "of gradients", "4 bytes more", "train fewer weights"):
+            check_first_minibatch(task, optimizer, needed * weights - 4)
+
+
+def _with_state(task: Task) -> torch.optim.Optimizer:
+    """As a run that is resumed has it."""
+    optimizer = torch.optim.Adam(task.parameters())
+    for parameter in task.parameters():
+        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        optimizer.state[parameter] = moments
+    return optimizer
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_after_backward"])
+def test_memory_that_ends_in_the_first_minibatch_is_explained(where: str) -> None:
+    class Large(Task):
+        def fail(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            if where == "training_step":
+                self.fail()
+            loss: Any = outputs["loss"]  # torch has no types there
+            loss.register_hook(lambda gradient: self.fail())
+            return outputs
+
+    trainer = quiet_trainer(HetPipeStrategy(stages=2))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Large(mlp().net), LOADER)
+    (note,) = caught.value.__notes__
+    assert note.startswith("HetPipeStrategy: the first minibatch of a fit runs whole on the device of the last stage")
+
+
+def test_the_first_minibatch_runs_where_there_is_most_memory(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran on the last device, whichever could hold it."""
+    monkeypatch.setattr(site, "found_cluster", lambda devices: box(Device("fast", "24 GiB"), Device("slow", "8 GiB")))
+    measured(fast=0.1, slow=0.2)
+    seen: list[torch.device] = []
+
+    class Seen(Task):
+        def compute(self, batch: Any) -> Any:
+            seen.append(self.device)
+            return super().compute(batch)
+
+    fit(Seen(mlp().net), LOADER, strategy=HetPipeStrategy(parallel_devices=TWO, in_flight=2), max_epochs=1)
+    assert seen[0] == TWO[0]
 
 
 def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
@@ -389,8 +479,12 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("asked", "minibatches", "why"),
     [
-        ("auto", "3 minibatches", "one more in flight than there are stages keeps all of them busy"),
-        (1, "1 minibatch", "in_flight=1 was asked for"),
+        (
+            "auto",
+            "3 minibatches in flight, so gradients up to 2 minibatches stale",
+            "one more in flight than there are stages keeps all of them busy",
+        ),
+        (1, "1 minibatch in flight", "in_flight=1 was asked for"),
     ],
 )
 def test_equal_devices_are_told_of_in_two_lines(
@@ -402,7 +496,7 @@ def test_equal_devices_are_told_of_in_two_lines(
     trained(HetPipeStrategy(stages=2, in_flight=asked))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")
-    assert told[0].endswith(f"and {minibatches} in flight")
+    assert told[0].endswith(f"and {minibatches}")
     assert told[1].endswith(f" ms for a minibatch), and {why}")
 
 
@@ -411,13 +505,13 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
     alone = WatchedStep.decide
-    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2)
+    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
     monkeypatch.setattr(WatchedStep, "decide", lambda self, _: alone(self, others))
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run is not None
     assert strategy.last_run.in_flight == 5
-    assert [line.partition(",")[0] for line in told[2:]] == ["but 5 in flight"]
+    assert [line.partition(",")[0] for line in told[2:]] == ["but 5 minibatches in flight"]
 
 
 def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:

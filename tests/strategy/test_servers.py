@@ -14,8 +14,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.strategy import neighbours, servers
+from lightning_hetpipe.strategy import lifeline, neighbours, servers
 from lightning_hetpipe.strategy.ranks import Rank, Role
 
 INSECURE = {"insecure": True}
@@ -79,15 +80,17 @@ def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch:
     assert told == {"HETPIPE_COORDINATOR": "127.0.0.1:7", "HETPIPE_TOKEN": "invented"}
     here = found(first, lease=7)
     assert here == servers.Found("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"))
-    put(monkeypatch, HETPIPE_CA="certificates do not matter on loopback", **told)
+    put(monkeypatch, HETPIPE_CA="certificates do not matter on loopback")
+    monkeypatch.setattr(lifeline, "told", lambda: told)
     assert found(rank(1, 1, 2, Role.CHILD)) == replace(here, known=())
 
 
 def test_the_servers_that_a_user_names_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, HETPIPE_TOKEN="open-sesame")
     named = ["one:1", "two:2"]
-    assert found(rank(0), servers=named) == servers.Found("one:1", ("one:1", "two:2"), Security(token="open-sesame"))
-    assert found(rank(1), servers=named) == servers.Found("one:1", (), Security(token="open-sesame"))
+    first = servers.Found("one:1", ("one:1", "two:2"), Security(token="open-sesame"), per_node=1)
+    assert found(rank(0), servers=named) == first
+    assert found(rank(1), servers=named) == replace(first, known=())
     assert servers.start(rank(0), LightningEnvironment(), WSPCallback(servers=named).settings) == {}
 
 
@@ -96,7 +99,7 @@ def test_all_processes_of_a_launch_know_it_by_one_name(monkeypatch: pytest.Monke
     told = servers.start(rank(0, 1, 2), LightningEnvironment(), WSPCallback(servers=["one:1"]).settings)
     here = found(rank(0, 1, 2), servers=["one:1"]).launch
     assert len(here) == 16
-    put(monkeypatch, **told)
+    monkeypatch.setattr(lifeline, "told", lambda: told)
     assert found(rank(1, 1, 2, Role.CHILD), servers=["one:1"]).launch == here
     assert found(rank(2, 2, 2), servers=["one:1"]).launch == ""
     put(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="5000")
@@ -107,12 +110,12 @@ def test_each_node_has_one_and_all_look_for_the_first(monkeypatch: pytest.Monkey
     put(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="5000", HETPIPE_TOKEN="open-sesame")
     secret = Security(token="open-sesame")
     first = found(rank(0, 2, 2))
-    assert first == servers.Found("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True)
+    assert first == servers.Found("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True, per_node=2)
     servers.stop()
-    assert found(rank(1, 2, 2, Role.CHILD)) == servers.Found("127.0.0.1:5001", (), secret)
-    assert found(rank(2, 2, 2)) == servers.Found("127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True)
+    assert found(rank(1, 2, 2, Role.CHILD)) == servers.Found("127.0.0.1:5001", (), secret, per_node=2)
+    assert found(rank(2, 2, 2)) == servers.Found("127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True, per_node=2)
     servers.stop()
-    assert found(rank(2, 2, 2), placement="local") == servers.Found("127.0.0.1:5001", (), secret)
+    assert found(rank(2, 2, 2), placement="local") == servers.Found("127.0.0.1:5001", (), secret, per_node=2)
     put(monkeypatch, HETPIPE_PORT="6000")
     assert found(rank(0)).known == ("127.0.0.1:6000",)
     servers.stop()
@@ -220,3 +223,14 @@ def test_a_token_of_the_users_lets_him_ask_the_server(monkeypatch: pytest.Monkey
     put(monkeypatch, HETPIPE_TOKEN="known")
     told = servers.start(rank(0, nodes=1, per_node=2), LightningEnvironment(), WSPCallback().settings)
     assert told["HETPIPE_TOKEN"] == "known"
+
+
+def test_who_has_lost_its_launcher_need_not_wait_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with the launcher; they waited for it until they were killed."""
+    ours, childs = lifeline.pair()
+    with ours, childs:
+        child = lifeline.Started(1, 2, childs)
+        monkeypatch.setattr(lifeline, "started", lambda: child)
+        assert servers.lost() is None
+        child.orphaned = True
+        assert isinstance(servers.lost(), PeerFailed)

@@ -49,6 +49,16 @@ def test_a_declared_speed_is_one_beside_the_device_that_is_measured() -> None:
     assert seconds(site("RTX-3090", Device("hot one", speed=0.5), "T4")) == [1.0, 2.0, 3.0]
 
 
+def test_the_first_minibatch_runs_where_there_is_most_memory() -> None:
+    here = site("RTX-3090", Device("RTX-3090", "8 GiB"), Device("T4", "12 GiB"))
+    assert here.roomiest == GPUS[0]
+    assert site(Device("RTX-3090", "8 GiB"), "RTX-3090", "T4").roomiest == GPUS[2]  # of equals the last one
+    assert [here.memory_of(device) for device in GPUS] == [16 * GIB, 8 * GIB, 12 * GIB]
+    two = Cluster([Node("box", [Device("cpu", GIB), Device("cpu", 2 * GIB)])])
+    assert Site.of(two, [torch.device("cpu")]).memory_of(torch.device("cpu")) == 2 * GIB  # either may be meant
+    assert Site.of(Cluster([Node("box", ["T4"])]), [torch.device("cpu")]).memory_of(torch.device("cpu")) is None
+
+
 def test_a_declared_name_is_for_the_device_that_is_there() -> None:
     assert (
         site("RTX 3090", Device("left one", "8 GiB"), Device("T4", "20 GiB")).cluster.spots[1].device.memory == 8 * GIB

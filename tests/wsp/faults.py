@@ -23,7 +23,7 @@ from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import decode
 from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.server.transport import TIMEOUT
-from lightning_hetpipe.strategy import entrance
+from lightning_hetpipe.strategy import entrance, lifeline
 from lightning_hetpipe.strategy.servers import COORDINATOR, TOKEN
 from tests.server.strangers import annoy
 
@@ -83,8 +83,8 @@ def do(what: str) -> None:
                 os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
             until(lambda: not others(), "the others do not end")
         case "garbage":
-            security = Security(token=os.environ[TOKEN])
-            assert annoy(os.environ[COORDINATOR], security, "fit-1") > 100
+            told = lifeline.told()
+            assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
         case _:
             raise ValueError(what)
 

@@ -101,7 +101,7 @@ def gather_gradients(bench: Any) -> dict[str, Any]:
     return {}
 
 
-@refused("virtual worker 0 called strategy.barrier('Trainer.save_checkpoint')")
+@refused("virtual worker 0 called trainer.save_checkpoint")
 def call_of_one(bench: Any) -> dict[str, Any]:
     class Alone(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from tests import models
@@ -68,12 +70,19 @@ def dtypes() -> Learner:
     return Task(nn.Sequential(*layers, As(torch.float32), nn.Linear(8, CLASSES)))
 
 
+def warm_up(optimizer: Optimizer) -> LambdaLR:
+    """Over more steps than an epoch has: the rate follows from how many the scheduler has counted."""
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 16))
+
+
 TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] = {
     "mlp": (lambda: models.mlp(models.ADAMW), models.vectors),
     "resnet": (models.resnet, models.images),
     "transformer": (models.transformer, models.sentences),
     "tied": (models.tied_language_model, models.sentences),
     "by step": (lambda: mlp(Recipe(sgd, decay)), models.vectors),
+    "groups by step": (lambda: models.transformer(Recipe(models.two_groups, warm_up)), models.sentences),
+    "groups by epoch": (lambda: models.transformer(Recipe(models.two_groups, decay, "epoch")), models.sentences),
     "by epoch": (lambda: mlp(Recipe(sgd, decay, "epoch")), models.vectors),
     "frozen": (frozen, models.vectors),
     "unused": (lambda: mlp(task=Unused), models.vectors),

@@ -46,6 +46,9 @@ def test_who_stops_stops_all(tmp_path: Path) -> None:
     job, runs = stories["saves by time"]
     for step in range(1, 11):
         check_checkpoint(job.folder / f"step={step}.ckpt", runs[0].states[step])
+        # Where the second one has come to the end of its four batches, it waits there, and gives nothing.
+        states = torch.load(job.folder / f"step={step}.ckpt", weights_only=True)["hetpipe"]["states"]
+        assert list(states) == ([] if step % 5 == 0 else [1])
     job, runs = stories["saves by hand"]
     check_checkpoint(job.folder / "saved.ckpt", runs[0].states[3])
 
@@ -77,17 +80,18 @@ def test_a_checkpoint_on_an_exception_waits_for_nobody(tmp_path: Path) -> None:
     done = start(Job(tmp_path, more={"fault": (1, 2, "raise"), "saves_on_exception": True}))
     assert done.returncode == 1
     assert "VW 1 failed: ValueError: a bad batch" in done.stderr
-    assert (tmp_path / "on_exception.ckpt").exists()
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert (saved["hetpipe"]["virtual_workers"], saved["hetpipe"]["states"]) == (2, {})  # a run that resumes says so
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1])
 def test_sigterm_ends_all(tmp_path: Path, worker: int) -> None:
-    """The launcher passes it on to the others; one of those that gets it alone ends all as any failure does."""
+    """The launcher passes it on to the others; one of those that gets it alone ended all as a failure does."""
     done = start(Job(tmp_path, more={"fault": (worker, 2, "SIGTERM")}))
     assert "Received SIGTERM" in done.stderr
-    assert done.returncode == (143 if worker == 0 else 1)
-    assert worker == 0 or "VW 1 failed: SIGTERMException" in done.stderr
+    assert done.returncode == 143
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,6 +30,8 @@ def together(job: Job, wave: int, data: list[list[Any]], **options: Any) -> list
     if len(data) > 1:
         return oracle.train_together(task, Evaluated.compute, data, task.recipe, job.in_flight, wave, **options)
     run = Run()
+    if resumed := options.pop("resumed", None):
+        options["resumed"] = resumed[0]
     for _ in oracle.minibatches(run, task, Evaluated.compute, data[0], task.recipe, job.in_flight, **options):
         pass
     return [run]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -40,9 +41,22 @@ def test_the_others_go_on_without_one_that_was_killed(tmp_path: Path) -> None:
     done = launched(tmp_path, "SIGKILL")
     assert done.returncode == 1, done.stderr
     assert "virtual worker 1" in done.stderr
-    assert "died by SIGKILL" in done.stderr
+    assert done.stderr.count("died by SIGKILL") == 2, "as it happens, and at the end"
+    assert "is lost" not in done.stderr, "it was said"
     assert (tmp_path / "0.pt").exists()
     assert not (tmp_path / "1.pt").exists()
+
+
+@pytest.mark.slow
+def test_code_after_the_training_that_outlasts_its_bound_is_ended_and_the_program_fails(tmp_path: Path) -> None:
+    """It was ended after ten seconds, whatever was set, and the program exited with 0."""
+    os.mkfifo(tmp_path / "never")
+    job = Job(tmp_path, more={"lasts": 1, "wsp": {"end_timeout": 2.0}, "trainer": {"max_epochs": 1}})
+    done = start(job)
+    assert left_behind(job) == []
+    assert done.returncode == 1, done.stderr
+    assert "had not ended 2 seconds after this process, and is told to end; raise WSPCallback(end_t" in done.stderr
+    assert (tmp_path / "1.pt").exists()
 
 
 @pytest.mark.slow
@@ -88,7 +102,7 @@ def test_one_that_dies_before_all_have_met_ends_all(tmp_path: Path) -> None:
     """The others waited an hour for it to come."""
     _, done = befallen(tmp_path, {**address(1, "Join", 1, "before", "kill"), "room": "talk-1"})
     assert done.returncode == 1, done.stderr
-    assert "VW 0 cannot go on without VW 1, whose process died by SIGKILL" in done.stderr
+    assert "VW 0 cannot go on without VW 1, which died by SIGKILL" in done.stderr
 
 
 @pytest.mark.slow
@@ -105,8 +119,11 @@ def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Pat
     stop = address(1, "Stage", 2, "before", "stop")
     _, done = befallen(tmp_path, stop, address(0, "Arrive", 2, "before", "continue others"))
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("VW 1 was silent for longer than its lease of 8 s, or has left\n") == 1
-    assert "hetpipe: this run went on without virtual worker 1, which ended with exit code 1." in done.stderr
+    silent = "silent for longer than its lease of 8 s (raise WSPCallback(lease=...) if it may be)"
+    assert done.stderr.count(f"VW 1 was {silent}, or has left\n") == 1
+    lost = f"hetpipe: virtual worker 1 is lost after 1 waves: it was {silent}; the others go on without it.\n"
+    assert done.stderr.count(lost) == 1
+    assert done.stderr.count(f"hetpipe: this run went on without virtual worker 1, which was {silent}.\n") == 1
     assert len(torch.load(tmp_path / "0.pt", weights_only=False)["outputs"]) == 10
     assert not (tmp_path / "1.pt").exists()
 

@@ -85,7 +85,7 @@ def test_as_with_ddp(use: str, with_ddp: Path, here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_metrics_of_the_synchronisation_reach_the_loggers(here: Path) -> None:
-    names = {"clock", "clock_lag", "sync_wait_seconds", "push_bytes", "pull_bytes"}
+    names = {"members", "clock", "clock_lag", "sync_wait_seconds", "push_bytes", "pull_bytes"}
     assert {f"hetpipe/{name}" for name in names} <= set(told(here, "loggers")[0]["hetpipe_only"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from lightning_hetpipe.server.client import ServersSilent
 from lightning_hetpipe.server.grpc_server import GrpcServer
 from lightning_hetpipe.server.grpc_transport import GrpcChannel
 from lightning_hetpipe.server.messages import Fetch, Gather, Leave, Message, decode
+from lightning_hetpipe.server.protocol import PeerFailed
 from lightning_hetpipe.server.rooms import Rooms
 from lightning_hetpipe.server.security import Security
 from lightning_hetpipe.server.service import Service
@@ -118,6 +120,89 @@ def test_nobody_leaves_before_all_have_what_the_last_gather_gave(monkeypatch: py
         found = [pool.submit(gathers, index, server.address) for index in range(2)]
         assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
     assert rooms.starts == 2
+    rooms.close()
+
+
+def for_ever(group: Group) -> None:
+    while True:
+        group.gather(group.index, "a test")
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_each_node_says_once_who_is_lost_and_nobody_waits_for_it(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was not started by our launcher learnt nothing, and waited an hour for it to enter the next fit."""
+    told: dict[int, list[tuple[int, str, str, str]]] = {index: [] for index in range(3)}
+    places = ["node 0, one", "node 0, one", "node 1, other"]
+    asked, status = Event(), Rooms.status
+
+    def noted(rooms: Rooms) -> dict[str, Any]:
+        if told[0]:
+            asked.set()
+        return status(rooms)
+
+    monkeypatch.setattr(Rooms, "status", noted)
+    rooms, settings = Rooms(LEASE), WSPCallback(lease=LEASE).settings
+    with ThreadPoolExecutor(3) as pool, GrpcServer(rooms) as server:
+        groups = [
+            Group(
+                index,
+                3,
+                Found(server.address, (server.address,) if index == 0 else (), Security()),
+                settings,
+                PATIENCE,
+                place=places[index],
+                stays=index == 0,
+                on_loss=lambda *loss, index=index: told[index].append(loss),
+            )
+            for index in range(3)
+        ]
+        for opened in [pool.submit(one.open) for one in groups]:
+            opened.result(PATIENCE)
+        one = groups.pop(lost)
+        assert one._talk is not None
+        one._talk.close()  # without a word
+        one._exits.pop_all()
+        atexit.unregister(one.part)
+        silent = f"silent for longer than its lease of {LEASE:g} s (raise WSPCallback(lease=...) if it may be)"
+        if lost == 0:
+            for ended in [pool.submit(for_ever, each) for each in groups]:
+                with pytest.raises(PeerFailed, match=r"virtual worker 0 \(node 0, one\) is lost: it was silent"):
+                    ended.result(PATIENCE)
+        else:
+            found = [pool.submit(each.gather, each.index, "a test") for each in groups]
+            assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
+            for each in groups:
+                with pytest.raises(PeerFailed) as error:
+                    each.enter_fit([("a", torch.ones(3))], ())
+                assert str(error.value) == f"VW {each.index} cannot go on without VW 2, which was {silent}"
+        first = pool.submit(groups[0].part)
+        if lost:
+            assert asked.wait(PATIENCE), "it has left, and looks whether the other one has"
+            assert not first.done()
+        groups[1].part()
+        first.result(PATIENCE)
+    assert asked.is_set() == bool(lost)
+    who = f"virtual worker {lost} ({places[lost]})"
+    said = f"{who} is lost: it was {silent}" + ("; the others go on without it" if lost else "")
+    loss = (lost, who, f"was {silent}", said)
+    assert told == ({0: [], 1: [loss], 2: [loss]} if lost == 0 else {0: [loss], 1: [], 2: []})
+    rooms.close()
+
+
+def test_who_has_left_the_launch_is_not_waited_for_at_the_next_fit() -> None:
+    """One whose program ends early: the others waited for it for an hour, and the first process for the others."""
+    told: list[Any] = []
+    rooms = Rooms(LEASE)
+    with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
+        groups = [group_of(index, server.address) for index in range(2)]
+        groups[1]._on_loss = lambda *loss: told.append(loss)
+        for opened in [pool.submit(one.open) for one in groups]:
+            opened.result(PATIENCE)
+        groups[0].part()
+        with pytest.raises(PeerFailed, match="VW 1 cannot go on without VW 0, which has ended"):
+            pool.submit(groups[1].enter_fit, [("a", torch.ones(3))], ()).result(PATIENCE)
+        groups[1].part()
+    assert told == [], "that is no loss"
     rooms.close()
 
 

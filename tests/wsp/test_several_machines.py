@@ -7,6 +7,7 @@ machine.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.namespaces import Machine, finished
+from tests.strategy.launching.meeting import stated
 from tests.wsp.launch import ROOT, SECONDS, Job
 from tests.wsp.test_exact import check, expected
 
@@ -29,6 +32,16 @@ TRUSTED = {"security": {"insecure": True}}
 
 def by_hand(machines: Sequence[Machine], job: Job) -> list[subprocess.Popen[str]]:
     return [machine.start(job.command(), ROOT, {**MEETING, "NODE_RANK": node}) for node, machine in enumerate(machines)]
+
+
+def by_torchrun(machines: Sequence[Machine], job: Job, counts: Sequence[int]) -> list[subprocess.Popen[str]]:
+    processes = []
+    for node, (machine, count) in enumerate(zip(machines, counts, strict=True)):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node]
+        torchrun += ["--nproc-per-node", count, "--master-addr", "10.0.0.1", "--master-port", 29500]
+        secret = {"HETPIPE_TOKEN": "open-sesame"}
+        processes.append(machine.start([*torchrun, *job.command()[1:]], ROOT, secret))
+    return processes
 
 
 def trained(job: Job, processes: Sequence[subprocess.Popen[str]], wave: int) -> None:
@@ -49,13 +62,7 @@ def test_a_command_on_each(machines: list[Machine], tmp_path: Path) -> None:
 def test_torchrun_with_unequal_numbers(machines: list[Machine], tmp_path: Path) -> None:
     more = {"virtual_workers": 1, "wsp": {**TRUSTED, "placement": "round_robin"}}
     job = Job(tmp_path, lengths=(4, 5, 3), stages=[2, 3, 1], more=more)
-    processes = []
-    for node, (machine, count) in enumerate(zip(machines, (2, 1), strict=True)):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node]
-        torchrun += ["--nproc-per-node", count, "--master-addr", "10.0.0.1", "--master-port", 29500]
-        secret = {"HETPIPE_TOKEN": "open-sesame"}
-        processes.append(machine.start([*torchrun, *job.command()[1:]], ROOT, secret))
-    trained(job, processes, 3)
+    trained(job, by_torchrun(machines, job, (2, 1)), 3)
 
 
 def test_slurm(machines: list[Machine], tmp_path: Path) -> None:
@@ -80,6 +87,23 @@ def test_an_exception_on_one_ends_all(machines: list[Machine], tmp_path: Path) -
     assert "ValueError: a bad batch" in said
     assert "VW 0 failed: ValueError: a bad batch" in heard
     assert [machine.programs() for machine in machines] == [[], []]
+
+
+def test_torchrun_ends_in_one_and_each_machine_says_once_who_was_lost(machines: list[Machine], tmp_path: Path) -> None:
+    """The others' code after training is left its time: torchrun ends all of a machine when one ends with 1."""
+    wsp = {**TRUSTED, "placement": "local", "lease": 4}
+    more = {"virtual_workers": 1, "wsp": wsp, "fault": (2, 2, "SIGKILL"), "lasts": 0}
+    job = Job(tmp_path, lengths=(4, 5, 3), more=more)
+    first, second = finished(by_torchrun(machines, job, (2, 1)), SECONDS)
+    assert (first[0], second[0]) == (1, 1)
+    lost = f"virtual worker 2 (node 1, {platform.node()})"
+    why = "silent for longer than its lease of 4 s (raise WSPCallback(lease=...) if it may be)"
+    assert [line for line in stated(first[2].splitlines()) if "virtual worker 2" in line] == [
+        f"hetpipe: {lost} is lost after 0 waves: it was {why}; the others go on without it.",
+        f"hetpipe: this run went on without {lost}, which was {why}.",
+    ]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["0.pt", "1.pt"]
+    assert (tmp_path / "lasted").exists(), "it was ended by the other one's exit code"
 
 
 @pytest.mark.parametrize("placement", ["local", "size"])
@@ -112,8 +136,16 @@ def test_a_cable_is_pulled_out_in_mid_training(placement: str, machines: list[Ma
     assert "VW 1, in state" in heard
     assert "for 40 s for an answer: the server at 10.0.0.1:29501 cannot be reached" in heard
     if placement == "local":
-        assert first == 0, said
+        assert first == 1, "a script that goes by it would go on"
         assert (tmp_path / "0.pt").exists()
+        lost = f"virtual worker 1 (node 1, {platform.node()})"
+        why = "silent for longer than its lease of 5 s (raise WSPCallback(lease=...) if it may be)"
+        assert stated(said.splitlines()) == [
+            f"hetpipe: {lost} is lost after 0 waves: it was {why}; the others go on without it.",
+            f"hetpipe: this run went on without {lost}, which was {why}.",
+        ]
+        members = [row["hetpipe/members"] for row in torch.load(tmp_path / "0.pt", weights_only=False)["logged"]]
+        assert (members[0], members[-1]) == (2.0, 1.0)
     else:
         assert first == 1
         assert "VW 0, in state" in said

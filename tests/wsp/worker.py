@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
@@ -173,6 +175,24 @@ class Evaluated(Learner):
         self.all.reset()
 
 
+def outlast(folder: Path, worker: int, who: int) -> None:
+    """Code of a user's after the training; that of virtual worker ``who`` lasts.
+
+    Of 1 it lasts until somebody ends it. That of 0 lasts until 1 has come to its end, and a while in which it may have
+    ended.
+    """
+    if who == worker == 1:
+        Path(folder, "never").read_text()
+    (folder / f"{worker}-{os.getpid()}.ended").touch()
+    if who == worker == 0:
+        faults.until(lambda: any(folder.glob("1-*.ended")), "virtual worker 1 does not end")
+        other = Path("/proc", next(folder.glob("1-*.ended")).stem.partition("-")[2])
+        for _ in range(60):
+            if other.exists():
+                threading.Event().wait(0.05)
+        (folder / "lasted").touch()
+
+
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -189,6 +209,8 @@ def main(job: dict[str, Any]) -> None:
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "clocks" in job:
         callbacks.append(Clock(job["clocks"]))
+    if "averages" in job:
+        callbacks.append(EMAWeightAveraging(decay=job["averages"]))
     if "saves_on_exception" in job:
         callbacks.append(OnExceptionCheckpoint(job["folder"]))
     if "saves" in job:
@@ -199,6 +221,8 @@ def main(job: dict[str, Any]) -> None:
     defaults: dict[str, Any] = {"strategy": strategy, "use_distributed_sampler": "shares" in job}
     defaults |= {"enable_checkpointing": "saves" in job or "saves_on_exception" in job}
     defaults |= {"logger": notes, "log_every_n_steps": 1}
+    if job.get("saves_later"):
+        defaults["plugins"] = [AsyncCheckpointIO()]
     trainer = make_trainer(callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
     faults.install(worker, job.get("faults", ()))
@@ -222,6 +246,8 @@ def main(job: dict[str, Any]) -> None:
         },
         Path(job["folder"]) / f"{worker}.pt",
     )
+    if "lasts" in job:
+        outlast(Path(job["folder"]), worker, job["lasts"])
 
 
 if __name__ == "__main__":

@@ -42,9 +42,20 @@ _package.__path__ = [str(ROOT / "lightning_hetpipe")]
 sys.modules["lightning_hetpipe"] = _package
 
 from lightning_hetpipe.errors import SettingError  # noqa: E402
-from lightning_hetpipe.strategy import lifeline  # noqa: E402
+from lightning_hetpipe.strategy import children, lifeline  # noqa: E402
 from lightning_hetpipe.strategy.launcher import Launcher, launcher_of  # noqa: E402
+from lightning_hetpipe.strategy.losses import losses  # noqa: E402
 from lightning_hetpipe.strategy.private import TunerExit  # noqa: E402
 from lightning_hetpipe.strategy.ranks import Rank, Role  # noqa: E402
 
-__all__ = ["Launcher", "Rank", "Role", "SettingError", "TunerExit", "launcher_of", "lifeline"]
+__all__ = [
+    "Launcher",
+    "Rank",
+    "Role",
+    "SettingError",
+    "TunerExit",
+    "children",
+    "launcher_of",
+    "lifeline",
+    "losses",
+]

@@ -51,6 +51,10 @@ class Process:
         """Waits until it has ended, and gives what it still said."""
         return [json.loads(line) for line in self.lines]
 
+    def release(self) -> None:
+        """Nothing more will be told to it: ``late`` goes on at that."""
+        self.connection.shutdown(socket.SHUT_WR)
+
     def signal(self, signum: int) -> None:
         os.kill(self.pid, signum)
 

@@ -7,10 +7,21 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from tests.strategy.launching.bare import Launcher, Rank, Role, SettingError, TunerExit, launcher_of, lifeline
+from tests.strategy.launching.bare import (
+    Launcher,
+    Rank,
+    Role,
+    SettingError,
+    TunerExit,
+    children,
+    launcher_of,
+    lifeline,
+    losses,
+)
 
 GRACE = 0.5
 lifeline.GRACE = GRACE
@@ -29,6 +40,9 @@ class Obedient:
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
         self.grace = GRACE
+        self.patience: float | None = None
+        self.before = 0
+        self.role = Role.CHILD if self.number else Role.FIRST
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address)
         self.orders = self.socket.makefile("r")
@@ -48,10 +62,11 @@ class Obedient:
         raise AssertionError("the test has ended")
 
     def launch(self, processes: str) -> None:
-        count, role = int(processes), Role.CHILD if self.number else Role.FIRST
-        rank = Rank(self.number, count, 0, self.number, count, 1, role)
+        count = int(processes)
+        rank = Rank(self.before + self.number, self.before + count, 0, self.number, count, 1, self.role)
+        ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed, "grace": self.grace}
         try:
-            made = launcher_of(rank, self.extra, on_end=self.on_end, closed=self.closed, grace=self.grace)
+            made = launcher_of(rank, self.extra, **ends, patience=lambda: self.patience)
             assert made is not None
             self.launcher = made
             made.launch(self.work, "launched")
@@ -59,6 +74,13 @@ class Obedient:
             self.reply(left=True)
         except (SettingError, TunerExit) as error:
             self.reply(refused=str(error))
+
+    def launch_in_a_thread(self, processes: str) -> None:
+        """The thread ends with the launch."""
+        thread = threading.Thread(target=self.launch, args=(processes,))
+        thread.start()
+        thread.join()
+        self.reply(did="launch_in_a_thread")
 
     def extra(self) -> Mapping[str, str]:
         self.reply(extra=True)
@@ -80,8 +102,9 @@ class Obedient:
             name for name in {*os.environ, *self.environment} if os.environ.get(name) != self.environment.get(name)
         }
         own = {name: os.environ.get(name) for name in ("A_SERVER", "LOCAL_RANK", lifeline.VARIABLE)}
+        told = dict(lifeline.told())
         flags = [sys.flags.dont_write_bytecode, sys.flags.isolated, sys.warnoptions]
-        self.reply(changed=sorted(changed), own=own, argv=sys.argv, flags=flags, folder=os.getcwd())
+        self.reply(changed=sorted(changed), own=own, told=told, argv=sys.argv, flags=flags, folder=os.getcwd())
 
     def move(self) -> None:
         os.chdir("/")
@@ -104,6 +127,31 @@ class Obedient:
     def be_patient(self) -> None:
         self.grace = 180.0
         self.reply(did="be_patient")
+
+    def hurry(self) -> None:
+        """At its end it waits for nobody any longer than this."""
+        self.patience = GRACE
+        self.reply(did="hurry")
+
+    def speak_soon(self) -> None:
+        children.UNTIL_SAID = GRACE
+        self.reply(did="speak_soon")
+
+    def be_started_elsewhere(self) -> None:
+        """By torchrun, say: it starts nobody, and sees no other process."""
+        self.role = Role.EXTERNAL
+        self.reply(did="be_started_elsewhere")
+
+    def stand_behind(self, workers: str) -> None:
+        """So many virtual workers are on the nodes before this one."""
+        self.before = int(workers)
+        self.reply(did="stand_behind")
+
+    def lose(self, worker: str) -> None:
+        """The servers' coordinator says that a virtual worker is lost."""
+        name = f"virtual worker {worker}"
+        losses.note(int(worker), name, "was silent for long", f"{name} is lost")
+        self.reply(did="lose")
 
     def tidy_up(self) -> None:
         """From now on, told to end, it cleans up, which takes until the test says so, and then ends well."""

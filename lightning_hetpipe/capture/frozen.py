@@ -1,0 +1,275 @@
+"""Python values from outside a captured module that its ``forward`` reads: a graph has frozen them.
+
+Attributes of the module's own are followed, or refused by name, when they change (``form.py``). This is about what
+stands elsewhere: globals, closures, defaults, class attributes, attributes of other objects. Which of them may be read
+is found while the module itself runs: the functions that it calls name them. Finding too many costs only time, since a
+change is a reason to compare the graph with the module (``trial.py``), not to refuse it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import os
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import (
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.attributes import PLAIN, plain_attributes, same
+from lightning_hetpipe.private import version_counter
+
+DEPTH = 12
+"""How many attributes in a row are followed; from ``self.owner[0]`` to its Trainer's counter of steps it is nine."""
+
+ITEMS = 16
+"""How many objects of one container are followed."""
+
+SOURCES = 2000
+"""How many namespaces, containers and tensors are watched at most."""
+
+Values = Sequence[tuple[Any, ...]]
+"""What sources hold, one after the other."""
+
+_ABSENT = object()
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
+_PACKAGE = Path(__file__).parent.parent
+_OURS = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "demo")
+_NOT_USERS = (f"{Path(torch.__file__).parent}{os.sep}", *_OURS, "<frozen")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
+"""Packages whose modules and objects hold nothing that a user would change for ``forward``."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A place that holds values.
+
+    Attributes:
+        path: Its name, for people.
+        names: Those of its values; empty where these have none, as the items of a list.
+        read: Gives the values as they are now.
+    """
+
+    path: str
+    names: Sequence[str]
+    read: Callable[[], tuple[Any, ...]]
+
+
+class FrozenValues:
+    """The values outside ``module``, a live captured module, that its graphs have frozen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
+        self._names: frozenset[str] = frozenset()
+        self._sources: list[_Source] = []
+        self._seen: set[int] = set()
+        self._pending: deque[tuple[str, Any, int]] = deque()
+        self._replaced = False  # a value that may hold others
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within it the module itself runs, and what it may read is noted; not where somebody profiles this thread."""
+        if sys.getprofile() is not None:
+            yield
+            return
+        # Functions of two files whose lines are the same have codes that are equal.
+        called: dict[tuple[CodeType, int], dict[str, Any]] = {}
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call":
+                called.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
+            if new or self._replaced:
+                self._called |= new
+                self._find()
+
+    def now(self) -> Values:
+        """The values as they are; first of all, which ones are watched."""
+        return [(self._sources,), *[source.read() for source in self._sources]]
+
+    def changed(self, before: Values) -> str | None:
+        """Name a value that is not as it was ``before``, or that nobody watched then; None if there is none."""
+        now = self.now()
+        sizes = [*map(len, before)] == [*map(len, now)]
+        if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
+            return None
+        if before[0][0] is not now[0][0]:
+            return "what it reads"
+        found = None
+        for source, ones, others in zip(self._sources, before[1:], now[1:], strict=True):
+            if len(ones) != len(others):
+                found, self._replaced = found or source.path, True
+            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
+                if not same(one, other):
+                    name = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
+                    plain = isinstance(one, PLAIN) and isinstance(other, PLAIN)
+                    found = found or (f"{name} (it was {one!r}, and is {other!r})" if plain else name)
+                    self._replaced |= not plain
+        return found
+
+    # What to watch.
+
+    def _find(self) -> None:
+        parts = dict(self._module.named_modules())
+        self._sources, self._seen = [], {id(part) for part in parts.values()}
+        self._replaced = False
+        codes = {id(code): code for code, _ in self._called}
+        self._names = frozenset(name for code in codes.values() for name in _names(code))
+        for globals_ in {id(names): names for names in self._called.values()}.values():
+            read = {name for (code, _), names in self._called.items() if names is globals_ for name in code.co_names}
+            self._namespace(globals_.get("__name__", "a module"), globals_, read, DEPTH)
+        for function in gc.get_referrers(*codes.values()):
+            if isinstance(function, FunctionType) and id(function.__code__) in codes:
+                self._function(function)
+        for path, part in parts.items():
+            self._class(type(part), DEPTH)
+            attributes = plain_attributes(part)  # form.py sees to these themselves
+            for name in sorted(self._names & attributes.keys()):
+                self._pending.append((f"{path or type(part).__name__}.{name}", attributes[name], DEPTH))
+        while self._pending:  # what is near first
+            self._follow(*self._pending.popleft())
+
+    def _function(self, function: FunctionType) -> None:
+        """Watches the closure and the defaults of ``function``."""
+        of = function.__qualname__
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        cells.pop("__class__", None)  # for super()
+        if cells:
+            names = [f"'{name}' in the closure of {of}" for name in cells]
+            self._add("", lambda: tuple([_content(cell) for cell in cells.values()]), names)
+            self._pending.extend(
+                (name, _content(cell), DEPTH) for name, cell in zip(names, cells.values(), strict=True)
+            )
+        if function.__defaults__ or function.__kwdefaults__:
+            name, keywords = f"a default of {of}", function.__kwdefaults__ or {}
+            self._add(name, lambda: (*(function.__defaults__ or ()), function.__kwdefaults__))
+            defaults = (*(function.__defaults__ or ()), *keywords.values(), keywords)
+            self._pending.extend((name, default, DEPTH) for default in defaults)
+
+    def _add(self, path: str, read: Callable[[], tuple[Any, ...]], names: Sequence[str] = ()) -> None:
+        if len(self._sources) < SOURCES:
+            self._sources.append(_Source(path, names, read))
+
+    def _namespace(
+        self, path: str, holder: Mapping[str, Any], names: Iterable[str], depth: int, given: Iterable[str] = ()
+    ) -> None:
+        """Watches those of ``names`` that ``holder`` has or may be given, and what they hold."""
+        keys = sorted({*names} & {*holder, *given})
+        if keys:
+            self._add(path, lambda: tuple([holder.get(key, _ABSENT) for key in keys]), keys)
+        self._pending.extend((f"{path}.{key}", holder[key], depth - 1) for key in keys if key in holder)
+
+    def _class(self, kind: type, depth: int) -> None:
+        """Watches the attributes of ``kind`` and of its bases that are neither methods nor properties."""
+        for base in kind.__mro__:
+            if id(base) not in self._seen and _top(str(base.__module__)) not in _NOT_FOLLOWED:
+                self._seen.add(id(base))
+                held = vars(base)
+                names = [name for name in self._names & held.keys() if not isinstance(held[name], _DESCRIPTORS)]
+                self._namespace(base.__qualname__, held, names, depth)
+
+    def _follow(self, path: str, value: Any, depth: int) -> None:
+        """Watches what ``value`` holds, as far as functions that were called name it."""
+        if depth <= 0 or id(value) in self._seen or isinstance(value, PLAIN):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self._add(path, lambda: (0 if value.is_inference() else version_counter(value),))
+        elif isinstance(value, _CONTAINERS):
+            self._container(path, value, depth)
+        elif isinstance(value, MethodType):
+            self._pending.append((path, value.__self__, depth))
+        elif isinstance(value, functools.partial):
+            self._pending.extend((path, held, depth) for held in (value.args, value.keywords))
+        elif isinstance(value, ModuleType):
+            if _top(value.__name__) not in _NOT_FOLLOWED:
+                self._namespace(path, vars(value), self._names, depth)
+        elif isinstance(value, type):
+            self._class(value, depth)
+        elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in _NOT_FOLLOWED:
+            self._class(type(value), depth)
+            self._slots(path, value, depth)
+            held = _attributes(value)
+            own = [held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
+            defaults = {name for base in type(value).__mro__ for name in vars(base)}  # of the class, for any object
+            for namespace in own if isinstance(value, nn.Module) else own[:1]:
+                self._namespace(path, namespace, self._names, depth, defaults)
+
+    def _slots(self, path: str, value: Any, depth: int) -> None:
+        named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
+        slots = {name: slot for name, slot in named if isinstance(slot, MemberDescriptorType)}
+        if slots:
+            self._add(path, lambda: tuple([_content(slot, value) for slot in slots.values()]), [*slots])
+            self._pending.extend((f"{path}.{name}", _content(slot, value), depth - 1) for name, slot in slots.items())
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))  # a subclass may load what it gives
+
+        def items() -> tuple[Any, ...]:
+            return tuple(dict.values(value)) if kind is dict else tuple(kind.__iter__(value))
+
+        self._add(path, lambda: (*dict.__iter__(value), *items()) if kind is dict else items())
+        followed = [item for item in items() if not isinstance(item, PLAIN)]
+        self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
+
+
+def _is_users(code: CodeType) -> bool:
+    """Whether it was not written by torch, by Python or by us."""
+    file = code.co_filename
+    if file.startswith(_NOT_USERS):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD_LIBRARY)
+
+
+def _top(module: str) -> str:
+    return "" if module.startswith("lightning_hetpipe.demo") else module.partition(".")[0]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that it reads; also those that it may give to ``getattr``."""
+    yield from code.co_names
+    yield from (value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _content(holder: CellType | MemberDescriptorType, of: Any = None) -> Any:
+    try:
+        return holder.cell_contents if isinstance(holder, CellType) else holder.__get__(of)
+    except (ValueError, AttributeError):  # it is empty
+        return _ABSENT

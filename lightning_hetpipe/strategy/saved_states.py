@@ -1,0 +1,152 @@
+"""The part of a checkpoint that is this package's: Nm, N, and the training state of each virtual worker.
+
+Lightning's own keys hold virtual worker 0's state, so that any strategy resumes from the file and any program loads it.
+What virtual worker i would have saved stands beside them, as bytes that only itself reads: where it resumes, it takes
+the place of virtual worker 0's. Weights and buffers are in the file once.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.group import Group
+
+OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step")
+"""Lightning's keys of what differs between virtual workers; the precision plugin's is one more."""
+
+_NOTE = "hetpipe"
+_ROUNDED = "rounded"
+
+
+def note_in_flight(checkpoint: dict[str, Any], in_flight: int) -> None:
+    """Writes Nm into ``checkpoint``; with 1, and one virtual worker, it is one that any strategy would have written."""
+    if in_flight > 1:
+        checkpoint.setdefault(_NOTE, {})["in_flight"] = in_flight
+
+
+def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
+    """The Nm that was noted, which users' hooks do not see; None if none was."""
+    noted: int | None = checkpoint.pop(_NOTE, {}).get("in_flight")
+    return noted
+
+
+def add_states(checkpoint: dict[str, Any], group: Group, plugin: str, rounded: Sequence[Tensor]) -> None:
+    """Adds the other virtual workers' states to virtual worker 0's ``checkpoint``. Called on all, each with its own.
+
+    Whoever has ended, or waits at a later cut, is left out.
+
+    Args:
+        checkpoint: What Lightning would save here, with states of optimizers.
+        group: The virtual workers.
+        plugin: The precision plugin's key.
+        rounded: What ``update_dtype`` has taken from the updates so far, to go into the next.
+    """
+    own = {name: checkpoint[name] for name in (*OWN, plugin) if group.index and name in checkpoint}
+    if rounded:
+        own[_ROUNDED] = list(rounded)
+    content, left_out = _packed(own)
+    if left_out:
+        warnings.warn(
+            f"{_listed(left_out)} of virtual worker {group.index} hold something that does not travel between"
+            " processes, which only tensors, numbers, strings, None, and lists, tuples and dicts of them do; a run that"
+            " resumes from the checkpoint takes virtual worker 0's",
+            stacklevel=2,
+        )
+    found = group.collect(content, "trainer.save_checkpoint")
+    states = {index: torch.frombuffer(part, dtype=torch.uint8) for index, part in sorted(found.items()) if part}
+    checkpoint.setdefault(_NOTE, {}).update(virtual_workers=group.size, states=states)
+
+
+def take_state(
+    checkpoint: dict[str, Any], path: str | Path, index: int, size: int, resuming: bool = True
+) -> list[Tensor]:
+    """Makes ``checkpoint`` what virtual worker ``index`` of ``size`` would have saved; frees the others' states.
+
+    Another number of virtual workers, or one whose state is missing, goes on from virtual worker 0's, and it is said.
+
+    Args:
+        checkpoint: As loaded from ``path``.
+        path: For errors.
+        resuming: Whether training goes on from it.
+
+    Returns:
+        ``rounded``, as saved; empty if there was none.
+
+    Raises:
+        SettingError: if the state cannot be read.
+    """
+    note = checkpoint.get(_NOTE, {})
+    saved, states = note.pop("virtual_workers", 1), note.pop("states", {})
+    if not resuming or "optimizer_states" not in checkpoint:
+        return []
+    if saved != size:
+        rank_zero_warn(
+            f"the checkpoint was saved by {saved} and is resumed by {size} virtual worker{'s' if size > 1 else ''}:"
+            " each goes on from virtual worker 0's optimizer state, schedulers and counters"
+        )
+        return []
+    if missing := [each for each in range(1, size) if each not in states]:
+        rank_zero_warn(
+            f"the checkpoint holds no state of virtual worker {_listed(missing)}, which had ended or was elsewhere when"
+            " it was saved: it goes on from virtual worker 0's optimizer state, schedulers and counters"
+        )
+    if index not in states:
+        return []
+    own = _unpacked(states[index], path, index)
+    rounded: list[Tensor] = own.pop(_ROUNDED, [])
+    if index and (lacking := [name for name in OWN if name in checkpoint and name not in own]):
+        warnings.warn(
+            f"the checkpoint holds no {_listed(lacking)} of virtual worker {index}, which takes virtual worker 0's",
+            stacklevel=2,
+        )
+    checkpoint.update(own)
+    return rounded
+
+
+def _packed(own: dict[str, Any]) -> tuple[bytes | memoryview, list[str]]:
+    """``own`` as bytes, without what cannot travel; and the names of that."""
+    if not own:
+        return b"", []
+    whole = _written(own)
+    if whole is not None:
+        return whole, []
+    kept = {name: value for name, value in own.items() if _written({name: value}) is not None}
+    return _written(kept) or b"", [name for name in own if name not in kept]
+
+
+def _written(values: dict[str, Any]) -> memoryview | None:
+    """``values`` as bytes; None if :func:`_unpacked` could not read them."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(values, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="meta", weights_only=True)  # reads one storage after the other, and keeps none
+    except Exception:  # whatever somebody's class raises
+        return None
+    return buffer.getbuffer()
+
+
+def _unpacked(state: Tensor, path: str | Path, index: int) -> dict[str, Any]:
+    try:
+        own: dict[str, Any] = torch.load(io.BytesIO(state.numpy().data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SettingError(
+            f"ckpt_path={str(path)!r} holds a state of virtual worker {index} that cannot be read ({error}); resume"
+            " from another checkpoint"
+        ) from None
+    return own
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names))

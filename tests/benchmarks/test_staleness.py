@@ -1,0 +1,80 @@
+"""The tables of docs/staleness.md: what they are made from, and that the loop behind them is the strategy's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import staleness
+from benchmarks.results import block_in
+from benchmarks.staleness import FIRST, GOOD, sgd, warned
+from benchmarks.staleness_training import Recipe, by_loop
+from lightning_hetpipe.rules.staleness import CLIPPED_STEPS, LIMIT, NORMALISED
+
+KEPT: dict[str, Any] = json.loads(staleness.RESULTS.read_text())
+RUNS = {(Recipe(**each["recipe"]), each["in_flight"]): each["accuracies"] for each in KEPT["runs"]}
+
+
+def test_the_docs_have_the_tables_of_what_was_measured() -> None:
+    assert block_in(staleness.DOCS.read_text(), staleness.BEGIN, staleness.END) == staleness.tables(KEPT)
+    assert {recipe for recipe, _ in RUNS} >= set(staleness.RECIPES)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [FIRST, Recipe("AdamW", 0.01, beta=0.5, clip=1.0), Recipe("RMSprop", 0.001, 0.9, accumulate=4)],
+    ids=str,
+)
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_the_loop_trains_to_the_strategys_weights(recipe: Recipe, in_flight: int) -> None:
+    assert staleness.is_exact(recipe, in_flight, seed=1, epochs=1)
+
+
+def test_a_first_impression(capsys: pytest.CaptureFixture[str]) -> None:
+    assert staleness.main(["--quick"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n| {FIRST} | 0.5 | " in said
+    assert said.startswith(staleness.BEGIN)
+    with pytest.raises(SystemExit):
+        staleness.main(["--quick", "--write"])
+
+
+def test_to_cite_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = tmp_path / "staleness.md"
+    docs.write_text(f"# Title\n\n{staleness.BEGIN}\nold\n{staleness.END}\n\nMore.\n")
+    monkeypatch.setattr(staleness, "DOCS", docs)
+    assert staleness.main(["--cite"]) == 0
+    assert docs.read_text() == f"# Title\n\n{staleness.tables(KEPT)}\n\nMore.\n"
+
+
+def test_a_loop_that_differs_from_the_strategy_is_no_evidence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(staleness, "by_strategy", lambda recipe, in_flight, *args: by_loop(recipe, 3, *args))
+    assert staleness.main(["--quick"]) == 1
+    assert "differs" in capsys.readouterr().err
+
+
+def test_the_docs_name_the_bounds() -> None:
+    docs = " ".join(staleness.DOCS.read_text().replace("\N{MINUS SIGN}", "-").split())
+    assert f"lr ≤ {LIMIT:g} × (1 - momentum) / (Nm - 1)" in docs
+    assert f"is enough with SGD up to {CLIPPED_STEPS - 1} steps" in docs
+    assert f"two steps stale or more ({CLIPPED_STEPS} with clipping), " in docs
+    assert f"lr ≤ {NORMALISED:g} × (1 - momentum) / (Nm - 1)" in docs
+    assert f"Keep lr at {NORMALISED:g} / (Nm - 1) or below" in docs
+    assert f"({LIMIT:g}; {NORMALISED:g} for RMSprop)" in docs
+
+
+def test_the_warning_agrees_with_what_was_measured() -> None:
+    """Where momentum makes a recipe fail that trains plainly, the fit warns; the remedies it names are enough."""
+    plain = {recipe: min(found) for (recipe, number), found in RUNS.items() if number == 1}
+    heavy = [key for key in RUNS if key[0].momentum >= 0.9 and plain[key[0]] >= GOOD]
+    lost = {key: sum(RUNS[key]) / len(RUNS[key]) for key in heavy}
+    assert all(warned(*key) for key in heavy if lost[key] < 90)
+    assert all(lost[key] > 90 for key in heavy if not warned(*key))
+    assert warned(FIRST, 4)
+    assert max(RUNS[FIRST, 4]) < 90
+    assert not warned(sgd(0.02, 0.9), 4)

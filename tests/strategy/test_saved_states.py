@@ -1,0 +1,189 @@
+"""A checkpoint of several virtual workers: each one's state of training, in a file that is plain to all others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.group import Group
+from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
+from tests import oracle
+from tests.exact.running import fit
+from tests.models import mlp, vectors
+from tests.strategy.test_group import SECONDS, Pair
+
+PLUGIN = "MixedPrecision"
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    with ExitStack() as exits:
+        made = Pair(exits, monkeypatch)
+        yield made
+        made.close()
+
+
+class Alone:
+    """A virtual worker whose gathers reach nobody: what it gives to ``collect`` is what there is, and what is told."""
+
+    def __init__(self, index: int, size: int, told: dict[int, bytes] | None = None) -> None:
+        self.index, self.size = index, size
+        self.told = {vw: bytearray(part) for vw, part in (told or {}).items()}
+
+    def collect(self, content: bytes, what: str) -> dict[int, bytearray]:
+        self.given = bytes(content)
+        return {**self.told, self.index: bytearray(content)}
+
+
+def dumped(worker: int) -> dict[str, Any]:
+    """What Lightning would save on ``worker`` after its steps, of which the second one has taken one more."""
+    torch.manual_seed(worker)
+    weight = nn.Parameter(torch.ones(3))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [frozen], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(1 + worker):
+        weight.grad = torch.randn(3)
+        optimizer.step()
+        scheduler.step()
+    return {
+        "state_dict": {"weight": torch.ones(3)},
+        "hyper_parameters": {"of": worker},
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+        "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"given": worker}]}}},
+        "callbacks": {"EarlyStopping": {"wait_count": worker, "best_score": torch.tensor(float(worker))}},
+        "global_step": 1 + worker,
+        PLUGIN: {"scale": 2.0**worker},
+    }
+
+
+def saved(checkpoints: list[dict[str, Any]], folder: Path, rounded: Any = ((), ())) -> Path:
+    """The file of virtual worker 0, where the others were there to give what they had."""
+    told: dict[int, bytes] = {}
+    for index in reversed(range(len(checkpoints))):
+        group = Alone(index, len(checkpoints), told if index == 0 else None)
+        add_states(checkpoints[index], cast(Group, group), PLUGIN, rounded[index])
+        told[index] = group.given
+    torch.save(checkpoints[0], folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def test_each_takes_what_it_gave(pair: Pair, tmp_path: Path) -> None:
+    checkpoints = [dumped(0), dumped(1)]
+    note_in_flight(checkpoints[0], 3)
+    rounded = [[torch.tensor([0.25, 0.5])], [torch.tensor([0.125, 1.0])]]
+    for added in [
+        pair.threads.submit(add_states, checkpoint, group, PLUGIN, lost)
+        for checkpoint, group, lost in zip(checkpoints, pair.groups, rounded, strict=True)
+    ]:
+        added.result(SECONDS)
+    torch.save(checkpoints[0], tmp_path / "saved.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for worker in (0, 1):
+            checkpoint = loaded(tmp_path / "saved.ckpt")
+            assert oracle.difference(rounded[worker], take_state(checkpoint, "saved.ckpt", worker, 2)) is None
+            assert take_in_flight(checkpoint) == 3
+            # Its own, but for what the program says of itself, and what users' hooks put there.
+            expected = {**dumped(worker), "hyper_parameters": {"of": 0}}
+            assert (found := oracle.difference(expected, checkpoint, f"VW {worker}")) is None, found
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (1, 2)])
+def test_another_number_of_virtual_workers_is_said(tmp_path: Path, before: int, now: int) -> None:
+    checkpoints = [dumped(index) for index in range(before)]
+    path = saved(checkpoints, tmp_path) if before > 1 else tmp_path / "saved.ckpt"
+    torch.save(checkpoints[0], path)
+    said = f"was saved by {before} and is resumed by {now} virtual workers?: each goes on from virtual worker 0's optim"
+    for worker in range(now):
+        checkpoint = loaded(path)
+        with pytest.warns(UserWarning, match=said):
+            assert take_state(checkpoint, path, worker, now) == []
+        assert take_in_flight(checkpoint) is None
+        assert oracle.difference(dumped(0), checkpoint) is None
+
+
+def test_a_state_that_is_missing_is_said(tmp_path: Path) -> None:
+    """Of one that was lost before; its place is taken by virtual worker 0's."""
+    path = tmp_path / "saved.ckpt"
+    group = Alone(0, 3)
+    first = dumped(0)
+    add_states(dumped(2), cast(Group, third := Alone(2, 3)), PLUGIN, ())
+    group.told[2] = bytearray(third.given)
+    add_states(first, cast(Group, group), PLUGIN, ())
+    torch.save(first, path)
+    for worker, steps in ((0, 1), (1, 1), (2, 3)):
+        checkpoint = loaded(path)
+        with pytest.warns(UserWarning, match="holds no state of virtual worker 1, which had ended or was elsewhere"):
+            take_state(checkpoint, path, worker, 3)
+        assert checkpoint["global_step"] == steps
+
+
+class Strange:
+    """Something of a user's."""
+
+
+@pytest.mark.parametrize("value", [Strange(), timedelta(seconds=1), lambda: None])
+def test_what_does_not_travel_is_left_out_and_said(tmp_path: Path, value: Any) -> None:
+    """A callback's state may be anything, and the checkpoint is written nevertheless."""
+    checkpoints = [dumped(0), dumped(1)]
+    checkpoints[1]["callbacks"] = {"Mine": value}
+    with pytest.warns(UserWarning, match="callbacks of virtual worker 1 hold something that does not travel"):
+        path = saved(checkpoints, tmp_path)
+    checkpoint = loaded(path)
+    with pytest.warns(UserWarning, match="holds no callbacks of virtual worker 1, which takes virtual worker 0's"):
+        take_state(checkpoint, path, 1, 2)
+    assert take_in_flight(checkpoint) is None
+    expected = {**dumped(1), "callbacks": dumped(0)["callbacks"], "hyper_parameters": {"of": 0}}
+    assert oracle.difference(expected, checkpoint) is None
+
+
+def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = saved([dumped(0), dumped(1)], tmp_path)
+    checkpoint = loaded(path)
+    state: Tensor = checkpoint["hetpipe"]["states"][1]
+    checkpoint["hetpipe"]["states"][1] = state[: len(state) // 2].clone()
+    with pytest.raises(
+        SettingError, match=r"ckpt_path='.*saved.ckpt' holds a state of virtual worker 1 that cannot be"
+    ):
+        take_state(checkpoint, path, 1, 2)
+
+
+def test_evaluation_is_told_nothing(tmp_path: Path) -> None:
+    path = saved([dumped(0), dumped(1)], tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert take_state(loaded(path), path, 0, 3, resuming=False) == []
+
+
+@pytest.mark.parametrize("strategy", ["auto", "hetpipe"])
+def test_others_resume_and_load_it(tmp_path: Path, strategy: str) -> None:
+    """A plain Trainer, and a single virtual worker, go on from virtual worker 0's state."""
+    task = mlp()
+    record = fit(task, vectors(8, 4), max_epochs=1)
+    assert record.trainer is not None
+    record.trainer.save_checkpoint(tmp_path / "alone.ckpt")
+    first = torch.load(tmp_path / "alone.ckpt", weights_only=True)
+    path = saved([first, dumped(1)], tmp_path)
+    chosen: Any = HetPipeStrategy(stages=2, in_flight=1) if strategy == "hetpipe" else strategy
+    expected = fit(mlp(), vectors(8, 4), ckpt_path=str(tmp_path / "alone.ckpt"))
+    found = fit(mlp(), vectors(8, 4), ckpt_path=str(path), strategy=chosen)
+    assert len(found.outputs) == 2
+    assert oracle.difference(expected.end, found.end) is None
