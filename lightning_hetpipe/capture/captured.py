@@ -56,6 +56,8 @@ class Captured:
         self.frozen = frozen
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
+        self.in_vain = 0
+        """How often a changed Python value was found to make no difference."""
         self._name = name
         self._module = module
         self._autocast = autocast

@@ -47,6 +47,9 @@ ITEMS = 16
 SOURCES = 2000
 """How many namespaces, containers and tensors are watched at most."""
 
+NAMED = 3
+"""How many values that have changed are named at most."""
+
 Values = Sequence[tuple[Any, ...]]
 """What sources hold, one after the other."""
 
@@ -102,11 +105,15 @@ class FrozenValues:
             if event == "call":
                 called.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
 
+        collects = gc.isenabled()
+        gc.disable()  # what it calls is no part of forward: finalisers, and gc.callbacks that keep times
         sys.setprofile(note)
         try:
             yield
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
             new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
             if new or self._replaced:
                 self._called |= new
@@ -117,24 +124,26 @@ class FrozenValues:
         return [(self._sources,), *[source.read() for source in self._sources]]
 
     def changed(self, before: Values) -> str | None:
-        """Name a value that is not as it was ``before``, or that nobody watched then; None if there is none."""
+        """Name at most ``NAMED`` values that are not as they were ``before``, or that nobody watched then; None if
+        there are none."""
         now = self.now()
         sizes = [*map(len, before)] == [*map(len, now)]
         if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
             return None
         if before[0][0] is not now[0][0]:
             return "what it reads"
-        found = None
+        found: list[str] = []
         for source, ones, others in zip(self._sources, before[1:], now[1:], strict=True):
             if len(ones) != len(others):
-                found, self._replaced = found or source.path, True
+                found.append(source.path)
+                self._replaced = True
             for index, (one, other) in enumerate(zip(ones, others, strict=False)):
                 if not same(one, other):
                     name = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
                     plain = isinstance(one, PLAIN) and isinstance(other, PLAIN)
-                    found = found or (f"{name} (it was {one!r}, and is {other!r})" if plain else name)
+                    found.append(f"{name} (it was {one!r}, and is {other!r})" if plain else name)
                     self._replaced |= not plain
-        return found
+        return ", and ".join(dict.fromkeys(found[:NAMED])) or None
 
     # What to watch.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.capture.attributes import PLAIN, attributes_restored
@@ -24,6 +25,9 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.private import pytree
+
+IN_VAIN = 20
+"""After how many comparisons that changed values caused, and that found no difference, a warning says so."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ def compare(
             finally:
                 with torch.no_grad():
                     for path, buffer in module.named_buffers():
-                        buffer.copy_(buffers[path])
+                        if not equal(buffer, buffers[path]):  # to write what it has would count as a change of it
+                            buffer.copy_(buffers[path])
             return Value.of(gave), Way.of(inputs, gave)
 
         gave, way = run()
@@ -105,10 +110,17 @@ def compare(
             batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
             raise SettingError(
                 f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
-                f" forward reads from Python outside the module: {changed or 'something'} has changed since it was"
+                f" forward reads from Python outside the module: {changed or 'something'} changed after it was"
                 " captured; give it to the module as a tensor argument, or keep it in a buffer of the module's"
             )
     captured.take_equal(value, way)
+    captured.in_vain += changed is not None
+    if changed is not None and captured.in_vain == IN_VAIN:
+        rank_zero_warn(
+            f"{IN_VAIN} times Python values changed that the forward of '{piece.name}' may read, last {changed}, and"
+            " the module computed what its graph computes; each time the pipeline stops to compare both, which is slow;"
+            " let forward read no values that change all the time, or set them less often"
+        )
 
 
 def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:

@@ -4,7 +4,9 @@ where it makes a difference."""
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.capture.frozen import _is_users
+from lightning_hetpipe.capture.frozen import FrozenValues, _is_users
+from lightning_hetpipe.capture.trial import IN_VAIN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.layout import Layout
 from tests.exact.pipelines import Pinned
@@ -338,6 +341,67 @@ def test_a_change_that_makes_no_difference_is_all_right() -> None:
     assert_equal(expected, fitted(task, lambda _: globals().update(SCALE=2.0)))
 
 
+class Counts(L.Callback):
+    """Sets a value after each step that ``forward`` reads."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        CONFIG.inner.scale = trainer.global_step
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(IN_VAIN, False), (IN_VAIN + 1, True)])
+def test_a_value_that_always_changes_is_warned_of(steps: int, warned: bool) -> None:
+    """Each time the pipeline stops for a comparison."""
+    seen: list[Any] = []
+
+    def scale(body: Any, x: Tensor) -> Tensor:
+        seen.append(CONFIG.inner.scale)
+        return x
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Model(scale), vectors(4 * steps, 4), [Counts()], strategy=Pinned((0, 1), 1), max_epochs=1)
+    said = [str(warning.message) for warning in caught if "stops to compare" in str(warning.message)]
+    assert len(said) == warned
+    assert all(
+        "the forward of 'net' may read, last tests.exact.test_frozen_values.CONFIG.inner.scale" in s for s in said
+    )
+
+
+def test_what_pythons_collector_runs_is_none_of_forwards() -> None:
+    """Its callbacks run in the midst of any function, and keep times that change."""
+    clock = {"ticks": 0}
+
+    def tick(*_: Any) -> None:
+        clock["ticks"] += 1
+
+    def scale(body: Any, x: Tensor) -> Tensor:
+        held = [[index] for index in range(10_000)]  # more than the collector lets pass
+        return x * (len(held) / 10_000)
+
+    frozen = FrozenValues(nn.Identity())
+    gc.callbacks.append(tick)
+    try:
+        with frozen.noted():
+            scale(None, torch.ones(1))
+        before = frozen.now()
+        clock["ticks"] += 1
+        assert frozen.changed(before) is None
+    finally:
+        gc.callbacks.remove(tick)
+    assert gc.isenabled()
+
+
+def test_all_that_changed_is_named() -> None:
+    def change(_: Any) -> None:
+        globals().update(SCALE=2.0)
+        NAMESPACE.scale = 3.0
+
+    with pytest.raises(
+        SettingError, match=r"SCALE \(it was 1.0, and is 2.0\).*NAMESPACE.scale \(it was 1.0, and is 3.0"
+    ):
+        fitted(Model(lambda body, x: x * NAMESPACE.scale * SCALE), change, 1)
+
+
 def test_a_module_that_differs_from_itself_is_not_refused() -> None:
     """Its graph cannot be told from it."""
     calls: list[None] = []
@@ -354,7 +418,7 @@ def test_what_nobody_watches_is_noticed_by_and_by(monkeypatch: pytest.MonkeyPatc
     """At minibatches 2, 4, 8, ... graphs are compared with their modules in any case."""
     monkeypatch.setenv("HETPIPE_TEST_SCALE", "1")
     task = Model(lambda body, x: x * float(os.environ["HETPIPE_TEST_SCALE"]))
-    with pytest.raises(SettingError, match=r"in minibatch 8 than its graph.*: something has changed"):
+    with pytest.raises(SettingError, match=r"in minibatch 8 than its graph.*: something changed"):
         fitted(task, lambda _: monkeypatch.setenv("HETPIPE_TEST_SCALE", "2"), 1)
 
 
@@ -398,6 +462,33 @@ def test_an_evaluation_across_devices_goes_on_with_the_module_itself(monkeypatch
         found.append(task.seen)
     assert len(found[0]) == 6
     assert all(map(torch.equal, *found))
+
+
+class Steps(L.Callback):
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        CONFIG.inner.scale += 1
+
+
+def test_a_comparison_in_an_evaluation_is_no_change_of_buffers() -> None:
+    """It ended with the error that callbacks had changed weights."""
+
+    def scale(body: Any, x: Tensor) -> Tensor:
+        y: Tensor = body.norm(x)
+        return y * torch.ones(2)[int(CONFIG.inner.scale > 100)]
+
+    class Predicts(Model):
+        def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            logits: Tensor = self.net(batch[0])
+            return logits
+
+    results: list[list[Tensor]] = []
+    for strategy in ("auto", Pinned((0, 1), 3)):
+        torch.manual_seed(3)
+        task = Predicts(scale)
+        task.net.norm = nn.BatchNorm1d(8)
+        found: Any = make_trainer([Steps()], strategy=strategy).predict(task, vectors(48, 4))
+        results.append(found)
+    assert all(map(torch.equal, *results))
 
 
 def test_an_evaluation_goes_on_with_the_module_itself() -> None:
