@@ -97,6 +97,15 @@ class Crew(Generic[F]):
             raise flight.failure
         return flight
 
+    def begin(self, version: int) -> None:
+        """The pipeline starts empty at ``version``, which the live weights are."""
+
+    def publish(self, version: int) -> None:
+        """The live weights are ``version`` now."""
+
+    def show(self, number: int) -> None:
+        """Makes the live buffers what the forward of ``number`` left."""
+
     def drain(self) -> None:
         """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
         for number in sorted(self.minibatches):

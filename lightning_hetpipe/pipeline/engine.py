@@ -148,10 +148,10 @@ class Engine(Crew[Minibatch]):
             for ring in self._outside:
                 ring.publish(version)
 
-    def show(self, minibatch: int) -> None:
-        """Makes the live buffers and computed weights what forward ``minibatch`` left."""
+    def show(self, number: int) -> None:
+        """Makes the live buffers and computed weights what forward ``number`` left."""
         for stage in self.stages:
-            stage.show(minibatch)
+            stage.show(number)
 
     def _let_go(self) -> None:
         for stage in self.stages:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.rules.spans import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
@@ -147,9 +146,9 @@ class Recorder:
 
         return passes
 
-    def stretch(self, minibatch: int, inner: Stretch | None) -> RecordedStretch:
-        """``inner``, recorded."""
-        return RecordedStretch(self, minibatch, inner)
+    def section(self, minibatch: int) -> RecordedSection:
+        """Records each section of the user code of ``minibatch``."""
+        return RecordedSection(self, minibatch)
 
     # Whoever reads.
 
@@ -168,21 +167,16 @@ class Recorder:
         return dict(self._versions)
 
 
-class RecordedStretch(Stretch):
-    """A minibatch's stretches of user code; ``inner`` may swap in state of its own."""
+class RecordedSection:
+    """The sections of a minibatch's user code."""
 
-    def __init__(self, recorder: Recorder, minibatch: int, inner: Stretch | None) -> None:
+    def __init__(self, recorder: Recorder, minibatch: int) -> None:
         self._recorder = recorder
         self._minibatch = minibatch
-        self._inner = inner
         self._start = 0.0
 
     def enter(self) -> None:
         self._start = time.perf_counter()
-        if self._inner is not None:
-            self._inner.enter()
 
     def leave(self, for_good: bool = False) -> None:
-        if self._inner is not None:
-            self._inner.leave(for_good)
         self._recorder.add(USER_CODE, "training_step", self._minibatch, self._start)

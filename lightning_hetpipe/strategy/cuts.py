@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -20,6 +20,7 @@ from lightning_hetpipe.strategy.private import (
     saves_by_steps,
     validates_at_the_end,
 )
+from lightning_hetpipe.strategy.run.lifecycle import Extension
 from lightning_hetpipe.strategy.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -36,7 +37,7 @@ def within(minibatch: int) -> int:
     return minibatch + BEGIN + 2
 
 
-class Cuts:
+class Cuts(Extension):
     """Where the virtual workers of ``synchroniser`` meet.
 
     Args:
@@ -44,6 +45,7 @@ class Cuts:
         synchroniser: The fit's.
         unlocked: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
+        waiting: Opened around any other wait for virtual workers.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Cuts:
         synchroniser: Synchroniser,
         unlocked: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
@@ -61,24 +64,26 @@ class Cuts:
         self._compared = False
         self._loop = 0
         self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
+        synchroniser.group.waiting = waiting
         self._redirects = [Redirect(trainer, "save_checkpoint", self._on_save), on_requeue(trainer, self._on_requeue)]
 
-    def close(self) -> None:
+    def closed(self) -> None:
         for redirect in self._redirects:
             redirect.remove()
+        self._synchroniser.group.waiting = nullcontext
+        self._synchroniser.let_go()
 
-    def epoch_begins(self) -> None:
+    def epoch_begins(self, first: int) -> None:
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        version, _ = begun_minibatches(self._trainer)  # of this epoch the loop does not count anew before it runs
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._unlocked():
-            self._synchroniser.begin(self._number(BEGIN), version, self._computing)
+            self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing)
 
-    def published(self, version: int) -> None:
-        """``version`` is over, with all its callbacks: it may end a wave."""
+    def stepped(self, version: int) -> None:
+        """It may end a wave."""
         if not self._synchroniser.published(version):
             return
         with self._unlocked():
@@ -88,10 +93,15 @@ class Cuts:
             if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
                 self._save_and_requeue()
 
-    def validation(self) -> Callable[[], None]:
-        """All evaluate the same weights, and buffers; gives what puts the own buffers back."""
+    @contextmanager
+    def evaluating(self, minibatch: int) -> Iterator[None]:
+        """All evaluate the same weights, and buffers."""
         self._cut(LAST_VALIDATION if validates_at_the_end(self._trainer) else None)
-        return self._synchroniser.borrow_buffers()
+        put_back = self._synchroniser.borrow_buffers()
+        try:
+            yield
+        finally:
+            put_back()
 
     def epoch_ends(self) -> None:
         """Who has come to the end of training has done so for all: nobody could go on with the others gone."""

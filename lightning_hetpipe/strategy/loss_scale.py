@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
+from lightning_hetpipe.strategy.run.lifecycle import Extension
 
-class LossScale:
+
+class LossScale(Extension):
     """The scale of ``precision``'s GradScaler, at which losses are differentiated and gradients delivered.
 
     A GradScaler changes its scale after steps, so it belongs to a version as weights do: minibatch p takes it when it
@@ -28,7 +30,7 @@ class LossScale:
         self._waiting = waiting
         self._of: dict[int, float] = {}
 
-    def take(self, minibatch: int) -> None:
+    def submitting(self, minibatch: int) -> None:
         """The scale of ``minibatch`` is the present one."""
         if self._scaler is not None:
             self._of[minibatch] = self._present()
@@ -46,7 +48,7 @@ class LossScale:
             return 1.0
         return self._present() / self._of.pop(minibatch)
 
-    def discard(self) -> None:
+    def discarded(self) -> None:
         """Forgets what was in flight."""
         self._of.clear()
 

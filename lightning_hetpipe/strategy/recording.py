@@ -14,14 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.stretch import Stretch
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
 from lightning_hetpipe.strategy.private import begun_minibatches
+from lightning_hetpipe.strategy.run.lifecycle import Around, Extension, Section
 from lightning_hetpipe.strategy.sections import Sections, observed
 
 
-class Recording:
+class Recording(Extension):
     """What Lightning's profilers and the timeline are told.
 
     Args:
@@ -42,14 +42,30 @@ class Recording:
         """``before``, as stages are to call it before they compute."""
         return observed(before, self._trainer, self.recorder)
 
-    def stretch(self, minibatch: int, stretch: Stretch | None) -> Stretch | None:
-        """``stretch`` of ``minibatch``, recorded."""
-        return stretch if self.recorder is None else self.recorder.stretch(minibatch, stretch)
+    def fetching(self, minibatch: int) -> Around:
+        return self.sections.fetch(minibatch)
 
-    def began(self, minibatch: int, version: int) -> None:
-        """``minibatch`` was put in flight, on the weights of ``version``."""
+    def transferring(self, minibatch: int) -> Around:
+        return self.sections.look_ahead(minibatch)
+
+    def section(self, minibatch: int) -> Section | None:
+        return None if self.recorder is None else self.recorder.section(minibatch)
+
+    def submitted(self, minibatch: int, version: int) -> None:
         if self.recorder is not None:
             self.recorder.began(minibatch, version)
+
+    def waiting(self, minibatch: int) -> Around:
+        return self.sections.wait_for_minibatch(minibatch)
+
+    def publishing(self, version: int) -> Around:
+        return self.sections.publish(version)
+
+    def draining(self, minibatch: int) -> Around:
+        return self.sections.drain(minibatch)
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self.sections.evaluation(minibatch)
 
     def computed(self, work: str, minibatch: int, start: float) -> None:
         """Where there is no pipeline: Lightning's thread has done ``work`` of ``minibatch`` from ``start`` to now."""
@@ -58,8 +74,7 @@ class Recording:
                 self.recorder.began(minibatch, minibatch - 1)
             self.recorder.add(0, work, minibatch, start)
 
-    def discard(self) -> None:
-        """What was run ahead of Lightning's loop is not needed."""
+    def discarded(self) -> None:
         if self.recorder is not None:
             self.recorder.forget(after=begun_minibatches(self._trainer)[0])
 

@@ -8,7 +8,7 @@ stages compute is shown to PyTorchProfiler, whose ranges belong to threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from lightning_hetpipe.pipeline.recorder import Recorder
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.strategy.run.lifecycle import NOTHING
 
 PREFIX = "[HetPipe]"
 """Of our names, as Lightning has "[Strategy]" and "[Callback]" before its own."""
@@ -68,7 +69,7 @@ class Sections:
     def _section(self, name: str, minibatch: int, told: bool = True, then_step: bool = False) -> Section:
         profiler = self._profiler if told else None
         if profiler is None and self._recorder is None:
-            return nullcontext()
+            return NOTHING
         return _Open(name, minibatch, profiler, self._recorder, then_step)
 
 

@@ -28,14 +28,12 @@ from lightning_hetpipe.planning.plan import Plan
 from lightning_hetpipe.planning.profile_cache import ProfileCache
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import compiler, emulating, environment, other_lightning, progress, settings
-from lightning_hetpipe.strategy.alone import Alone, is_alone
 from lightning_hetpipe.strategy.checkpoints import (
     ReplacingCheckpointIO,
     filled,
     is_lightnings_own,
 )
 from lightning_hetpipe.strategy.evaluation import Evaluation
-from lightning_hetpipe.strategy.fit import Fit
 from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.planner import Planner
 from lightning_hetpipe.strategy.private import (
@@ -46,6 +44,8 @@ from lightning_hetpipe.strategy.private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.strategy.ranks import devices_of
+from lightning_hetpipe.strategy.run.fit import Fit
+from lightning_hetpipe.strategy.run.single_stage import is_single_stage
 from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
 from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
@@ -165,7 +165,7 @@ class HetPipeStrategy(VirtualWorkers):
         self.compile = compiler.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None
-        self._fit: Fit | Alone | None = None
+        self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None
         self._before_pass: BeforePass | None = None
         self._emulation: Emulation | None = None
@@ -238,13 +238,12 @@ class HetPipeStrategy(VirtualWorkers):
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
             self._evaluation.open()
         else:
-            if is_alone(asked) and self._group is None:
+            if is_single_stage(asked) and self._group is None:
                 settings.check_resumed(asked.resumed, 1)
-                self._fit = Alone(trainer, asked, seed)
             else:
                 settings.check_pipelined(trainer.lightning_module)
-                self._fit = Fit(trainer, self.precision_plugin, asked, seed, self._synchroniser(trainer))
-                self._evaluation = self._fit.evaluation
+            self._fit = Fit(trainer, self.precision_plugin, asked, seed, self._synchroniser(trainer))
+            self._evaluation = self._fit.evaluation
             self._fit.open()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:

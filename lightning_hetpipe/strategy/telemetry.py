@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import lightning as L
 
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.flight import Flight
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy.layout import Layout
-from lightning_hetpipe.strategy.private import log_interval
+from lightning_hetpipe.strategy.private import begun_minibatches, log_interval
+from lightning_hetpipe.strategy.run.lifecycle import Extension
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 
 
-class Telemetry:
-    """Counts the minibatches of ``engine``. Time counts between :meth:`start` and :meth:`stop`."""
+class Telemetry(Extension):
+    """Counts the minibatches of ``engine``, and the time of its training."""
 
     def __init__(
         self, trainer: L.Trainer, engine: Engine, layout: Layout, synchroniser: Synchroniser | None = None
@@ -26,15 +32,32 @@ class Telemetry:
         self._meter = Meter(len(engine.stages))
         self._staleness = 0
         self._logged = 0
-        self.start = self._meter.start
-        self.stop = self._meter.stop
+        self._meter.start()
 
-    def count(self, minibatch: Minibatch, batch: object) -> None:
-        """``minibatch``, which computed ``batch``, has reached Lightning's step."""
-        self._meter.count(batch, minibatch.seconds)
+    def epoch_begins(self, first: int) -> None:
+        self._meter.start()
+
+    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None:
+        assert isinstance(minibatch, Minibatch)
+        self._meter.count(args[0] if args else None, minibatch.seconds)
         self._staleness = minibatch.number - 1 - minibatch.version
 
-    def log(self, number: int) -> None:
+    def published(self, version: int) -> None:
+        self._log(version)
+
+    @contextmanager
+    def evaluating(self, minibatch: int) -> Iterator[None]:
+        self._meter.stop()
+        try:
+            yield
+        finally:
+            self._meter.start()
+
+    def epoch_ends(self) -> None:
+        self._meter.stop()
+        self._log(begun_minibatches(self._trainer)[0])
+
+    def _log(self, number: int) -> None:
         """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
         every = log_interval(self._trainer)
         if not every or number % every or number == self._logged or not self._meter.minibatches:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.cuts import END, EPOCH, LAST_VALIDATION, Cuts, within
+from lightning_hetpipe.strategy.private import begun_minibatches
 from lightning_hetpipe.strategy.settings import check_together
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from tests.strategy.refusing import batches, quiet_trainer
@@ -39,6 +40,8 @@ class Others:
 
     def take_buffers(self) -> None: ...
 
+    def let_go(self) -> None: ...
+
     def borrow_buffers(self) -> Any:
         return lambda: None
 
@@ -58,11 +61,12 @@ class Runs(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.cuts is None:
             self.cuts = Cuts(trainer, cast(Synchroniser, self.others), nullcontext)
-        self.cuts.epoch_begins()
+        self.cuts.epoch_begins(begun_minibatches(trainer)[0] + 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self.cuts is not None
-        self.cuts.validation()
+        with self.cuts.evaluating(0):
+            pass
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self.cuts is not None
@@ -87,7 +91,7 @@ def test_an_epoch_begins_before_its_cuts() -> None:
     trainer = quiet_trainer("auto", callbacks=[runs], num_sanity_val_steps=0, max_epochs=1)
     trainer.fit(Validated(), batches(4), batches(1))
     assert runs.cuts is not None
-    runs.cuts.epoch_begins()  # of the second epoch, before the loop runs
+    runs.cuts.epoch_begins(5)  # of the second epoch, before the loop runs
     assert trainer.current_epoch == 1
     assert others.last_cut < others.begins[-1]
     assert others.begins[-1] + 1 < EPOCH + within(1)

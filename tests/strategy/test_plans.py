@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.strategy import planner, site
-from lightning_hetpipe.strategy.watched import WatchedStep, check_first_minibatch
+from lightning_hetpipe.strategy.run.first_minibatch import WatchedStep, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.models import SGD, Task, mlp, vectors
 from tests.strategy.refusing import Learner, assert_refused, quiet_trainer, refused
@@ -291,7 +291,7 @@ def test_devices_that_are_of_no_use_are_named(
     idle: int, said: str, measured: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.run.first_minibatch.rank_zero_info", told.append)
     measured({"A100-40": 0.5, "T4": 500.0}, cpu=0.01)
     trained(HetPipeStrategy(cluster=box("A100-40", *["T4"] * idle)))
     assert told[0] == "HetPipe: stages on A100-40:0 from net.0; 1 minibatch in flight"
@@ -467,7 +467,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
     monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
     measured(fast=0.1, slow=0.2)
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.run.first_minibatch.rank_zero_info", told.append)
     stages = trained(HetPipeStrategy(parallel_devices=TWO))
     assert sorted((device, len(layers)) for device, layers in stages) == [("cpu", 5), ("cpu:0", 2)]
     what, why = told
@@ -492,7 +492,7 @@ def test_equal_devices_are_told_of_in_two_lines(
 ) -> None:
     """Where Nm was given nothing was told, although the cuts were decided all the same."""
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.run.first_minibatch.rank_zero_info", told.append)
     trained(HetPipeStrategy(stages=2, in_flight=asked))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")
@@ -503,7 +503,7 @@ def test_equal_devices_are_told_of_in_two_lines(
 def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
-    monkeypatch.setattr("lightning_hetpipe.strategy.watched.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_hetpipe.strategy.run.first_minibatch.rank_zero_info", told.append)
     alone = WatchedStep.decide
     others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
     monkeypatch.setattr(WatchedStep, "decide", lambda self, _: alone(self, others))

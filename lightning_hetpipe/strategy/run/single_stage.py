@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from torch import nn
 
 from lightning_hetpipe.capture.compiled import is_compiled, look_through
@@ -32,7 +31,7 @@ from lightning_hetpipe.strategy.recording import Recording
 from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 
 
-def is_alone(settings: FitSettings) -> bool:
+def is_single_stage(settings: FitSettings) -> bool:
     """Whether it is known from the settings that there is one stage with one minibatch in flight, and nothing to
     compile, emulate or compare with a plan, which is a stage's work."""
     if settings.compile is not None or settings.decide is not None:
@@ -41,40 +40,28 @@ def is_alone(settings: FitSettings) -> bool:
     return one_stage and settings.in_flight in ("auto", 1)
 
 
-class Alone:
-    """One ``fit`` without a pipeline, with the interface of :class:`~lightning_hetpipe.strategy.fit.Fit`."""
+class SingleStage:
+    """The steps of a fit without a pipeline."""
 
-    engine = None
-
-    def __init__(self, trainer: L.Trainer, settings: FitSettings, run_seed: int) -> None:
-        self.report: RunReport | None = None
-        self._recording = Recording(trainer, settings.timeline, settings.virtual_worker)
+    def __init__(self, trainer: L.Trainer, settings: FitSettings, chance: Chance, recording: Recording) -> None:
+        self._recording = recording
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._settings = settings
         self._names = named_pieces(self._module, settings.module)
-        self._chance = Chance(run_seed, deterministic=torch.are_deterministic_algorithms_enabled())
+        self._chance = chance
         self._called: dict[str, nn.Module] = {}
         self._first = True
         self._inside = False
         self._meter = Meter(1)
         self._busy = 0.0
-        self._threads_before = torch.get_num_threads()
-        self._compiled: list[Redirect] = []
 
-    def open(self) -> None:
-        torch.set_num_threads(self._settings.torch_threads)
-        if any(is_compiled(module) and may_draw(module) for module in self._module.modules()):
-            self._compiled = look_through(self._module)
+    def redirects(self) -> list[Redirect]:
+        draws = any(is_compiled(module) and may_draw(module) for module in self._module.modules())
+        return look_through(self._module) if draws else []
 
-    def close(self) -> None:
-        self.finish_report()
-        for redirect in self._compiled:
-            redirect.remove()
-        torch.set_num_threads(self._threads_before)
-
-    def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
-        with self._busily(FORWARD), self._drawing(begun_minibatches(self._trainer)[0]):
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with self._busily(FORWARD), self._drawing(number):
             output = native(*args)
         if output is None:
             raise returned_none()
@@ -88,20 +75,13 @@ class Alone:
         with self._busily(BACKWARD):
             native()
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def offer(self) -> None:
-        """No other user code waits."""
-
-    def finish_report(self) -> None:
-        if self._first or self.report is not None:
-            return
+    def report(self) -> RunReport | None:
+        if self._first:
+            return None
         self._meter.stop()
-        timeline = self._recording.timeline(stages=1, in_flight=1)
         seconds, parameters = max(self._meter.seconds, 1e-9), self._module.parameters()
         layers = dict(self._layers())
-        self.report = RunReport(
+        return RunReport(
             in_flight=1,
             minibatches=self._meter.minibatches,
             samples_per_second=self._meter.samples / seconds,
@@ -121,9 +101,7 @@ class Alone:
                     device_bytes=device_bytes(self._settings.devices[0]),
                 )
             ],
-            timeline=timeline,
         )
-        self._recording.show(timeline)
 
     def _begin(self) -> None:
         """The first step is over, which has shown what there is."""

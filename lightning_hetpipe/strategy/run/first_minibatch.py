@@ -1,10 +1,11 @@
-"""The first minibatch of a fit: watched for pieces and their layers, and then decided on."""
+"""The first minibatch of a fit: watched for pieces and their layers, which are then laid out as stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -13,8 +14,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.compiled import look_through
+from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
@@ -22,6 +25,7 @@ from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.planning.units import in_bytes
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.reporting.meter import batch_size
+from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.decision import Decision, told_in_flight
@@ -61,6 +65,65 @@ def noting_where() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         error.add_note(f"HetPipeStrategy: {WHOLE}; take smaller batches, or let that be one with more memory")
         raise
+
+
+class Begin(Protocol):
+    """Begins the pipeline that was decided on.
+
+    Args:
+        pieces: What it runs.
+        decision: On stages.
+        in_flight: Nm.
+        outside: What the module has besides ``pieces``.
+        changing: The ``id`` of each live buffer that forwards change.
+    """
+
+    def __call__(
+        self, pieces: Sequence[Piece], decision: Decision, in_flight: int, outside: Outside, changing: set[int]
+    ) -> None: ...
+
+
+class FirstMinibatch:
+    """Runs the first minibatch of a fit in Lightning's own thread; once its gradients are there, a pipeline begins."""
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        precision: Precision,
+        settings: FitSettings,
+        run_seed: int,
+        chance: Chance,
+        user_step: UserStep,
+        synchroniser: Synchroniser | None,
+        begin: Begin,
+    ) -> None:
+        self._module: L.LightningModule = trainer.lightning_module
+        self._settings = settings
+        self._run_seed = run_seed
+        self._synchroniser = synchroniser
+        self._begin = begin
+        names = named_pieces(self._module, settings.module)
+        self._watch = partial(WatchedStep, trainer, precision, settings, chance, names, user_step)
+        self._watched: WatchedStep | None = None
+
+    def redirects(self) -> list[Redirect]:
+        return look_through(self._module, stages_compile=self._settings.compile is not None)
+
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self._watched = self._watch(number)
+        return self._watched.run(native, args, self._run_seed)
+
+    def backward(self, native: Callable[[], None]) -> None:
+        watched, self._watched = self._watched, None
+        assert watched is not None
+        with noting_where():
+            native()
+            decision, in_flight = watched.decide(self._synchroniser)
+            self._begin(watched.pieces, decision, in_flight, watched.outside, watched.changed_buffers())
+
+    def report(self) -> RunReport | None:
+        """None: it is not counted."""
+        return None
 
 
 class WatchedStep:
