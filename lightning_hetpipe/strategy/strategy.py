@@ -33,8 +33,6 @@ from lightning_hetpipe.strategy.checkpoints import (
     filled,
     is_lightnings_own,
 )
-from lightning_hetpipe.strategy.evaluation import Evaluation
-from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.planner import Planner
 from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
@@ -44,7 +42,9 @@ from lightning_hetpipe.strategy.private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.strategy.ranks import devices_of
+from lightning_hetpipe.strategy.run.evaluation import Evaluation
 from lightning_hetpipe.strategy.run.fit import Fit
+from lightning_hetpipe.strategy.run.look_ahead import ReadyBatch
 from lightning_hetpipe.strategy.run.single_stage import is_single_stage
 from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
 from lightning_hetpipe.strategy.site import Site

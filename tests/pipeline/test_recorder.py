@@ -178,11 +178,11 @@ def test_who_reads_sees_what_is_going_on() -> None:
     assert [span.work for span in recorder.spans()] == ["wait_for_minibatch", "step"]
 
 
-def test_stretches_of_user_code() -> None:
+def test_sections_of_user_code() -> None:
     recorder = Recorder(Window())
     recorder.began(2, 0)
-    stretch = recorder.stretch(2, None)
+    section = recorder.section(2)
     for _ in range(2):
-        stretch.enter()
-        stretch.leave()
+        section.enter()
+        section.leave()
     assert [(span.row, span.work, span.minibatch) for span in recorder.spans()] == [(USER_CODE, "training_step", 2)] * 2

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.private import pytree
-from lightning_hetpipe.strategy.replay import Record, Replay
+from lightning_hetpipe.strategy.run.extensions.replay import Record, Replay
 
 CLASSES = 3
 Batch = tuple[Tensor, Tensor]

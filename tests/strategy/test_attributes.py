@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.strategy.attributes import Attributes
+from lightning_hetpipe.strategy.run.extensions.attributes import Attributes
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import fit
 from tests.models import CLASSES, SGD, Learner, vectors

@@ -12,8 +12,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.cuts import END, EPOCH, LAST_VALIDATION, Cuts, within
 from lightning_hetpipe.strategy.private import begun_minibatches
+from lightning_hetpipe.strategy.run.extensions.cuts import END, EPOCH, LAST_VALIDATION, Cuts, within
 from lightning_hetpipe.strategy.settings import check_together
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
 from tests.strategy.refusing import batches, quiet_trainer

@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.strategy.replay import Replay
+from lightning_hetpipe.strategy.run.extensions.replay import Replay
 from tests.strategy.ahead import CLASSES, Model, accuracy, auroc, log_accuracy, scores
 
 

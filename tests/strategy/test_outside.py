@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.run.extensions.outside import Outside
 from tests.waits import Waits
 
 

@@ -14,9 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.flight import Flight, current
-from lightning_hetpipe.strategy.lookahead import LookAhead
 from lightning_hetpipe.strategy.private import DataFetcher, with_workers
 from lightning_hetpipe.strategy.run.lifecycle import Extension, Extensions
+from lightning_hetpipe.strategy.run.look_ahead import LookAhead
 
 F = TypeVar("F", bound=Flight)
 C = TypeVar("C", bound=Crew[Any])

@@ -19,7 +19,6 @@ from lightning_hetpipe.pipeline.evaluator import EvaluationFlight, Evaluator
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.private import version_counter
-from lightning_hetpipe.strategy.lookahead import LookAhead
 from lightning_hetpipe.strategy.private import (
     DataFetcher,
     DataLoaderIterFetcher,
@@ -29,11 +28,12 @@ from lightning_hetpipe.strategy.private import (
     set_fetcher,
 )
 from lightning_hetpipe.strategy.run.driver import Driver
+from lightning_hetpipe.strategy.run.extensions.observers import Observers
 from lightning_hetpipe.strategy.run.lifecycle import Extension, Extensions
-from lightning_hetpipe.strategy.run.observers import Observers
+from lightning_hetpipe.strategy.run.look_ahead import LookAhead
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.strategy.evaluation import Evaluation
+    from lightning_hetpipe.strategy.run.evaluation import Evaluation
 
 
 class EvaluationRun:

@@ -29,11 +29,11 @@ from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
 from lightning_hetpipe.strategy.decision import Decision, told_in_flight
-from lightning_hetpipe.strategy.outside import Outside
+from lightning_hetpipe.strategy.run.extensions.outside import Outside
+from lightning_hetpipe.strategy.run.user_step import UserStep
 from lightning_hetpipe.strategy.settings import FitSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.strategy.staleness import check_staleness
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
-from lightning_hetpipe.strategy.user_step import UserStep
 
 WHOLE = "the first minibatch of a fit runs whole on the device of the last stage, in this release"
 

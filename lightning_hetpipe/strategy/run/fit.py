@@ -30,14 +30,8 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy.cuts import Cuts
 from lightning_hetpipe.strategy.decision import Decision
-from lightning_hetpipe.strategy.evaluation import Evaluation, before_transfer
-from lightning_hetpipe.strategy.gradients import deliver
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices
-from lightning_hetpipe.strategy.loss_scale import LossScale
-from lightning_hetpipe.strategy.outside import Outside
-from lightning_hetpipe.strategy.piece_calls import PieceCalls
 from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,
@@ -46,18 +40,24 @@ from lightning_hetpipe.strategy.private import (
     move_before_transfer,
     step_arguments,
 )
-from lightning_hetpipe.strategy.recording import Recording
-from lightning_hetpipe.strategy.release import released_step
 from lightning_hetpipe.strategy.run.driver import Driver
+from lightning_hetpipe.strategy.run.evaluation import Evaluation, before_transfer
+from lightning_hetpipe.strategy.run.extensions.cuts import Cuts
+from lightning_hetpipe.strategy.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.strategy.run.extensions.observers import Observers, TrainerObservers, UnversionedTensors
+from lightning_hetpipe.strategy.run.extensions.outside import Outside
+from lightning_hetpipe.strategy.run.extensions.recording import Recording
+from lightning_hetpipe.strategy.run.extensions.structure import Structure
+from lightning_hetpipe.strategy.run.extensions.telemetry import Telemetry
 from lightning_hetpipe.strategy.run.first_minibatch import FirstMinibatch
+from lightning_hetpipe.strategy.run.gradients import deliver
 from lightning_hetpipe.strategy.run.lifecycle import Extensions
-from lightning_hetpipe.strategy.run.observers import Observers, TrainerObservers, UnversionedTensors
+from lightning_hetpipe.strategy.run.piece_calls import PieceCalls
+from lightning_hetpipe.strategy.run.release import released_step
 from lightning_hetpipe.strategy.run.single_stage import SingleStage, is_single_stage
-from lightning_hetpipe.strategy.run.structure import Structure
+from lightning_hetpipe.strategy.run.user_step import UserStep, without_graph
 from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.synchroniser import Synchroniser
-from lightning_hetpipe.strategy.telemetry import Telemetry
-from lightning_hetpipe.strategy.user_step import UserStep, without_graph
 
 
 class InLightningsThread(Protocol):

@@ -27,7 +27,7 @@ from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
 from lightning_hetpipe.strategy.layout import device_bytes, device_name
 from lightning_hetpipe.strategy.private import begun_minibatches
-from lightning_hetpipe.strategy.recording import Recording
+from lightning_hetpipe.strategy.run.extensions.recording import Recording
 from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recompute, returned_none
 
 

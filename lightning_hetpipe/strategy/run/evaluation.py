@@ -25,9 +25,9 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.planning.partition import stage_times
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place
-from lightning_hetpipe.strategy.lookahead import ReadyBatch
 from lightning_hetpipe.strategy.private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.strategy.run.evaluation_run import EvaluationRun
+from lightning_hetpipe.strategy.run.look_ahead import ReadyBatch
 from lightning_hetpipe.strategy.settings import FitSettings
 
 

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_hetpipe.strategy.loss_scale import LossScale
 from lightning_hetpipe.strategy.private import closure_loss
+from lightning_hetpipe.strategy.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.strategy.settings import returned_none
 
 

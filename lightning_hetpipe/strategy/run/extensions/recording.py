@@ -17,8 +17,8 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
 from lightning_hetpipe.strategy.private import begun_minibatches
+from lightning_hetpipe.strategy.run.extensions.sections import Sections, observed
 from lightning_hetpipe.strategy.run.lifecycle import Around, Extension, Section
-from lightning_hetpipe.strategy.sections import Sections, observed
 
 
 class Recording(Extension):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.private import Carried, pytree
-from lightning_hetpipe.strategy.metric_replay import (
+from lightning_hetpipe.strategy.run.extensions.metric_replay import (
     CHANGES,
     MetricCall,
     Twin,

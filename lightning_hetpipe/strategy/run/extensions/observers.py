@@ -14,10 +14,10 @@ import lightning as L
 
 from lightning_hetpipe.pipeline.flight import Flight
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
-from lightning_hetpipe.strategy.attributes import Attributes
-from lightning_hetpipe.strategy.outside import Outside
 from lightning_hetpipe.strategy.private import counters, counters_ahead, set_counters
-from lightning_hetpipe.strategy.replay import Record, Replay
+from lightning_hetpipe.strategy.run.extensions.attributes import Attributes
+from lightning_hetpipe.strategy.run.extensions.outside import Outside
+from lightning_hetpipe.strategy.run.extensions.replay import Record, Replay
 from lightning_hetpipe.strategy.run.lifecycle import Around, Extension, Section, Sections
 
 

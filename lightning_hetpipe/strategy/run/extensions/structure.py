@@ -7,9 +7,9 @@ from collections.abc import Callable
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.minibatch import Minibatch
-from lightning_hetpipe.strategy.piece_calls import PieceCalls
 from lightning_hetpipe.strategy.run.driver import Driver
 from lightning_hetpipe.strategy.run.lifecycle import NOTHING, Around, Extension, Section
+from lightning_hetpipe.strategy.run.piece_calls import PieceCalls
 
 
 class Structure(Extension):
