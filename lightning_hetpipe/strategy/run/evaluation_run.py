@@ -31,6 +31,7 @@ from lightning_hetpipe.strategy.run.driver import Driver
 from lightning_hetpipe.strategy.run.extensions.observers import Observers
 from lightning_hetpipe.strategy.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.strategy.run.look_ahead import LookAhead
+from lightning_hetpipe.strategy.run.piece_forwards import NOT_TAKEN, PieceForwards
 
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.run.evaluation import Evaluation
@@ -163,7 +164,7 @@ class EvaluationRun:
             evaluation.settings.timeout,
             self._tag(),
         )
-        self._driver.extend(PieceForwards(evaluation, evaluator, pieces, self._tag))
+        self._driver.extend(EvaluatedPieces(evaluation, evaluator, pieces, self._tag))
         return evaluator
 
     def _start(self, evaluator: Evaluator) -> None:
@@ -195,7 +196,7 @@ class UnchangedWeights(Extension):
         return [0 if tensor.is_inference() else version_counter(tensor) for tensor in self._tensors]
 
 
-class PieceForwards(Extension):
+class EvaluatedPieces(PieceForwards, Extension):
     """Stands in for the ``forward`` of the evaluated modules.
 
     Args:
@@ -209,40 +210,34 @@ class PieceForwards(Extension):
         self, evaluation: Evaluation, evaluator: Evaluator, pipelined: Sequence[Piece], tag: Callable[[int], str]
     ) -> None:
         assert evaluation.layout is not None
+        super().__init__(evaluation.pieces, evaluation.layout)
         self._evaluation = evaluation
-        self._layout = evaluation.layout
+        self._pipelined = pipelined
         self._tag = tag
         self._exits = ExitStack()
-        for index, piece in enumerate(evaluation.pieces):
-            redirect = Redirect(piece.module, "forward", partial(self._forward, index, piece, piece in pipelined))
-            self._exits.callback(redirect.remove)
+        for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
                 piece.captured.alone = evaluator.quiet.alone
 
     def closed(self) -> None:
         self._exits.close()
+        self.close()
 
-    def _forward(self, index: int, piece: Piece, pipelined: bool, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The pipelined module's ``forward``: through the pipeline in a batch's thread, else on the live layers."""
-        flight = current()
-        if (
-            pipelined
-            and isinstance(flight, EvaluationFlight)
-            and not torch.is_grad_enabled()
-            and not any(part.training for part in piece.module.modules())
-        ):
-            try:
-                with redirect.aside():  # an input of a new kind is captured now
-                    value = piece.value(args, kwargs)
-                    if piece.captured is not None and piece.captured.changed(value) is not None:
-                        batch = self._tag(flight.number)
-                        compare(piece, (args, kwargs), value, self._evaluation.chance, batch)
-            except SettingError as error:
-                self._evaluation.warn({piece.name: str(error)})
-            else:
-                return flight.call(index, piece.name, value)
-        if not self._layout.is_spread():
-            return redirect.original(*args, **kwargs)
-        with redirect.aside():
-            return self._layout.run_piece(piece, args, kwargs)
+    def through_pipeline(
+        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        batch = current()
+        if not isinstance(batch, EvaluationFlight) or piece not in self._pipelined:
+            return NOT_TAKEN
+        if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
+            return NOT_TAKEN
+        try:
+            with redirect.aside():  # an input of a new kind is captured now
+                value = piece.value(args, kwargs)
+                if piece.captured is not None and piece.captured.changed(value) is not None:
+                    compare(piece, (args, kwargs), value, self._evaluation.chance, self._tag(batch.number))
+        except SettingError as error:
+            self._evaluation.warn({piece.name: str(error)})
+            return NOT_TAKEN
+        return batch.call(index, piece.name, value)

@@ -1,11 +1,8 @@
-"""Calls of the pipelined modules in one fit: through the pipeline where a minibatch makes them, and on the live layers
-anywhere else."""
+"""Calls of the pipelined modules in one fit, which minibatches in flight make through the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetpipe.capture.form import Form
@@ -17,10 +14,11 @@ from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.strategy.layout import Layout
+from lightning_hetpipe.strategy.run.piece_forwards import NOT_TAKEN, PieceForwards
 
 
-class PieceCalls:
-    """Stands in for the ``forward`` of each of ``pieces``, until :meth:`close`.
+class PieceCalls(PieceForwards):
+    """Stands in for the ``forward`` of each of ``pieces`` in a fit.
 
     Args:
         pieces: In the order of ``training_step``.
@@ -29,27 +27,11 @@ class PieceCalls:
     """
 
     def __init__(self, pieces: Sequence[Piece], layout: Layout, chance: Chance) -> None:
-        self._layout = layout
+        super().__init__(pieces, layout)
         self._chance = chance
         self._first: int | None = None
         self._modes: list[bool] = []
-        self._redirects = [
-            Redirect(piece.module, "forward", partial(self._forward, index, piece))
-            for index, piece in enumerate(pieces)
-        ]
         self._form = Form(pieces)  # with the redirects, which are no change
-
-    def close(self) -> None:
-        for redirect in self._redirects:
-            redirect.remove()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within it, the modules have their own ``forward``."""
-        with ExitStack() as stack:
-            for redirect in self._redirects:
-                stack.enter_context(redirect.aside())
-            yield
 
     def epoch_begins(self, first: int) -> None:
         """An epoch begins with minibatch ``first``, in which graphs are compared with their modules."""
@@ -72,25 +54,24 @@ class PieceCalls:
         """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
         self._modes = self._form.modes()
 
-    def _forward(self, index: int, piece: Piece, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+    def through_pipeline(
+        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         minibatch = current()
-        if isinstance(minibatch, Minibatch):
-            self._check(index, piece.name)
+        if not isinstance(minibatch, Minibatch):
+            return NOT_TAKEN
+        self._check(index, piece.name)
 
-            def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-                with redirect.aside():  # an input of a new kind is captured now
-                    value = piece.value(*given)
-                    if (captured := piece.captured) is not None and (
-                        self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
-                    ):
-                        compare(piece, given, value, self._chance, minibatch.number)
-                    return value
+        def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            with redirect.aside():  # an input of a new kind is captured now
+                value = piece.value(*given)
+                if (captured := piece.captured) is not None and (
+                    self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
+                ):
+                    compare(piece, given, value, self._chance, minibatch.number)
+                return value
 
-            return minibatch.call(index, piece.name, (args, kwargs), prepare)
-        if not self._layout.is_spread():
-            return redirect.original(*args, **kwargs)
-        with redirect.aside():
-            return self._layout.run_piece(piece, args, kwargs)
+        return minibatch.call(index, piece.name, (args, kwargs), prepare)
 
     def _is_due(self, minibatch: int) -> bool:
         """Whether graphs are compared with their modules whatever is known to have changed: ever more rarely, and at
