@@ -45,9 +45,11 @@ assert finder not in sys.meta_path, "it has done its work"
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 assert isinstance(early, MisconfigurationException)
 """
+AGAIN = "import importlib; importlib.reload(ours)"
 ORDERS = {
     "ours first": f"{BEFORE}\n{TRAIN}\ntest_hetpipe()",
     "Lightning's first": f"import lightning\nimport lightning_hetpipe\n{TRAIN}\ntest_hetpipe()",
+    "twice": f"import lightning, lightning_hetpipe as ours\n{AGAIN}\n{TRAIN}\ntest_hetpipe()",
     "the strategy alone": f"from lightning_hetpipe import HetPipeStrategy\n{TRAIN}\ntest_hetpipe()",
 }
 

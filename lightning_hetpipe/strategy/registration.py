@@ -15,18 +15,22 @@ from lightning_hetpipe.strategy import program as program  # notes where the pro
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.strategy import HetPipeStrategy
 
+_NAME = "hetpipe"
 _STRATEGIES = "lightning.pytorch.strategies"
 
 
 def register() -> None:
     """Register with Lightning: now if it is loaded, else as soon as its registry is."""
-    if _STRATEGIES not in sys.modules:
+    if sys.modules.keys().isdisjoint((_STRATEGIES, "pytorch_lightning.strategies")):
         sys.meta_path.insert(0, _OnImport())
         return
+    from lightning.pytorch.strategies import StrategyRegistry
+
     from lightning_hetpipe.strategy.strategy import HetPipeStrategy
 
     _be_misconfigurations()
-    HetPipeStrategy.register_strategies(sys.modules[_STRATEGIES].StrategyRegistry)
+    if _NAME not in StrategyRegistry:
+        HetPipeStrategy.register_strategies(StrategyRegistry)
 
 
 class _OnImport:
@@ -51,7 +55,8 @@ class _OnImport:
             execute(module)
             sys.meta_path.remove(self)
             _be_misconfigurations()
-            module.StrategyRegistry.register("hetpipe", _made)
+            if _NAME not in module.StrategyRegistry:
+                module.StrategyRegistry.register(_NAME, _made)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
