@@ -63,7 +63,7 @@ def items(node: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def written(value: Any) -> str:
-    """``value`` as YAML would have it; a section by the name of what it builds."""
+    """``value`` as YAML would have it."""
     if value is None or isinstance(value, bool):
         return _PLAIN[value]
     return str(value)
