@@ -1,13 +1,39 @@
-"""Train one unchanged LightningModule over devices that do not match: HetPipe for PyTorch Lightning."""
+"""Train one unchanged LightningModule over devices that do not match: HetPipe for PyTorch Lightning.
 
-from lightning.pytorch.strategies import StrategyRegistry
+The import registers the strategy ``"hetpipe"`` with Lightning, and loads nothing heavy: Lightning's own import comes
+before or after. The names below are loaded when they are first asked for.
+"""
 
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.strategy.strategy import HetPipeStrategy
-from lightning_hetpipe.strategy.wsp import WSPCallback
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_hetpipe.strategy import lifeline, registration
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
+    from lightning_hetpipe.planning.plan import Plan
+    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+    from lightning_hetpipe.strategy.wsp import WSPCallback
+else:
+    _MODULES = {
+        **dict.fromkeys(("Cluster", "Device", "Link", "Node"), "planning.cluster"),
+        "Plan": "planning.plan",
+        "HetPipeStrategy": "strategy.strategy",
+        "WSPCallback": "strategy.wsp",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return __all__
+
 
 __all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
 
-if HetPipeStrategy.strategy_name not in StrategyRegistry:
-    HetPipeStrategy.register_strategies(StrategyRegistry)
+lifeline.started()
+registration.register()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+class _UserError(Exception):
+    """Base of ``SettingError``, as Python adds further bases only to a class that has such a one."""
 
 
-class SettingError(MisconfigurationException):
-    """A setting, or a model, that this release cannot honour. The message says what to change."""
+class SettingError(_UserError):
+    """A setting, or a model, that this release cannot honour. The message says what to change.
+
+    Once Lightning is loaded it is a ``MisconfigurationException``, too (``strategy.registration``).
+    """
 
 
 class PipelineStalled(RuntimeError):

@@ -36,6 +36,7 @@ __all__ = [
     "behind_compile",
     "behind_functorch",
     "call_uncompiled",
+    "children",
     "compiled",
     "contents",
     "cpp_compiler_error",
@@ -280,6 +281,11 @@ def has_global_hooks() -> bool:
     """Whether a user has put hooks on all modules of the process."""
     has_any: Any = _has_any_global_hook  # torch has no types here
     return bool(has_any())
+
+
+def children(module: nn.Module) -> Iterable[nn.Module | None]:
+    """The modules that ``module`` itself holds. ``module.children()`` takes the hash of each, slow for a metric."""
+    return module._modules.values()
 
 
 def behind_compile(module: nn.Module) -> nn.Module | None:

@@ -343,6 +343,7 @@ def test_modules_compiled_in_place() -> None:
 @guards("_orig_mod", "_modules")
 def test_compiled_modules() -> None:
     plain = nn.Sequential(nn.Linear(2, 2))
+    assert list(private.children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
     compiled: Any = torch.compile(plain, backend="eager")
     assert private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
     plain.compile(backend="eager")

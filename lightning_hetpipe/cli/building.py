@@ -8,30 +8,31 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli.blame import unwrapped
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.other_lightning import is_of_other, way_out
 
 T = TypeVar("T")
 
-NAME_ANOTHER = "name such a class, or a function that makes one"
-
 
 def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
-    """What the section at ``path`` stands for, of which the run needs that it is a ``kind``.
+    """Build the section at ``path``, which must make a ``kind``.
 
     Raises:
-        SettingError: if it is something else.
+        SettingError: if it is something else. What the section's `_target_` raises is raised as it is.
     """
     node: DictConfig = OmegaConf.select(config, path)
     try:
         made = instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
-        raise unwrapped(error) from None
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise cause from None
     if not isinstance(made, kind):
         other, package = type(made), kind.__module__.partition(".")[0]
+        advice = way_out() if is_of_other(made) else "name such a class, or a function that makes one"
         raise SettingError(
             f"{path}._target_={node['_target_']} makes a {other.__module__}.{other.__qualname__}, but {path} must be"
-            f" a {package}.{kind.__name__}; {way_out() if is_of_other(made) else NAME_ANOTHER}."
+            f" a {package}.{kind.__name__}; {advice}."
         )
     return made

@@ -13,10 +13,27 @@ from lightning_hetpipe.cli.settings import unknown
 from lightning_hetpipe.cli.targets import closest
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
+_UNKNOWN = re.compile(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'")
+_MERGING = re.compile(r"Error merging override ((.*?)(?:=.*)?)$")
+_SAID = (
+    (
+        r"Ambiguous value for argument '([^=]*)=(.*?)' ",
+        r"\1=\2 is several values; add -m to run with each of them, or write \1=[\2] for a list.",
+    ),
+    (
+        r"Multiple values for (\S+)\. .*'override (\S+): (\S+)'.*",
+        r"\1 is chosen twice; write \2=\3 without a + on the command line, and '- override /\2: \3' in a file.",
+    ),
+    (
+        r"Could not delete from config\. '(\S+)'.*",
+        r"~\1 takes nothing away, as there is no \1, or it is null; leave that out.",
+    ),
+)
+"""What Hydra says, and what is said instead."""
 
 
 def refusal(error: BaseException, arguments: Sequence[str], program: Program = TRAIN) -> str:
-    """What to say about an error that Hydra raised while it read the command line and the files.
+    """The sentence for an error that Hydra raised while it read the command line and the files.
 
     Args:
         error: of any type; a folder that cannot be made is an OSError, a broken file one of YAML's.
@@ -44,13 +61,16 @@ def refusal(error: BaseException, arguments: Sequence[str], program: Program = T
                 f"{failed.filename} cannot be used ({failed.strerror}); give a folder that can be written as"
                 " hydra.run.dir=..., or hydra.sweep.dir=... with -m."
             )
-    if str(error).startswith("Config group override must be"):
-        return _no_option(error, arguments, program)
+    if str(error).startswith("Config group override must be"):  # which says neither what it was nor what to write
+        for match in filter(None, map(_NO_OPTION.fullmatch, arguments)):
+            if match["group"] not in program.settings:
+                choose = f"choose one of those that {program.name} --help lists."
+                return f"{match[0]} names no option of {match['group']}; {choose}"
     return _first_line(error)
 
 
 def _missing_config(error: MissingConfigException) -> str:
-    """`group=name` where the group has no such option."""
+    """The sentence for `group=name` where the group has no such option."""
     if not error.missing_cfg_file or not error.options:
         return _first_line(error)
     group, _, name = error.missing_cfg_file.rpartition("/")
@@ -60,48 +80,25 @@ def _missing_config(error: MissingConfigException) -> str:
 
 
 def _composition(error: HydraException, program: Program) -> str:
-    """`modle=resnet` is the one that happens: a key without a section. Next come values with a comma."""
+    """The sentence for an override that fits nowhere, such as `modle=resnet`."""
     text = " ".join(str(error).split()).replace("++", "")
     inner = error.__cause__  # of a mapping on the command line, a key in it
     if isinstance(inner, ConfigKeyError) and "." in (inner.full_key or "") and inner.parent_node is not None:
         section, _, key = str(inner.full_key).rpartition(".")
-        near = closest(key, list(map(str, inner.parent_node)))
-        return (
-            f"{inner.full_key} is not a setting; did you mean {section}.{near}?"
-            if near
-            else f"{section}={{...}} takes no {key} that the files have not; write {inner.full_key}=... instead"
-        )
-    if match := re.match(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'", text):
-        return str(unknown(match[1], "", [*program.read, "experiment"]))
-    if match := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' ", text):
-        return (
-            f"{match[1]}={match[2]} is several values; add -m to run with each of them, or write"
-            f" {match[1]}=[{match[2]}] for a list."
-        )
-    if match := re.match(r"Multiple values for (\S+)\. .*'override (\S+): (\S+)'", text):
-        return (
-            f"{match[1]} is chosen twice; write {match[2]}={match[3]} without a + on the command line, and"
-            f" '- override /{match[2]}: {match[3]}' in a file."
-        )
-    if match := re.match(r"Could not delete from config\. '(\S+)'", text):
-        return f"~{match[1]} takes nothing away, as there is no {match[1]}, or it is null; leave that out."
-    if match := re.match(r"Error merging override ((.*?)(?:=.*)?)$", text):
+        if (near := closest(key, list(map(str, inner.parent_node)))) is not None:
+            return f"{inner.full_key} is not a setting; did you mean {section}.{near}?"
+        return f"{section}={{...}} takes no {key} that the files have not; write {inner.full_key}=... instead"
+    if match := _UNKNOWN.match(text):
+        return str(unknown(match[1], "", [*program.read, *(["experiment"] if program.experiments else [])]))
+    if match := _MERGING.match(text):
         cause = _first_line(error.__cause__ or error)
         if cause.startswith("Cannot merge"):
             return f"{match[1]} cannot replace a whole section; write '~{match[2]}' '+{match[1]}'"
         return f"{match[1]} is refused: {cause}"
+    for pattern, said in _SAID:
+        if match := re.match(pattern, text):
+            return match.expand(said)
     return text
-
-
-def _no_option(error: BaseException, arguments: Sequence[str], program: Program) -> str:
-    """`model=null`: Hydra says neither which group it was nor what to write."""
-    for argument in arguments:
-        match = _NO_OPTION.fullmatch(argument)
-        if match is not None and match["group"] not in program.plain:
-            return (
-                f"{match[0]} names no option of {match['group']}; choose one of those that {program.name} --help lists."
-            )
-    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,23 +11,22 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.blame import blamed
+from lightning_hetpipe.cli.attribution import attributed
 from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
-from lightning_hetpipe.cli.frames import passed
 from lightning_hetpipe.cli.overrides import planned, settled
 from lightning_hetpipe.cli.program import TRAIN, Program
 
 T = TypeVar("T")
 
 
-class _WrongSetting(BaseException):
-    """Carries a setting's error, its cause, out of Hydra, which would print an Exception in its own way first."""
+class _Failed(BaseException):
+    """Carrier of a job's error, its cause, out of Hydra, which would print something about an Exception."""
 
 
 def enter(application: Callable[[], Any], program: Program) -> None:
-    """Runs ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
+    """Run ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
 
-    Ends the process unless all goes well, with exit code 1 for a failure, with its traceback; 2 for a wrong setting;
+    It ends the process unless all goes well, with exit code 1 for a failure, with its traceback; 2 for a wrong setting;
     130 for Ctrl-C; 143 for SIGTERM.
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
@@ -42,16 +41,16 @@ def enter(application: Callable[[], Any], program: Program) -> None:
         sys.exit(ended_by("interrupted", INTERRUPTED, program))
     except SIGTERMException:
         sys.exit(ended_by("terminated", TERMINATED, program))
-    except (_WrongSetting, Exception) as caught:
-        error = caught.__cause__ if isinstance(caught, _WrongSetting) and caught.__cause__ else caught
+    except (_Failed, Exception) as caught:
+        started = isinstance(caught, _Failed)
+        error = caught.__cause__ or caught if started else caught
         if asked_for_all:
             raise error from error.__cause__
-        started = passed(caught.__traceback__, __name__, "job")
         sys.exit(report(error, started=started, arguments=sys.argv[1:], program=program))
 
 
 def job(run: Callable[[DictConfig], T], config: DictConfig) -> T:
-    """One job of Hydra's: ``run(config)``, with what it raises in words of the configuration where that is at fault."""
+    """Run one job of Hydra's; its errors are said in words of the configuration where that is at fault."""
     try:
         return run(config)
     except SystemExit as end:
@@ -59,6 +58,4 @@ def job(run: Callable[[DictConfig], T], config: DictConfig) -> T:
             raise KeyboardInterrupt from None
         raise
     except Exception as error:
-        if (refusal := blamed(error, config)) is None:
-            raise
-        raise _WrongSetting from refusal
+        raise _Failed from attributed(error, config) or error

@@ -13,7 +13,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import settings
 from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.program import PLAN
-from lightning_hetpipe.cli.wording import written
+from lightning_hetpipe.cli.sections import written
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.planning import profile_file
 from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
@@ -51,16 +51,12 @@ def check(config: DictConfig) -> None:
             " experiment=digits."
         )
     settings.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
-    if not isinstance(config.ordered, bool):
-        raise SettingError(f"ordered={config.ordered} must be true or false.")
     if config.devices == []:
         raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
     if str(config.precision) not in PRECISIONS:
         raise SettingError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}.")
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given beside a cluster; leave one of them out.")
-    if isinstance(config.optimizer, bool) or not isinstance(config.optimizer, str | int | float):
-        raise SettingError(f"optimizer={config.optimizer} must be a name, such as adam, or a number.")
     if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
         raise SettingError(
             f"strategy.virtual_workers={workers}: plans are of one virtual worker in this release; leave it out, and"
@@ -79,8 +75,6 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float]:
     """The profile of the file, or of the model; and the optimizer, whose state takes memory, too."""
     asked: str | float = config.optimizer
     if config.profile is not None:
-        if not isinstance(config.profile, str):
-            raise SettingError(f"profile={config.profile} must be the path of a file.")
         try:
             profile = profile_file.load(config.profile)
         except SettingError as error:

@@ -1,8 +1,10 @@
-"""What a console script is called, and what it reads."""
+"""The console scripts and the settings at the top of their configurations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -11,21 +13,47 @@ class Program:
 
     Attributes:
         name: As it is called.
-        read: What stands at the top of its configuration and is read there.
-        plain: Of that, what is a value, not a group of files to choose from.
+        groups: Sections, most of them files to choose from.
+        settings: Values at the top of its configuration, with their annotations.
+        experiments: Whether a file of the group ``experiment`` may set any of these.
     """
 
     name: str
-    read: tuple[str, ...]
-    plain: frozenset[str]
+    groups: tuple[str, ...]
+    settings: Mapping[str, Any]
+    experiments: bool = True
 
+    @property
+    def read(self) -> list[str]:
+        """Every name at the top that is read."""
+        return [*self.groups, *self.settings]
+
+
+_GROUPS = ("model", "data", "trainer", "strategy", "cluster")
 
 TRAIN = Program(
-    "hetpipe-train",
-    ("model", "data", "trainer", "strategy", "cluster", "seed", "test", "ckpt_path", "output_dir"),
-    frozenset({"seed", "test", "ckpt_path", "output_dir"}),
+    "hetpipe-train", _GROUPS, {"seed": int | None, "test": bool, "ckpt_path": str | None, "output_dir": str}
 )
 
-_PLANS = ("profile", "devices", "link", "optimizer", "ordered", "synchronise", "precision", "seed", "output_dir")
+PLAN = Program(
+    "hetpipe-plan",
+    _GROUPS,
+    {
+        "profile": str | None,
+        "devices": Any,
+        "link": Any,
+        "optimizer": str | float,
+        "ordered": bool,
+        "synchronise": Any,
+        "precision": Any,
+        "seed": int | None,
+        "output_dir": str,
+    },
+)
 
-PLAN = Program("hetpipe-plan", (*_PLANS, "cluster", "model", "data", "trainer", "strategy"), frozenset(_PLANS))
+SERVER = Program(
+    "hetpipe-server",
+    ("security", "service"),
+    {"command": Literal["serve", "status"], "address": Any, "timeout": float},
+    experiments=False,
+)

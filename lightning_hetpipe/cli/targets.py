@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from lightning_hetpipe.errors import SettingError
 
+_OWN = ("lightning", "lightning_hetpipe")
 
-def locate(target: str, path: str) -> Callable[..., Any]:
-    """Imports what `target` names.
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a class or function that may be given by name.
+
+    Attributes:
+        parameters: By name.
+        takes_any: Whether any other name is taken, too (``**kwargs``).
+        hints: Annotations by name; none where they cannot be evaluated.
+        trusted: Whether annotations that name classes hold. Others' code takes a string for a path, or what quacks.
+    """
+
+    parameters: Mapping[str, inspect.Parameter]
+    takes_any: bool
+    hints: Mapping[str, Any]
+    trusted: bool = False
+
+    @classmethod
+    def of(cls, target: Callable[..., Any]) -> Signature:
+        try:
+            signature = inspect.signature(target).parameters
+        except (TypeError, ValueError):  # some builtins have none
+            return cls({}, True, {})
+        try:
+            hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        except Exception:  # a name that is imported for type checkers only, say
+            hints = {}
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {name: parameter for name, parameter in signature.items() if parameter.kind in by_name}
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
+        return cls(named, takes_any, hints, target.__module__.partition(".")[0] in _OWN)
+
+
+def locate(target: str, path: str = "") -> Callable[..., Any]:
+    """Import what `target` names.
 
     Args:
-        target: dotted path of a class or function.
-        path: the section whose `_target_` it is, for the error.
+        target: Dotted path of a class or function.
+        path: The section whose `_target_` it is, for the error.
 
     Raises:
         SettingError: if nothing of that name exists. An error inside the module that is imported is not caught.
@@ -43,20 +78,6 @@ def locate(target: str, path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """The arguments that may be given by name, and whether any other name is taken too (`**kwargs`)."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # some builtins have none
-        return {}, True
-    named = {
-        name: parameter
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    return named, any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
 def closest(name: str, known: list[str]) -> str | None:
     """The known name that is most like `name`, or None if none is."""
     return next(iter(get_close_matches(name, known, n=1)), None)
@@ -64,10 +85,9 @@ def closest(name: str, known: list[str]) -> str | None:
 
 def _not_found(target: str, path: str, reason: str, parent: object, part: str) -> SettingError:
     near = closest(part, [name for name in dir(parent) if not name.startswith("_")]) if parent is not None else None
+    advice = "it is looked for in the working directory and among the installed packages."
     if near is not None:
         advice = (
-            f"did you mean {target.rsplit('.', 1)[0]}.{near}?" if target.endswith(part) else f"did you mean {near}?"
+            f"did you mean {target.removesuffix(part)}{near}?" if target.endswith(part) else f"did you mean {near}?"
         )
-    else:
-        advice = "it is looked for in the working directory and among the installed packages."
     return SettingError(f"{path}._target_={target} cannot be found, {reason}; {advice}")

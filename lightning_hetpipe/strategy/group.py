@@ -8,6 +8,7 @@ open, gathers go through it, as it knows who waits at which cut (law L6).
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import itertools
 import json
@@ -37,18 +38,21 @@ from lightning_hetpipe.strategy.wsp import WSPSettings
 ROOMS = "HETPIPE_ROOMS"
 """Name by which a child of our launcher is told how many rooms there were before it was started."""
 
-_entered: dict[str, int] = {"talk": 0, "fit": 0, **json.loads(lifeline.told().get(ROOMS, "{}"))}
-"""Rooms so far. All processes of a launch run the same program, and so count alike."""
+
+@functools.cache
+def _entered() -> dict[str, int]:
+    """Rooms so far. All processes of a launch run the same program, and so count alike."""
+    return {"talk": 0, "fit": 0, **json.loads(lifeline.told().get(ROOMS, "{}"))}
 
 
 def rooms_so_far() -> dict[str, str]:
     """For processes that take part from now on."""
-    return {ROOMS: json.dumps(_entered)}
+    return {ROOMS: json.dumps(_entered())}
 
 
 def _next_room(kind: str) -> str:
-    _entered[kind] += 1
-    return f"{kind}-{_entered[kind]}"
+    _entered()[kind] += 1
+    return f"{kind}-{_entered()[kind]}"
 
 
 class Group:

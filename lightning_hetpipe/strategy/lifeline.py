@@ -41,8 +41,6 @@ LONGEST = 1 << 16
 
 _BUFFER = 1 << 19  # bytes, for all that a child ever says; the default is 8 KiB on macOS
 
-_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
 
 class Started:
     """What our launcher told this process, which it started.
@@ -120,7 +118,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     for end in (ours, childs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    _ends.add(ours)
+    _close_in_forks(ours)
     return ours, childs
 
 
@@ -138,7 +136,8 @@ def named(error: BaseException) -> str:
 def started() -> Started | None:
     """Who this process is, if our launcher started it; from then on it ends with the launcher.
 
-    The variable is taken out of the environment, lest a program that this one starts believes the same of itself.
+    The package's import calls it first, as what a program does before it makes a Trainer may fail, too. The variable is
+    taken out of the environment, lest a program that this one starts believes the same of itself.
     """
     told = os.environ.pop(VARIABLE, None)
     if told is None:
@@ -147,7 +146,7 @@ def started() -> Started | None:
     local, _, per_node = place.partition("/")
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
-    _ends.add(end)
+    _close_in_forks(end)
     child = Started(int(local), int(per_node), end)
     child.watch()
     parent_death.forget()
@@ -172,13 +171,13 @@ def _uncaught(
         before(kind, error, trace)
 
 
-def _close_in_fork() -> None:
-    """A DataLoader worker that held an end open would keep the other side from seeing that this process died."""
-    for end in list(_ends):
-        end.close()
+def _close_in_forks(end: socket.socket) -> None:
+    """Close ``end`` in forks, lest a DataLoader worker keeps the other side from seeing that this process died."""
+    held = weakref.ref(end)
 
+    def close() -> None:
+        if (kept := held()) is not None:
+            kept.close()
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)
-
-started()  # as early as can be: what a program does before it makes a Trainer may fail too
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, Literal, Protocol, SupportsIndex, TypeVar
 
 import pytest
 
-from lightning_hetpipe.cli.kinds import Built, expected, hints
+from lightning_hetpipe.cli.kinds import expected
+from lightning_hetpipe.cli.targets import Signature
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ from lightning_hetpipe.cli.kinds import Built, expected, hints
         ([1], int, "a whole number"),
         ({"a": 1}, float, "a number"),
         ([1], list[str], None),
-        (Built(Path), int, None),
+        ({"_target_": "pathlib.Path"}, int, None),
     ],
 )
 def test_what_a_value_should_have_been(value: Any, hint: Any, said: str | None) -> None:
@@ -61,13 +62,13 @@ class Quacks(Protocol):
         ([1, "abc"], list[int] | None, "[a whole number, ...] or null"),
         ([1], tuple[float, float], "[a number, a number]"),
         (3, dict[str, int], "a mapping"),
-        (Built(str), Path, "a Path"),
-        (Built(Path), int, "a whole number"),
-        ([Built(Path)], list[Path], None),
-        (Built(PosixPath), Path, None),
-        (Built(PosixPath), str | Path, None),
-        (Built(None), Path, None),
-        (Built(int), float, None),
+        ({"_target_": "builtins.str"}, Path, "a Path"),
+        ({"_target_": "pathlib.Path"}, int, "a whole number"),
+        ([{"_target_": "pathlib.Path"}], list[Path], None),
+        ({"_target_": "pathlib.PosixPath"}, Path, None),
+        ({"_target_": "pathlib.PosixPath"}, str | Path, None),
+        ({"_target_": "builtins.print"}, Path, None),
+        ({"_target_": "builtins.int"}, float, None),
         ([1, 2], tuple[float, float], None),
         ([1, 2, 3], tuple[int, ...], None),
         ([1, "abc"], Sequence[Any], None),
@@ -100,7 +101,7 @@ broken.__annotations__ = {"width": "NoSuchName"}
 
 
 def test_annotations_of_classes_and_functions() -> None:
-    assert hints(Annotated)["width"] is int
-    assert hints(test_what_a_value_should_have_been)["value"] is Any
-    assert hints(broken) == {}
-    assert hints(len) == {}
+    assert Signature.of(Annotated).hints["width"] is int
+    assert Signature.of(test_what_a_value_should_have_been).hints["value"] is Any
+    assert Signature.of(broken).hints == {}
+    assert Signature.of(len).hints == {}

@@ -325,7 +325,7 @@ def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:
             "nodes: [{name: a, devices: [T5]}]",
             "the profile of twelve has no times of 'T5'; it has those of RTX-3090, V10",
         ),
-        ("_target_: null", "cluster has no _target_; begin the file with '_target_: lightning_hetpipe.Cluster', or"),
+        ("_target_: null", "cluster has no _target_; give cluster._target_=lightning_hetpipe.Cluster."),
         ("nodez: []", "cluster.nodez is not a setting; did you mean cluster.nodes?"),
     ]:
         (folder / "mine" / "cluster" / "lab.yaml").write_text(

@@ -103,11 +103,14 @@ def test_an_answer_that_is_no_status(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["+security.tokn=1"], "security.tokn is not a setting; did you mean security.token?"),
         (["security.token=abc"], "security.token stands in the configuration, where others can read it"),
         (["security.ca=ca.pem"], "security.ca=ca.pem needs security.certificate beside it"),
-        (["security.insecure=perhaps"], "security.insecure must be true or false."),
+        (["security.insecure=perhaps"], "security.insecure=perhaps must be true or false."),
         (["-m", "address=127.0.0.1:0,127.0.0.1:1"], "-m would start servers one after another; start hetpipe-server"),
-        (["command=sing"], "command=sing must be one of serve, status."),
+        (["command=sing"], "command=sing must be 'serve' or 'status'."),
         (["status", "timeout=0"], "timeout=0 must be a number of seconds above 0."),
-        (["service._target_=no.such.Service"], "service: Error locating target 'no.such.Service'"),
+        (
+            ["service._target_=no.such.Service"],
+            "service._target_=no.such.Service cannot be found, there is",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(

@@ -89,7 +89,10 @@ def test_what_the_target_takes_may_be_set_although_the_yaml_leaves_it_out(overri
         ("seed=true", "seed=true must be a whole number or null."),
         ("model.width.x=3", "model.width={'x': 3} must be a whole number."),
         ("trainer.profiler=3", "trainer.profiler=3 must be a Profiler or text or null."),
-        ("trainer.profiler._target_=torch.nn.Identity", "trainer.profiler._target_=Identity must be a Profiler or"),
+        (
+            "trainer.profiler._target_=torch.nn.Identity",
+            "trainer.profiler._target_=torch.nn.Identity must be a Prof",
+        ),
         ("strategy.timeout=abc", "strategy.timeout=abc must be a timedelta or a number."),
         ("strategy.accelerator=gpu", "strategy.accelerator=gpu comes from the Trainer; give trainer.accelerator=..."),
         ("strategy.parallel_devices=3", "strategy.parallel_devices=3 comes from the Trainer; give trainer.devices=..."),

@@ -48,6 +48,8 @@ from lightning_hetpipe.strategy.losses import losses  # noqa: E402
 from lightning_hetpipe.strategy.private import TunerExit  # noqa: E402
 from lightning_hetpipe.strategy.ranks import Rank, Role  # noqa: E402
 
+lifeline.started()  # as the package's own import does
+
 __all__ = [
     "Launcher",
     "Rank",

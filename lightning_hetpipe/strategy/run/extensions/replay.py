@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import Carried, pytree
+from lightning_hetpipe.private import Carried, children, pytree
 from lightning_hetpipe.strategy.run.extensions.metric_replay import (
     CHANGES,
     MetricCall,
@@ -199,10 +199,10 @@ def _child_ids(module: nn.Module) -> list[int]:
     Ids suffice: the metrics known so far are kept alive, so a new one has another id.
     """
     ids: list[int] = []
-    for child in module._modules.values():  # not children(): that takes the hash of each, slow for a metric
+    for child in children(module):
         ids.append(id(child))
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            ids.extend(map(id, child._modules.values()))
+            ids.extend(map(id, children(child)))
     return ids
 
 

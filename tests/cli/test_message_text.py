@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli.wording import as_written, written
+from lightning_hetpipe.cli.message_text import in_settings
+from lightning_hetpipe.cli.sections import written
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def config() -> DictConfig:
     ],
 )
 def test_arguments_become_settings(config: DictConfig, refusal: str, said: str) -> None:
-    assert as_written(refusal, config) == said
+    assert in_settings(refusal, config) == said
 
 
 def test_values_are_written_as_in_yaml() -> None:

@@ -1,0 +1,76 @@
+"""Registration of the strategy "hetpipe" with Lightning, whichever of the two packages is imported first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy import program as program  # notes where the program began, before that moves
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+
+_NAME = "hetpipe"
+_STRATEGIES = "lightning.pytorch.strategies"
+
+
+def register() -> None:
+    """Register with Lightning: now if it is loaded, else as soon as its registry is."""
+    if sys.modules.keys().isdisjoint((_STRATEGIES, "pytorch_lightning.strategies")):
+        sys.meta_path.insert(0, _OnImport())
+        return
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+
+    _be_misconfigurations()
+    if _NAME not in StrategyRegistry:
+        HetPipeStrategy.register_strategies(StrategyRegistry)
+
+
+class _OnImport:
+    """A finder on ``sys.meta_path`` that registers the strategy right after Lightning's registry has been made.
+
+    Lightning is half imported then, so that a function is registered, which loads the strategy when it is called.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _STRATEGIES:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            _be_misconfigurations()
+            if _NAME not in module.StrategyRegistry:
+                module.StrategyRegistry.register(_NAME, _made)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _made(**arguments: Any) -> HetPipeStrategy:
+    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+
+    return HetPipeStrategy(**arguments)
+
+
+def _be_misconfigurations() -> None:
+    """Make a ``SettingError`` what Lightning's users catch, too; ``errors`` itself does without Lightning."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    if not issubclass(SettingError, MisconfigurationException):
+        SettingError.__bases__ += (MisconfigurationException,)

@@ -1,0 +1,68 @@
+"""Lightning knows "hetpipe" whichever of the two is imported first; without Lightning the package loads none of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+def test_hetpipe():
+    assert "hetpipe" in StrategyRegistry
+    strategy = Trainer(strategy="hetpipe", accelerator="cpu", logger=False, barebones=True).strategy
+    from lightning_hetpipe import HetPipeStrategy
+    from lightning_hetpipe.errors import SettingError
+    assert isinstance(strategy, HetPipeStrategy)
+    assert isinstance(StrategyRegistry.get("hetpipe"), HetPipeStrategy)
+    for kind in (SettingError, MisconfigurationException):
+        try:
+            HetPipeStrategy(stages=0)
+        except kind as error:
+            assert "stages=0" in str(error)
+        else:
+            raise AssertionError(f"it is no {kind}")
+"""
+BEFORE = """
+import sys
+import lightning_hetpipe
+from lightning_hetpipe import Cluster, Plan
+from lightning_hetpipe.errors import SettingError
+try:
+    Cluster([])
+except SettingError as error:
+    early = error
+assert "lightning" not in sys.modules
+finder = sys.meta_path[0]
+assert type(finder).__module__.startswith("lightning_hetpipe")
+import lightning
+assert finder not in sys.meta_path, "it has done its work"
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+assert isinstance(early, MisconfigurationException)
+"""
+AGAIN = "import importlib; importlib.reload(ours)"
+ORDERS = {
+    "ours first": f"{BEFORE}\n{TRAIN}\ntest_hetpipe()",
+    "Lightning's first": f"import lightning\nimport lightning_hetpipe\n{TRAIN}\ntest_hetpipe()",
+    "twice": f"import lightning, lightning_hetpipe as ours\n{AGAIN}\n{TRAIN}\ntest_hetpipe()",
+    "the strategy alone": f"from lightning_hetpipe import HetPipeStrategy\n{TRAIN}\ntest_hetpipe()",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_both_orders_of_import(order: str) -> None:
+    run = subprocess.run([sys.executable, "-c", ORDERS[order]], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+
+
+def test_as_a_plugin_of_pytest(tmp_path: Path) -> None:
+    """Nothing in the suite names the package, and pytest loads it before Lightning."""
+    (tmp_path / "test_theirs.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
