@@ -2,8 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.strategy.strategy import HetPipeStrategy
 from lightning_hetpipe.strategy.wsp import WSPCallback
 

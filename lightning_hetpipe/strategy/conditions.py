@@ -11,7 +11,7 @@ import torch
 
 from lightning_hetpipe.capture.profiling import METHOD, Study, code_of
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.planning.profile_cache import Conditions
+from lightning_hetpipe.planning.plan.profile_cache import Conditions
 
 _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
 

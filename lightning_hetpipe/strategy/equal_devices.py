@@ -7,7 +7,7 @@ results do not depend.
 from __future__ import annotations
 
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.planning.partition import stage_times
+from lightning_hetpipe.planning.search.division import stage_times
 from lightning_hetpipe.strategy.decision import Decision, told_in_flight
 from lightning_hetpipe.strategy.layout import place, stage_count
 from lightning_hetpipe.strategy.measuring import layer_seconds

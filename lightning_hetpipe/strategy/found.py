@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_hetpipe.planning.catalogue import canonical
-from lightning_hetpipe.planning.cluster import NO_LINK, PCIE, Cluster, Device, Node
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, Node
 
 
 def found_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:

@@ -9,10 +9,10 @@ import torch
 
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.capture.rehearsal import measure
-from lightning_hetpipe.planning.memory import OPTIMIZERS
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_cache import ProfileCache
-from lightning_hetpipe.planning.timing import ROUNDS
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
+from lightning_hetpipe.planning.model.timing import ROUNDS
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.conditions import conditions
 from lightning_hetpipe.strategy.progress import Bar, hidden
 

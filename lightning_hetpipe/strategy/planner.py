@@ -11,17 +11,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.advice import ways_out
-from lightning_hetpipe.planning.catalogue import canonical
-from lightning_hetpipe.planning.cluster import Spot
-from lightning_hetpipe.planning.memory import optimizer_state
-from lightning_hetpipe.planning.outlook import ChosenStage, Outlook, outlook
-from lightning_hetpipe.planning.partition import cuts_in_order
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search import Choice, best_plan
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.division import cuts_in_order
 from lightning_hetpipe.strategy import emulating
 from lightning_hetpipe.strategy.decision import Decision, told_in_flight
 from lightning_hetpipe.strategy.layout import place, stage_count
@@ -83,28 +83,28 @@ class Planner:
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
                 " plan out"
             )
-        spots = plan.spots(0, self.site.cluster)
+        slots = plan.slots(0, self.site.cluster)
         cuts = [stage.first_layer for stage in plan.virtual_workers[0].stages]
         if self.site.emulated:
             profile, factor = self._profile(study)
             state = optimizer_state(_optimizer(study))
-            found = outlook(
-                profile, self.site.cluster, spots, cuts, plan.in_flight, state=state, recompute=self.recompute
+            found = estimate(
+                profile, self.site.cluster, slots, cuts, plan.in_flight, state=state, recompute=self.recompute
             )
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
-        types, kinds = self.site.types, dict.fromkeys(spot.device.name for spot in spots)
+        types, kinds = self.site.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: layer_seconds(study, types[name], self.bar) for name in kinds}
         ends = [*cuts[1:], len(names)]
         each = [
-            sum(seconds[spot.device.name][first:after]) / spot.device.speed
-            for spot, first, after in zip(spots, cuts, ends, strict=True)
+            sum(seconds[slot.device.name][first:after]) / slot.device.speed
+            for slot, first, after in zip(slots, cuts, ends, strict=True)
         ]
-        where = [self.site.name(spot) for spot in spots]
+        where = [self.site.name(slot) for slot in slots]
         said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
         known = where if self.site.declared else None
-        return Decision(tuple(cuts), [self.site.device(spot) for spot in spots], plan.in_flight, each, said, known)
+        return Decision(tuple(cuts), [self.site.device(slot) for slot in slots], plan.in_flight, each, said, known)
 
     # A plan of its own.
 
@@ -112,7 +112,7 @@ class Planner:
         """Of all devices; where they are emulated, by how much they are slower than the profile said."""
         site = self.site
         profile = profiled(study, site.types, self.model, self.precision, self.cache, self.bar)
-        devices = [spot.device for spot in site.cluster.spots]
+        devices = [slot.device for slot in site.cluster.slots]
         if not site.emulated:
             return profile, 1.0
         for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
@@ -124,12 +124,12 @@ class Planner:
         precision = "16" if "16" in self.precision else "32"
         return emulating.slowed(profile.with_estimates(devices, precision), site.cluster)
 
-    def _found(self, profile: Profile, study: Study) -> Outlook:
+    def _found(self, profile: Profile, study: Study) -> Estimate:
         cluster = self.site.cluster
         stages = None
         if self.stages != "auto":
-            stages = stage_count(self.stages, len(cluster.spots), len(profile.layers))
-            if stages > len(cluster.spots):
+            stages = stage_count(self.stages, len(cluster.slots), len(profile.layers))
+            if stages > len(cluster.slots):
                 return self._shared(profile, study, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
         plan = partial(
@@ -147,17 +147,17 @@ class Planner:
             raise self._unfit(choice, [*other, *ways_out(choice)], profile)
         return choice
 
-    def _shared(self, profile: Profile, study: Study, stages: int) -> Outlook:
+    def _shared(self, profile: Profile, study: Study, stages: int) -> Estimate:
         """More stages than devices, of which neighbours share one; with as many in flight as have room."""
         cluster, state = self.site.cluster, optimizer_state(_optimizer(study))
-        spots = place(stages, cluster.spots)
-        cuts = cuts_in_order(profile, cluster, spots, self.recompute)
+        slots = place(stages, cluster.slots)
+        cuts = cuts_in_order(profile, cluster, slots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
-            found = outlook(
+            found = estimate(
                 profile,
                 cluster,
-                spots,
+                slots,
                 cuts,
                 in_flight,
                 state=state,
@@ -168,45 +168,45 @@ class Planner:
                 return found
         raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
 
-    def _unfit(self, found: Outlook, ways: Sequence[str], profile: Profile) -> SettingError:
+    def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> SettingError:
         lacks, last = _lacking(found.stages), found.stages[-1]
-        lacking = [f"{self.site.name(spot)} lacks {in_bytes(more)}" for spot, more in lacks.items()]
+        lacking = [f"{self.site.name(slot)} lacks {in_bytes(more)}" for slot, more in lacks.items()]
         if last.overflow and last.first_minibatch >= last.memory.total:
-            lacking[[*lacks].index(last.spot)] += " for the first minibatch of a fit, which runs whole there"
+            lacking[[*lacks].index(last.slot)] += " for the first minibatch of a fit, which runs whole there"
         rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
         return SettingError(f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}")
 
-    def _table(self, found: Outlook, profile: Profile) -> Plan:
+    def _table(self, found: Estimate, profile: Profile) -> Plan:
         names = [layer.name for layer in profile.layers]
         return Plan.of(found, self.model, names, self.site.cluster, [*profile.estimated])
 
-    def _why(self, found: Outlook, profile: Profile, study: Study) -> list[str]:
+    def _why(self, found: Estimate, profile: Profile, study: Study) -> list[str]:
         reasons = list(found.reasons) if isinstance(found, Choice) else []
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
         elif isinstance(found, Choice) and found.idle:
-            *most, last = [self.site.name(spot) for spot in found.idle]
+            *most, last = [self.site.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
-        reasons += self.site.cluster.supposed([stage.spot for stage in found.stages])
+        reasons += self.site.cluster.supposed([stage.slot for stage in found.stages])
         return [f"because {'; '.join(reasons)}"]
 
-    def _decision(self, found: Outlook, profile: Profile, factor: float, why: Sequence[str]) -> Decision:
+    def _decision(self, found: Estimate, profile: Profile, factor: float, why: Sequence[str]) -> Decision:
         site, names = self.site, [layer.name for layer in profile.layers]
         cuts = tuple(stage.first for stage in found.stages)
-        where = [site.name(stage.spot) for stage in found.stages]
+        where = [site.name(stage.slot) for stage in found.stages]
         said = [_what(where, names, cuts, found.in_flight), *why]
         if site.emulated:
             assert self.emulation is not None
-            self.emulation.begin(emulating.pads(found.stages), [stage.spot for stage in found.stages])
+            self.emulation.begin(emulating.pads(found.stages), [stage.slot for stage in found.stages])
             said.append(emulating.described(profile, site.cluster, factor))
             where = [f"{each} (emulated)" for each in where]
         return Decision(
             cuts,
-            [site.device(stage.spot) for stage in found.stages],
+            [site.device(stage.slot) for stage in found.stages],
             found.in_flight,
             [stage.times.total for stage in found.stages],
             said,
@@ -219,13 +219,13 @@ def _optimizer(study: Study) -> str:
     return (optimizer_name(study.optimizer) if study.optimizer is not None else None) or UNKNOWN_OPTIMIZER
 
 
-def _lacking(stages: Sequence[ChosenStage]) -> dict[Spot, int]:
+def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
     """Bytes that devices lack, of which several stages may share one."""
-    taken: dict[Spot, int] = {}
+    taken: dict[DeviceSlot, int] = {}
     for stage in stages:
-        taken[stage.spot] = max(taken.get(stage.spot, 0) + stage.memory.total, stage.first_minibatch)
-    limits = ((spot, spot.device.memory) for spot in taken)
-    return {spot: taken[spot] - limit for spot, limit in limits if limit is not None and taken[spot] > limit}
+        taken[stage.slot] = max(taken.get(stage.slot, 0) + stage.memory.total, stage.first_minibatch)
+    limits = ((slot, slot.device.memory) for slot in taken)
+    return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
 
 
 def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.planning.cluster import Cluster
-from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.strategy.decision import Decide
 from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.progress import Bar, hidden

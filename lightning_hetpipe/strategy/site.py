@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.cluster import Cluster, Node, Spot
-from lightning_hetpipe.planning.plan import Plan
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Node
+from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.strategy.found import found_cluster
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ class Site:
 
     Attributes:
         cluster: As declared over what was found; memory that neither says is the catalogue's.
-        devices: Torch's, one for each of ``cluster.spots``.
+        devices: Torch's, one for each of ``cluster.slots``.
         declared: Whether the cluster was declared: its names are what the user knows.
         emulated: Whether the devices are not here, so that stages on a CPU take as long as they would.
     """
@@ -49,8 +49,8 @@ class Site:
             return cls(_named_as_in(plan, found_cluster(devices)), devices)
         if not on_cpu:
             return cls(_as_measured(declared.over(found_cluster(devices))), devices, declared=True)
-        emulated = any(spot.device.name != "cpu" or spot.device.speed != 1.0 for spot in declared.spots)
-        return cls(declared.with_memory({}), [CPU] * len(declared.spots), declared=True, emulated=emulated)
+        emulated = any(slot.device.name != "cpu" or slot.device.speed != 1.0 for slot in declared.slots)
+        return cls(declared.with_memory({}), [CPU] * len(declared.slots), declared=True, emulated=emulated)
 
     def planned(self, plan: Plan) -> list[torch.device]:
         """Of each stage of ``plan``.
@@ -67,22 +67,22 @@ class Site:
         if found := list(plan.problems(self.cluster)):
             way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
             raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")
-        return [self.device(spot) for spot in plan.spots(0, self.cluster)]
+        return [self.device(slot) for slot in plan.slots(0, self.cluster)]
 
-    def device(self, spot: Spot) -> torch.device:
-        """Torch's for ``spot``."""
-        return self.devices[self.cluster.spots.index(spot)]
+    def device(self, slot: DeviceSlot) -> torch.device:
+        """Torch's for ``slot``."""
+        return self.devices[self.cluster.slots.index(slot)]
 
     @property
     def roomiest(self) -> torch.device:
         """The device with the most memory, of several the last one: where a minibatch of the whole model fits best."""
-        memory = [math.inf if spot.device.memory is None else spot.device.memory for spot in self.cluster.spots]
+        memory = [math.inf if slot.device.memory is None else slot.device.memory for slot in self.cluster.slots]
         return self.devices[max(range(len(memory)), key=lambda index: (memory[index], index))]
 
     def memory_of(self, device: torch.device) -> int | None:
         """The most bytes that ``device`` has, as declared or found; None for no limit, and where it is not here."""
-        pairs = zip(self.cluster.spots, self.devices, strict=True)
-        limits = [spot.device.memory for spot, there in pairs if there == device]
+        pairs = zip(self.cluster.slots, self.devices, strict=True)
+        limits = [slot.device.memory for slot, there in pairs if there == device]
         return None if self.emulated or None in limits else max((each for each in limits if each), default=None)
 
     @property
@@ -91,26 +91,26 @@ class Site:
         if self.emulated:
             return {"cpu": CPU}
         found: dict[str, torch.device] = {}
-        for spot, device in zip(self.cluster.spots, self.devices, strict=True):
-            if spot.device.speed == 1.0:
-                found.setdefault(spot.device.name, device)
+        for slot, device in zip(self.cluster.slots, self.devices, strict=True):
+            if slot.device.speed == 1.0:
+                found.setdefault(slot.device.name, device)
         return found
 
     @property
     def is_even(self) -> bool:
         """Whether all devices are of one type; that one has a few MiB less, for a screen, is no difference."""
-        return len({spot.device.name for spot in self.cluster.spots}) == 1
+        return len({slot.device.name for slot in self.cluster.slots}) == 1
 
-    def name(self, spot: Spot) -> str:
+    def name(self, slot: DeviceSlot) -> str:
         """Of the device, as tables have it."""
-        where = f"{self.cluster.nodes[spot.node].name} " if len(self.cluster.nodes) > 1 else ""
-        return f"{where}{spot.device.name}:{spot.number}"
+        where = f"{self.cluster.nodes[slot.node].name} " if len(self.cluster.nodes) > 1 else ""
+        return f"{where}{slot.device.name}:{slot.number}"
 
 
 def _as_measured(cluster: Cluster) -> Cluster:
     """With speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
     speeds: dict[str, float] = {}
-    for device in (spot.device for spot in cluster.spots):
+    for device in (slot.device for slot in cluster.slots):
         speeds[device.name] = 1.0 if device.speed == 1.0 else speeds.get(device.name, device.speed)
     nodes = [
         Node(node.name, [replace(each, speed=each.speed / speeds[each.name]) for each in node.devices], node.link)

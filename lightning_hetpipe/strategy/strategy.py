@@ -22,10 +22,10 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.planning.cluster import Cluster
-from lightning_hetpipe.planning.partition import partition
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search.division import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import compiler, emulating, environment, other_lightning, progress, settings
 from lightning_hetpipe.strategy.alone import Alone, is_alone

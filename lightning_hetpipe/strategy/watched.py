@@ -19,7 +19,7 @@ from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.strategy import equal_devices

@@ -13,8 +13,8 @@ import pytest
 from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.cli import plan_inputs
 from lightning_hetpipe.cli.plan import main
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_file import load, save
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.profile_file import load, save
 
 MIB = 1 << 20
 LAYERS = [LayerBytes(f"layer_{n}", 10 * MIB, 40 * MIB, MIB) for n in range(12)]

@@ -15,8 +15,8 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.chance import Chance
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy import conditions
 from lightning_hetpipe.strategy.measuring import kept, profiled
 from tests.capture.test_rehearsal import CPU, piece_of

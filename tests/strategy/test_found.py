@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hetpipe.planning.cluster import NO_LINK, PCIE, Device
+from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Device
 from lightning_hetpipe.strategy.found import found_cluster
 
 THERE = [
@@ -49,4 +49,4 @@ def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (node,) = found_cluster().nodes
     assert (node.devices, node.link) == ((Device("cpu"),), NO_LINK)
-    assert len(found_cluster([torch.device("cpu")] * 3).spots) == 3
+    assert len(found_cluster([torch.device("cpu")] * 3).slots) == 3

@@ -14,8 +14,8 @@ import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.strategy import planner, site
 from lightning_hetpipe.strategy.watched import WatchedStep, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit

@@ -9,7 +9,7 @@ import torch
 
 from lightning_hetpipe import Cluster, Device, Node
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.strategy.site import Site
 
 GIB = 1 << 30
@@ -33,7 +33,7 @@ def seconds(of: Site) -> list[float]:
     """Of one layer on each device, where each type was measured to take as many as its device's index + 1."""
     times = {name: [Times(device.index + 1.0, 0.0)] for name, device in of.types.items()}
     profile = Profile("m", 1, [LayerBytes("net", 1, 1, 1)], times, {})
-    return [profile.times_on(spot.device)[0].forward for spot in of.cluster.spots]
+    return [profile.times_on(slot.device)[0].forward for slot in of.cluster.slots]
 
 
 def test_one_device_of_each_type_is_measured() -> None:
@@ -61,7 +61,7 @@ def test_the_first_minibatch_runs_where_there_is_most_memory() -> None:
 
 def test_a_declared_name_is_for_the_device_that_is_there() -> None:
     assert (
-        site("RTX 3090", Device("left one", "8 GiB"), Device("T4", "20 GiB")).cluster.spots[1].device.memory == 8 * GIB
+        site("RTX 3090", Device("left one", "8 GiB"), Device("T4", "20 GiB")).cluster.slots[1].device.memory == 8 * GIB
     )
     with pytest.raises(SettingError, match="declares 'T4' as device 1, where 'RTX-3090' is there"):
         site("RTX 3090", "T4", "RTX 3090")

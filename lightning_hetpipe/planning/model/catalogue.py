@@ -106,7 +106,7 @@ def relative_speed(name: str, than: str, precision: str = "32") -> float:
 @cache
 def gpus() -> Mapping[str, Gpu]:
     """All, by name."""
-    table = json.loads(files("lightning_hetpipe.planning").joinpath("gpus.json").read_text(encoding="utf-8"))
+    table = json.loads(files("lightning_hetpipe.planning.model").joinpath("gpus.json").read_text(encoding="utf-8"))
     return {
         row["name"]: Gpu(
             row["name"],

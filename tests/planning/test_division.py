@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.cluster import Cluster, Node
-from lightning_hetpipe.planning.outlook import stage_times_on
-from lightning_hetpipe.planning.partition import cuts_in_order, partition, stage_times
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.estimate import stage_times_on
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search.division import cuts_in_order, partition, stage_times
 from tests.planning.instances import clusters, profiles
 
 
@@ -105,13 +105,13 @@ def test_stage_times_of_an_example() -> None:
 def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
     profile: Profile, cluster: Cluster, recompute: bool
 ) -> None:
-    spots = cluster.spots[: len(profile.layers)]
+    slots = cluster.slots[: len(profile.layers)]
 
     def slowest(cuts: Sequence[int]) -> float:
-        return max(each.total for each in stage_times_on(profile, cluster, spots, cuts, recompute))
+        return max(each.total for each in stage_times_on(profile, cluster, slots, cuts, recompute))
 
-    cuts = cuts_in_order(profile, cluster, spots, recompute)
-    every = all_partitions(len(profile.layers), len(spots))
+    cuts = cuts_in_order(profile, cluster, slots, recompute)
+    every = all_partitions(len(profile.layers), len(slots))
     assert cuts in every
     assert slowest(cuts) == pytest.approx(min(map(slowest, every)), rel=1e-9)
 
@@ -120,4 +120,4 @@ def test_more_stages_on_given_devices_than_layers() -> None:
     one = Profile("m", 1, [LayerBytes("0", 1, 1, 0)], {"gpu": [Times(1.0, 1.0)]}, {})
     cluster = Cluster([Node("box", ["gpu", "gpu"])])
     with pytest.raises(ValueError, match="cannot divide 1 layers among 2 stages"):
-        cuts_in_order(one, cluster, cluster.spots)
+        cuts_in_order(one, cluster, cluster.slots)

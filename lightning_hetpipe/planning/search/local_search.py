@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from lightning_hetpipe.planning.cluster import Spot
-from lightning_hetpipe.planning.costs import Costs
-from lightning_hetpipe.planning.outlook import MINIBATCHES, Outlook
-from lightning_hetpipe.planning.partition import Division
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.costs import Costs
+from lightning_hetpipe.planning.model.estimate import MINIBATCHES, Estimate
+from lightning_hetpipe.planning.search.division import Division
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The kind of each stage's device, and its first layer."""
@@ -35,7 +35,7 @@ UPHILL = 1.0005
 """By how much more throughput is worth a change."""
 
 
-class Ascent:
+class LocalSearch:
     """For ``in_flight`` minibatches.
 
     Args:
@@ -51,7 +51,7 @@ class Ascent:
         costs: Costs,
         ordered: bool,
         in_flight: int,
-        look: Callable[[Sequence[Spot], Sequence[int]], Outlook],
+        look: Callable[[Sequence[DeviceSlot], Sequence[int]], Estimate],
         stages: int | None = None,
     ) -> None:
         self._stages = stages
@@ -59,23 +59,23 @@ class Ascent:
         self._ordered = ordered
         self._in_flight = in_flight
         self._look = look
-        self._known: dict[Place, Outlook] = {}
+        self._known: dict[Place, Estimate] = {}
         self._work = 0
-        self._kind = {spot: index for index, kind in enumerate(costs.kinds) for spot in kind.spots}
+        self._kind = {slot: index for index, kind in enumerate(costs.kinds) for slot in kind.slots}
         self._steps = [1 << power for power in range(max(1, (costs.layers // 2).bit_length()))]
 
-    def best(self, starts: Iterable[Division], floor: float = 0.0) -> Outlook | None:
+    def best(self, starts: Iterable[Division], floor: float = 0.0) -> Estimate | None:
         """The fastest that was found; None if none fits.
 
         Args:
             starts: Where it begins.
             floor: Minibatches per second: what starts slower than this, by its bounds, is passed over.
         """
-        best: Outlook | None = None
-        places = dict.fromkeys((tuple(self._kind[spot] for spot in each.spots), each.cuts) for each in starts)
+        best: Estimate | None = None
+        places = dict.fromkeys((tuple(self._kind[slot] for slot in each.slots), each.cuts) for each in starts)
         looks = []
         for place in places:
-            if self._bound(place) >= floor and self._work < WORK // 2 and (look := self._outlook(place)) is not None:
+            if self._bound(place) >= floor and self._work < WORK // 2 and (look := self._estimate(place)) is not None:
                 looks.append((place, look))
         looks.sort(key=lambda each: (_lack(each[1]), -each[1].rate))
         for place, look in looks[:CLIMBS]:
@@ -86,13 +86,13 @@ class Ascent:
                 best = found
         return best
 
-    def _climb(self, place: Place, at: Outlook) -> Outlook:
+    def _climb(self, place: Place, at: Estimate) -> Estimate:
         """Uphill from ``place``, of which ``at`` is known, to where no single change is better."""
         while True:
             for other in self._changes(*place):
                 if at.fits and other not in self._known and self._bound(other) <= at.rate * UPHILL:
                     continue
-                if (found := self._outlook(other)) is None:
+                if (found := self._estimate(other)) is None:
                     return at
                 if _is_better(found, at):
                     place, at = other, found
@@ -100,14 +100,14 @@ class Ascent:
             else:
                 return at
 
-    def _outlook(self, place: Place) -> Outlook | None:
+    def _estimate(self, place: Place) -> Estimate | None:
         """Of ``place``; None where too much was simulated already."""
         if place not in self._known:
             if self._work > WORK:
                 return None
             kinds, cuts = place
             self._work += MINIBATCHES * 2 * len(kinds)
-            self._known[place] = self._look(self._costs.spots(kinds), cuts)
+            self._known[place] = self._look(self._costs.slots(kinds), cuts)
         return self._known[place]
 
     def _bound(self, place: Place) -> float:
@@ -129,7 +129,7 @@ class Ascent:
 
     def _placements(self, kinds: tuple[int, ...], cuts: tuple[int, ...], ends: tuple[int, ...]) -> Iterator[Place]:
         """Those with other devices, whatever their order."""
-        idle = [kind for kind, each in enumerate(self._costs.kinds) if kinds.count(kind) < len(each.spots)]
+        idle = [kind for kind, each in enumerate(self._costs.kinds) if kinds.count(kind) < len(each.slots)]
         for index, kind in enumerate(kinds):
             before, after = kinds[:index], kinds[index + 1 :]
             if after:
@@ -152,12 +152,12 @@ def _is_rising(kinds: Sequence[int]) -> bool:
     return all(one < other for one, other in pairwise(kinds))
 
 
-def _is_better(one: Outlook, other: Outlook) -> bool:
+def _is_better(one: Estimate, other: Estimate) -> bool:
     """Whether less memory is lacking, or nothing is and it is faster."""
     lack, lacked = _lack(one), _lack(other)
     return lack < lacked or (lack == lacked and one.rate > other.rate * UPHILL)
 
 
-def _lack(found: Outlook) -> int:
+def _lack(found: Estimate) -> int:
     """Bytes that all devices together lack."""
     return sum(stage.overflow for stage in found.stages)

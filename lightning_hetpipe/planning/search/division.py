@@ -1,7 +1,7 @@
 """Divides layers, in order, among stages, so that the slowest stage is as fast as possible.
 
 :func:`partition` has stages on equal devices, :func:`cheapest_cuts` those of any costs in a given order, and
-:func:`cuts_in_order` those on given devices. :class:`Dividing` chooses the devices' order too, under their memory, and
+:func:`cuts_in_order` those on given devices. :class:`Divider` chooses the devices' order too, under their memory, and
 leaves devices out where fewer are as good.
 """
 
@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.arrangement import (
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room, kinds_of
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import first_minibatch
+from lightning_hetpipe.planning.search.device_order import (
     ANY,
     AnyOrder,
-    Arrangements,
+    DeviceOrders,
     GivenOrder,
     NodesTogether,
     Rules,
@@ -27,16 +32,11 @@ from lightning_hetpipe.planning.arrangement import (
     TooMany,
     least_bottleneck,
 )
-from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.costs import NEVER, Costs, Room, kinds_of
-from lightning_hetpipe.planning.memory import first_minibatch
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.simulate import Load
 
 ORDERS, CELLS = 400, 40_000_000
 """Orders that are looked at one by one, at the most; and these times the square of the boundaries, some seconds."""
 
-LIGHTEST = (Load(1, 0, 1), Load(0, 1, 0))
+LIGHTEST = (StageLoad(1, 0, 1), StageLoad(0, 1, 0))
 """What every stage holds: a minibatch at the end of its forward, gradients at the end of its backward."""
 
 
@@ -87,9 +87,9 @@ def cheapest_cuts(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
 
 
 def cuts_in_order(
-    profile: Profile, cluster: Cluster, spots: Sequence[Spot], recompute: bool = False
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], recompute: bool = False
 ) -> tuple[int, ...]:
-    """The first layer of each of ``len(spots)`` stages on ``spots``, which may share a device, with the least T_max.
+    """The first layer of each of ``len(slots)`` stages on ``slots``, which may share a device, with the least T_max.
 
     Memory is no concern here, and neighbours on one device are taken to be linked as any two of its node are.
 
@@ -97,10 +97,10 @@ def cuts_in_order(
         ValueError: if there are more stages than layers.
         SettingError: where the profile has no times of a device.
     """
-    if not 1 <= len(spots) <= len(profile.layers):
-        raise ValueError(f"cannot divide {len(profile.layers)} layers among {len(spots)} stages")
-    costs = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
-    kinds = range(len(spots))
+    if not 1 <= len(slots) <= len(profile.layers):
+        raise ValueError(f"cannot divide {len(profile.layers)} layers among {len(slots)} stages")
+    costs = Costs(profile, cluster, kinds_of(cluster, slots, apart=True), recompute)
+    kinds = range(len(slots))
     return cheapest_cuts([costs.stage(kinds, index) for index in kinds])
 
 
@@ -114,20 +114,20 @@ class Division:
     """Layers on devices.
 
     Attributes:
-        spots: The device of each stage.
+        slots: The device of each stage.
         cuts: The first layer of each stage.
         bottleneck: T_max in seconds.
-        ticks: The same in whole ticks of its :class:`~lightning_hetpipe.planning.costs.Costs`.
+        ticks: The same in whole ticks of its :class:`~lightning_hetpipe.planning.model.costs.Costs`.
     """
 
-    spots: tuple[Spot, ...]
+    slots: tuple[DeviceSlot, ...]
     cuts: tuple[int, ...]
     bottleneck: float
     ticks: int
 
 
-class Dividing:
-    """Divides the layers of ``profile`` among ``spots`` of ``cluster``, as often as asked, under different limits.
+class Divider:
+    """Divides the layers of ``profile`` among ``slots`` of ``cluster``, as often as asked, under different limits.
 
     It finds the least T_max that there is over all cuts, all subsets of the devices and, unless ``ordered``, all their
     orders, under the memory bound that is given: exactly, to a tick of about 2^-50 of the model's time. Where there are
@@ -140,7 +140,7 @@ class Dividing:
     Args:
         profile: The model's.
         cluster: Whose links connect the devices.
-        spots: The devices.
+        slots: The devices.
         ordered: Whether stages are to lie on them in their order; some may be left out all the same.
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
@@ -152,7 +152,7 @@ class Dividing:
         self,
         profile: Profile,
         cluster: Cluster,
-        spots: Sequence[Spot],
+        slots: Sequence[DeviceSlot],
         *,
         ordered: bool = False,
         state: float = 0.0,
@@ -166,16 +166,16 @@ class Dividing:
         self._state = state
         self._recompute = recompute
         self._ordered = ordered
-        self._in_order = Costs(profile, cluster, kinds_of(cluster, spots, apart=True), recompute)
-        self.costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, spots), recompute)
+        self._in_order = Costs(profile, cluster, kinds_of(cluster, slots, apart=True), recompute)
+        self.costs = self._in_order if ordered else Costs(profile, cluster, kinds_of(cluster, slots), recompute)
         self._rules: list[Callable[[Costs], Rules]] = [GivenOrder] if ordered else [AnyOrder, NodesTogether, GivenOrder]
-        self._known: Arrangements | None = None
+        self._known: DeviceOrders | None = None
         self.exact = True
 
     def divide(
         self,
         in_flight: int = 1,
-        loads: Sequence[Collection[Load]] = (LIGHTEST,),
+        loads: Sequence[Collection[StageLoad]] = (LIGHTEST,),
         besides: int = 0,
         at_least: int = 0,
     ) -> Division | None:
@@ -198,7 +198,7 @@ class Dividing:
         assert division.ticks == found.bottleneck, "the least of this order is the least of all"
         return division
 
-    def in_each_order(self, in_flight: int, loads: Sequence[Collection[Load]]) -> Iterator[Division]:
+    def in_each_order(self, in_flight: int, loads: Sequence[Collection[StageLoad]]) -> Iterator[Division]:
         """For each order of each subset, the stages with the least T_max; of none, where there are too many."""
         room = self._room(self.costs, in_flight, loads)
         for kinds in self._orders:
@@ -222,21 +222,21 @@ class Dividing:
                 return ()
         return found
 
-    def has_room(self, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> bool:
+    def has_room(self, in_flight: int, loads: Sequence[Collection[StageLoad]], besides: int = 0) -> bool:
         """Whether there are stages that have room."""
         arrangements = self._arrangements()
         return arrangements.find(ANY, self._room(arrangements.costs, in_flight, loads, besides)) is not None
 
-    def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[Load]], besides: int = 0) -> Room:
+    def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], besides: int = 0) -> Room:
         return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, besides, self._whole)
 
-    def _arrangements(self) -> Arrangements:
+    def _arrangements(self) -> DeviceOrders:
         """All that there are, or those that can be looked through."""
         while self._known is None:
             rules = self._rules.pop(0)
             costs = self._in_order if rules is GivenOrder else self.costs
             try:
-                self._known = Arrangements(costs, rules(costs), self._stages)
+                self._known = DeviceOrders(costs, rules(costs), self._stages)
             except TooMany:
                 self.exact = False
         return self._known
@@ -254,4 +254,4 @@ def _in_order(costs: Costs, kinds: Sequence[int], room: Room) -> Division | None
     if any(take[here] >= NEVER for take, here in zip(takes, pairwise((*cuts, costs.layers)), strict=True)):
         return None
     ticks = costs.bottleneck(kinds, cuts)
-    return Division(costs.spots(kinds), cuts, ticks * costs.tick, ticks)
+    return Division(costs.slots(kinds), cuts, ticks * costs.tick, ticks)

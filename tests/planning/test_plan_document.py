@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from lightning_hetpipe import Cluster, Device, Node, Plan
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import best_plan
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.search.choice import best_plan
 from tests.planning.drawing import plans
 
 FIRST = PlannedStage("box", "RTX-3090:0", 0, 1, 0.25, 1 << 30, 24 << 30)
@@ -97,7 +97,7 @@ def test_of_a_choice() -> None:
     assert sorted(stage.device for stage in worker.stages) == ["T4:0 (estimated)", "T4:1 (estimated)"]
     assert [(stage.first_layer, stage.last_layer) for stage in worker.stages] == [(0, 1), (2, 3)]
     assert [stage.memory_bytes for stage in worker.stages] == [stage.memory.total for stage in choice.stages]
-    assert plan.spots(0, cluster) == [stage.spot for stage in choice.stages]
+    assert plan.slots(0, cluster) == [stage.slot for stage in choice.stages]
 
 
 def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_it_is_for_devices_that_are_there() -> None:
     ]:
         with pytest.raises(SettingError, match=says):
             PLAN.check(other)
-    assert [spot.device.name for spot in PLAN.spots(0, BOX)] == ["NVIDIA GeForce RTX 3090", "T4"]
+    assert [slot.device.name for slot in PLAN.slots(0, BOX)] == ["NVIDIA GeForce RTX 3090", "T4"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_hetpipe.planning.catalogue import known
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.units import in_bytes
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.planning.plan import Plan, PlannedStage
+    from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
 
 ESTIMATE = "~"
 """In front of figures that come from a data sheet."""

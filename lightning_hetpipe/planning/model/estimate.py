@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.memory import Sizes, StageMemory, first_minibatch, stage_memory
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.simulate import Load, Simulation, StageTimes, simulate
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, simulate
+from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, first_minibatch, stage_memory
 
 WAVES = 6
 """Simulated, each of Nm minibatches. In the first two the pipeline fills, and in the last it drains."""
@@ -21,11 +21,11 @@ MINIBATCHES = 48
 
 
 @dataclass(frozen=True)
-class ChosenStage:
+class StageEstimate:
     """A stage of a plan.
 
     Attributes:
-        spot: The device.
+        slot: The device.
         first, last: Its layers, both inclusive, by their index in the profile.
         times: What it takes for one minibatch; ``times.total`` of the slowest stage is T_max.
         memory: What it takes of its device.
@@ -35,19 +35,19 @@ class ChosenStage:
             last stage.
     """
 
-    spot: Spot
+    slot: DeviceSlot
     first: int
     last: int
     times: StageTimes
     memory: StageMemory
     held: int
-    load: Load
+    load: StageLoad
     first_minibatch: int = 0
 
     @property
     def limit(self) -> int | None:
         """Bytes of its device; None where that is no limit."""
-        return self.spot.device.memory
+        return self.slot.device.memory
 
     @property
     def overflow(self) -> int:
@@ -56,7 +56,7 @@ class ChosenStage:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Estimate:
     """What to expect of one virtual worker.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outlook:
         simulation: The run that said so.
     """
 
-    stages: tuple[ChosenStage, ...]
+    stages: tuple[StageEstimate, ...]
     in_flight: int
     recompute: bool
     rate: float
@@ -83,10 +83,10 @@ class Outlook:
         return max(stage.times.total for stage in self.stages)
 
 
-def outlook(
+def estimate(
     profile: Profile,
     cluster: Cluster,
-    spots: Sequence[Spot],
+    slots: Sequence[DeviceSlot],
     cuts: Sequence[int],
     in_flight: int,
     *,
@@ -94,8 +94,8 @@ def outlook(
     recompute: bool = False,
     synchronise: float = 0.0,
     watched: bool = True,
-) -> Outlook:
-    """What to expect of stages on ``spots`` that start at the layers ``cuts``.
+) -> Estimate:
+    """What to expect of stages on ``slots`` that start at the layers ``cuts``.
 
     Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side. Where
     forwards are computed again, a backward takes that much longer, but for the last stage's.
@@ -103,7 +103,7 @@ def outlook(
     Args:
         profile: The model's.
         cluster: Whose links connect the devices.
-        spots: The device of each stage.
+        slots: The device of each stage.
         cuts: The first layer of each stage.
         in_flight: Nm.
         state: The optimizer's bytes for each byte of the weights.
@@ -114,16 +114,16 @@ def outlook(
     Raises:
         SettingError: where the profile has no times of a device.
     """
-    times = stage_times_on(profile, cluster, spots, cuts, recompute)
+    times = stage_times_on(profile, cluster, slots, cuts, recompute)
     ends = [*cuts[1:], len(profile.layers)]
     step = max(
-        sum(each.update for each in profile.times_on(spot.device)[first:after])
-        for spot, first, after in zip(spots, cuts, ends, strict=True)
+        sum(each.update for each in profile.times_on(slot.device)[first:after])
+        for slot, first, after in zip(slots, cuts, ends, strict=True)
     )
     waves = max(WAVES, -(-MINIBATCHES // in_flight))
     run = simulate(times, in_flight, waves * in_flight, step=step, synchronise=synchronise)
     stages = []
-    for index, (spot, first, after) in enumerate(zip(spots, cuts, ends, strict=True)):
+    for index, (slot, first, after) in enumerate(zip(slots, cuts, ends, strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
         taken = {
             load: stage_memory(sizes, in_flight, [load], state=state, recompute=recompute)
@@ -131,33 +131,33 @@ def outlook(
         }
         most = max(taken, key=lambda load: taken[load].total)
         whole = first_minibatch(profile.layers, state) if watched and after == len(profile.layers) else 0
-        stages.append(ChosenStage(spot, first, after - 1, times[index], taken[most], run.held[index], most, whole))
+        stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most, whole))
     begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
     rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-    return Outlook(tuple(stages), in_flight, recompute, rate, run)
+    return Estimate(tuple(stages), in_flight, recompute, rate, run)
 
 
 def stage_times_on(
-    profile: Profile, cluster: Cluster, spots: Sequence[Spot], cuts: Sequence[int], recompute: bool = False
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int], recompute: bool = False
 ) -> list[StageTimes]:
-    """What stages on ``spots`` that start at the layers ``cuts`` take; see :func:`outlook`."""
+    """What stages on ``slots`` that start at the layers ``cuts`` take; see :func:`estimate`."""
     found = []
-    for index, (spot, first, after) in enumerate(zip(spots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
-        own = profile.times_on(spot.device)[first:after]
+    for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+        own = profile.times_on(slot.device)[first:after]
         forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
-        last = index + 1 == len(spots)
+        last = index + 1 == len(slots)
         found.append(
             StageTimes(
                 forward,
                 backward + (forward if recompute and not last else 0.0),
-                receive=_crossing(profile, cluster, spots[index - 1], spot, first) if index else 0.0,
-                receive_gradient=0.0 if last else _crossing(profile, cluster, spot, spots[index + 1], after),
+                receive=_crossing(profile, cluster, slots[index - 1], slot, first) if index else 0.0,
+                receive_gradient=0.0 if last else _crossing(profile, cluster, slot, slots[index + 1], after),
             )
         )
     return found
 
 
-def _crossing(profile: Profile, cluster: Cluster, one: Spot, other: Spot, boundary: int) -> float:
+def _crossing(profile: Profile, cluster: Cluster, one: DeviceSlot, other: DeviceSlot, boundary: int) -> float:
     return cluster.link_between(one, other).seconds(profile.layers[boundary - 1].output)

@@ -56,7 +56,7 @@ class StageTimes:
         return self.receive_gradient + self.backward if work is Work.BACKWARD else self.total
 
 
-class Load(NamedTuple):
+class StageLoad(NamedTuple):
     """What a stage holds at one time.
 
     Attributes:
@@ -73,7 +73,7 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedTask:
     """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started.
 
     ``forwarded`` is when its forward is done; of a backward, when it starts.
@@ -97,7 +97,7 @@ class Simulation:
         held: For each stage, the most minibatches whose activations it held at once.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedTask, ...]
     published: tuple[float, ...]
     held: tuple[int, ...]
 
@@ -113,7 +113,7 @@ class Simulation:
         began = self.published[edge - 1] if edge else 0.0
         return (last - edge) / (self.published[last - 1] - began)
 
-    def loads(self, stage: int) -> Iterator[tuple[float, Load]]:
+    def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
         """What ``stage`` holds from when on, whenever that changes; of changes at one time each in its turn."""
         done = {span.minibatch: span.end for span in self.spans if span.stage == 0 and span.work is not Work.FORWARD}
         changes: list[tuple[float, int, int, int]] = []
@@ -126,7 +126,7 @@ class Simulation:
         held = waiting = whole = 0
         for when, more, wait, computed in sorted(changes, key=lambda change: change[0]):
             held, waiting, whole = held + more, waiting + wait, whole + computed
-            yield when, Load(held, waiting, whole)
+            yield when, StageLoad(held, waiting, whole)
 
     def busy(self, stage: int) -> float:
         """The fraction of all time in which ``stage`` computed."""
@@ -195,7 +195,7 @@ class _Run:
         self._events: list[tuple[float, int, int, int]] = []  # time, order, minibatch, instruction that is now ready
         self._order = itertools.count()
         self._ends: list[tuple[float, int, int, int]] = []
-        self._spans: list[Span] = []
+        self._spans: list[SimulatedTask] = []
         self._complete: dict[int, float] = {}
         self._published: list[float] = []
 
@@ -237,7 +237,7 @@ class _Run:
         if work is not Work.BACKWARD:
             stage.held += 1
             stage.most = max(stage.most, stage.held)
-        self._spans.append(Span(index, work, number, now, end, forwarded))
+        self._spans.append(SimulatedTask(index, work, number, now, end, forwarded))
         heapq.heappush(self._ends, (end, next(self._order), number, instruction))
 
     def _ended(self, now: float, number: int, index: int) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError, nearest
-from lightning_hetpipe.planning.catalogue import canonical, gpus, known
-from lightning_hetpipe.planning.cluster import Device
+from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known
+from lightning_hetpipe.planning.model.cluster import Device
 
 
 class Times(NamedTuple):
@@ -111,9 +111,9 @@ class Profile:
         """With times of those ``devices`` of which it has none and that the catalogue knows.
 
         They are made from those of the profiled GPU whose speed is nearest, by
-        :func:`~lightning_hetpipe.planning.catalogue.relative_speed`, and listed in ``estimated``. Where the only device
-        that was profiled is none of the catalogue's, such as a CPU, it stands for the fastest of ``devices``: then the
-        ratios are estimates, and no more. Devices that say their speed stay as they are.
+        :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where the only
+        device that was profiled is none of the catalogue's, such as a CPU, it stands for the fastest of ``devices``:
+        then the ratios are estimates, and no more. Devices that say their speed stay as they are.
         """
         unknown = {
             d.name: gpu for d in devices if d.speed == 1.0 and (gpu := known(d.name)) and self.name_of(d) is None

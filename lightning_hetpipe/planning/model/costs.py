@@ -12,10 +12,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Spot
-from lightning_hetpipe.planning.memory import more
-from lightning_hetpipe.planning.profile import LayerBytes, Profile
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import more
 
 Ticks: TypeAlias = NDArray[np.int64]
 """By boundary: number b lies before layer b, and number n behind the last."""
@@ -32,29 +32,29 @@ class Kind:
     """Devices that are the same in all that matters: what they are, and what links them to the others.
 
     Attributes:
-        spots: Those that there are, in the order in which they were given.
+        slots: Those that there are, in the order in which they were given.
         group: Kinds of one group are linked to any third alike.
     """
 
-    spots: tuple[Spot, ...]
+    slots: tuple[DeviceSlot, ...]
     group: int
 
     @property
     def device(self) -> Device:
-        return self.spots[0].device
+        return self.slots[0].device
 
 
-def kinds_of(cluster: Cluster, spots: Sequence[Spot], apart: bool = False) -> tuple[Kind, ...]:
-    """The kinds of ``spots``, in the order of their first ones; ``apart`` makes each spot one of its own.
+def kinds_of(cluster: Cluster, slots: Sequence[DeviceSlot], apart: bool = False) -> tuple[Kind, ...]:
+    """The kinds of ``slots``, in the order of their first ones; ``apart`` makes each slot one of its own.
 
     Nodes matter only where not all links are the same.
     """
-    pairs = [(one, other) for index, one in enumerate(spots) for other in spots[:index]]
+    pairs = [(one, other) for index, one in enumerate(slots) for other in slots[:index]]
     alike = len({cluster.link_between(*pair) for pair in pairs}) <= 1
-    found: dict[tuple[object, ...], list[Spot]] = {}
-    for index, spot in enumerate(spots):
-        group = 0 if alike else spot.node
-        found.setdefault((group, spot.device, index if apart else -1), []).append(spot)
+    found: dict[tuple[object, ...], list[DeviceSlot]] = {}
+    for index, slot in enumerate(slots):
+        group = 0 if alike else slot.node
+        found.setdefault((group, slot.device, index if apart else -1), []).append(slot)
     return tuple(Kind(tuple(those), 0 if alike else those[0].node) for those in found.values())
 
 
@@ -118,9 +118,9 @@ class Costs:
             found.append(take)
         return found
 
-    def spots(self, kinds: Sequence[int]) -> tuple[Spot, ...]:
+    def slots(self, kinds: Sequence[int]) -> tuple[DeviceSlot, ...]:
         """The devices for stages on ``kinds``."""
-        left = [iter(kind.spots) for kind in self.kinds]
+        left = [iter(kind.slots) for kind in self.kinds]
         return tuple(next(left[kind]) for kind in kinds)
 
     def _sums(self, seconds: Iterable[float]) -> Ticks:
@@ -134,10 +134,10 @@ class Costs:
 
 def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Link]:
     """Between two devices of two groups, or of one; that from a device to itself where a group has no other."""
-    spots = [(kind.group, spot) for kind in kinds for spot in kind.spots]
+    slots = [(kind.group, slot) for kind in kinds for slot in kind.slots]
     found: dict[tuple[int, int], Link] = {}
-    for one, here in spots:
-        for other, there in spots:
+    for one, here in slots:
+        for other, there in slots:
             if here != there or (one, other) not in found:
                 found[one, other] = cluster.link_between(here, there)
     return found
@@ -165,7 +165,7 @@ class Room:
         in_flight: int,
         state: float,
         recompute: bool,
-        loads: Sequence[Collection[Load]],
+        loads: Sequence[Collection[StageLoad]],
         besides: int = 0,
         whole: int = 0,
     ) -> None:
@@ -177,7 +177,7 @@ class Room:
         self._loads = [frozenset(each) for each in loads]
         self._besides = besides
         self._whole = whole
-        self._known: dict[tuple[frozenset[Load], int], Ticks | None] = {}
+        self._known: dict[tuple[frozenset[StageLoad], int], Ticks | None] = {}
 
     def reach(self, kind: int, distance: int) -> Ticks | None:
         """By the boundary at which a stage starts, the last at which it may end; None where memory is no limit.
@@ -198,7 +198,7 @@ class Room:
             self._known[key] = None if (ends == len(ends) - 1).all() else ends
         return self._known[key]
 
-    def _ends(self, load: Load, limit: float) -> Ticks:
+    def _ends(self, load: StageLoad, limit: float) -> Ticks:
         """By its first boundary, the last of a stage that takes up to ``limit`` bytes. A longer one takes no less."""
         first = np.arange(len(self._layers) + 1)
         fits, last = first, np.full_like(first, len(first) - 1)
@@ -208,7 +208,7 @@ class Room:
             fits, last = np.where(good, middle, fits), np.where(good, last, np.maximum(middle - 1, fits))
         return fits
 
-    def _bytes(self, load: Load, first: Ticks, after: Ticks) -> NDArray[np.float64]:
+    def _bytes(self, load: StageLoad, first: Ticks, after: Ticks) -> NDArray[np.float64]:
         """Of stages between boundaries."""
         sizes = self._sizes
         weights = sizes.weights[after] - sizes.weights[first]
@@ -225,7 +225,7 @@ class Room:
 
 
 class _Sizes:
-    """As of :class:`~lightning_hetpipe.planning.memory.Sizes`, to be added up by boundaries."""
+    """As of :class:`~lightning_hetpipe.planning.model.stage_memory.Sizes`, to be added up by boundaries."""
 
     def __init__(self, layers: Sequence[LayerBytes]) -> None:
         self.weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])

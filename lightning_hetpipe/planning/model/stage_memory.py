@@ -13,7 +13,7 @@ Optimizer state
 Activations
     What the minibatches that the stage holds keep from their forward until their backward. How many it holds is a
     matter of the schedule: first in, first out holds more than 1F1B does (DESIGN, section 9), so that a simulation is
-    asked (:class:`~lightning_hetpipe.planning.simulate.Load`).
+    asked (:class:`~lightning_hetpipe.planning.model.simulate.StageLoad`).
 Workspace
     What computing takes besides: as much as the layer that keeps most, since its backward makes gradients of what its
     forward has kept. An estimate, as kernels take what they like.
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.profile import LayerBytes
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.profile import LayerBytes
+from lightning_hetpipe.planning.model.simulate import StageLoad
 
 OPTIMIZERS: Mapping[str, float] = {
     "sgd": 0,
@@ -143,7 +143,7 @@ class StageMemory:
 
 
 def stage_memory(
-    sizes: Sizes, in_flight: int, loads: Iterable[Load], *, state: float = 2.0, recompute: bool = False
+    sizes: Sizes, in_flight: int, loads: Iterable[StageLoad], *, state: float = 2.0, recompute: bool = False
 ) -> StageMemory:
     """What a stage with layers of ``sizes`` takes.
 

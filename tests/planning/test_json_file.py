@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.document import Document, write
+from lightning_hetpipe.planning.plan.json_file import Document, write
 
 
 def test_a_value_knows_where_it_stands(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from lightning_hetpipe.planning import cluster
-from lightning_hetpipe.planning.document import Document, write
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model import cluster
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1
 

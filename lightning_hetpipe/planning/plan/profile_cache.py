@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.profile_file import load, save
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan.profile_file import load, save
 
 
 @dataclass(frozen=True)

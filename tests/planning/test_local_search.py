@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.ascent import Ascent
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.costs import Costs, kinds_of
-from lightning_hetpipe.planning.outlook import outlook
-from lightning_hetpipe.planning.partition import LIGHTEST, Dividing
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import best_plan
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.costs import Costs, kinds_of
+from lightning_hetpipe.planning.model.estimate import estimate
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.division import LIGHTEST, Divider
+from lightning_hetpipe.planning.search.local_search import LocalSearch
 from tests.planning.instances import bottleneck, clusters, divisions, has_room, profiles
 
 
@@ -38,10 +38,10 @@ def test_no_plan_that_fits_is_faster_by_two_percent(seed: int) -> None:
     profile, cluster = tight(seed)
     found = best_plan(profile, cluster)
     best = 0.0
-    for stages in divisions(len(profile.layers), cluster.spots, ordered=False):
-        spots, cuts = [spot for spot, *_ in stages], [first for _, first, _ in stages]
+    for stages in divisions(len(profile.layers), cluster.slots, ordered=False):
+        slots, cuts = [slot for slot, *_ in stages], [first for _, first, _ in stages]
         for in_flight in range(1, 8):
-            look = outlook(profile, cluster, spots, cuts, in_flight, state=2.0)
+            look = estimate(profile, cluster, slots, cuts, in_flight, state=2.0)
             if not look.fits:
                 break
             best = max(best, look.rate)
@@ -55,7 +55,7 @@ def test_one_device_may_be_faster_than_two_where_memory_allows_one_in_flight_onl
     profile = Profile("four", 1, layers, {"gpu": [Times(1.0, 2.0)] * 4}, {})
     cluster = Cluster([Node("box", [Device("gpu", 220), Device("gpu", 90, speed=1 / 3)])])
     found = best_plan(profile, cluster, optimizer="sgd")
-    assert (found.in_flight, [stage.spot.number for stage in found.stages]) == (1, [0])
+    assert (found.in_flight, [stage.slot.number for stage in found.stages]) == (1, [0])
     assert found.rate == pytest.approx(1 / 12)
     assert [(each.in_flight, each.rate is None) for each in found.tried] == [(1, False), (2, True)]
 
@@ -68,7 +68,7 @@ def test_a_plan_is_found_that_holds_less_than_the_stages_that_were_seen_before()
     cluster = Cluster([Node("box", [Device("gpu", 18, speed=2), Device("gpu", 37)])])
     found = best_plan(profile, cluster, optimizer="sgd", in_flight=4)
     assert found.fits
-    assert [stage.spot.number for stage in found.stages] == [1]
+    assert [stage.slot.number for stage in found.stages] == [1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,30 +77,30 @@ def test_changes_are_divisions(
     profile: Profile, cluster: Cluster, ordered: bool, given_: bool, data: st.DataObject
 ) -> None:
     """And of as many stages, where that is given."""
-    costs = Costs(profile, cluster, kinds_of(cluster, cluster.spots, apart=ordered))
+    costs = Costs(profile, cluster, kinds_of(cluster, cluster.slots, apart=ordered))
     every = {
-        (tuple(next(n for n, kind in enumerate(costs.kinds) if spot in kind.spots) for spot, *_ in stages), cuts)
-        for stages in divisions(len(profile.layers), cluster.spots, ordered)
+        (tuple(next(n for n, kind in enumerate(costs.kinds) if slot in kind.slots) for slot, *_ in stages), cuts)
+        for stages in divisions(len(profile.layers), cluster.slots, ordered)
         for cuts in [tuple(first for _, first, _ in stages)]
     }
     place = data.draw(st.sampled_from(sorted(every)))
     stages = len(place[0]) if given_ else None
-    ascent = Ascent(costs, ordered, 2, lambda spots, cuts: outlook(profile, cluster, spots, cuts, 2), stages)
+    ascent = LocalSearch(costs, ordered, 2, lambda slots, cuts: estimate(profile, cluster, slots, cuts, 2), stages)
     assert {*ascent._changes(*place)} <= {each for each in every if stages in (None, len(each[0]))}
 
 
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), stages=st.sampled_from([None, 1, 2]))
 def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordered: bool, stages: int | None) -> None:
-    stages = None if stages is None else min(stages, len(profile.layers), len(cluster.spots))
-    dividing = Dividing(profile, cluster, cluster.spots, ordered=ordered, stages=stages)
+    stages = None if stages is None else min(stages, len(profile.layers), len(cluster.slots))
+    dividing = Divider(profile, cluster, cluster.slots, ordered=ordered, stages=stages)
     found = list(dividing.in_each_order(2, (LIGHTEST,)))
     least: dict[tuple[object, ...], float] = {}
-    kinds = {spot: n for n, kind in enumerate(dividing.costs.kinds) for spot in kind.spots}
-    for each in divisions(len(profile.layers), cluster.spots, ordered):
+    kinds = {slot: n for n, kind in enumerate(dividing.costs.kinds) for slot in kind.slots}
+    for each in divisions(len(profile.layers), cluster.slots, ordered):
         if stages in (None, len(each)) and has_room(profile, each, 2, 0.0, False, (LIGHTEST,)):
-            order = tuple(kinds[spot] for spot, *_ in each)
+            order = tuple(kinds[slot] for slot, *_ in each)
             least[order] = min(least.get(order, float("inf")), bottleneck(profile, cluster, each))
-    assert {tuple(kinds[spot] for spot in one.spots): one.bottleneck for one in found} == least
+    assert {tuple(kinds[slot] for slot in one.slots): one.bottleneck for one in found} == least
     for one in found:
         assert all(cut < later for cut, later in pairwise(one.cuts))

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from lightning_hetpipe.errors import SettingError, nearest
-from lightning_hetpipe.planning.catalogue import canonical, known
-from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
+from lightning_hetpipe.planning.model.catalogue import canonical, known
+from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ ETHERNET = Link("10 Gbit/s", "50 us")
 
 
 @dataclass(frozen=True)
-class Spot:
+class DeviceSlot:
     """A device of a cluster: ``device`` is number ``number`` of node ``node``."""
 
     node: int
@@ -194,20 +194,22 @@ class Cluster:
         object.__setattr__(self, "link", None if link is None else _link(link, "the Cluster"))
 
     @property
-    def spots(self) -> tuple[Spot, ...]:
+    def slots(self) -> tuple[DeviceSlot, ...]:
         """All devices, node by node."""
-        return tuple(Spot(n, d, device) for n, node in enumerate(self.nodes) for d, device in enumerate(node.devices))
+        return tuple(
+            DeviceSlot(n, d, device) for n, node in enumerate(self.nodes) for d, device in enumerate(node.devices)
+        )
 
-    def link_between(self, one: Spot, other: Spot) -> Link:
+    def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
         """What a value takes from ``one`` to ``other``."""
         if one.node != other.node:
             return self.link or ETHERNET
         return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
 
-    def supposed(self, spots: Iterable[Spot]) -> list[str]:
-        """The links that stages on ``spots``, in their order, use and that nobody has declared: a sentence for each."""
+    def supposed(self, slots: Iterable[DeviceSlot]) -> list[str]:
+        """The links that stages on ``slots``, in their order, use and that nobody has declared: a sentence for each."""
         found: dict[str, None] = {}
-        for one, other in pairwise(spots):
+        for one, other in pairwise(slots):
             node = self.nodes[one.node]
             if one.node != other.node and self.link is None:
                 found[f"{ETHERNET} is supposed between nodes, as no link is said"] = None

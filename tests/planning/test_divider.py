@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning import arrangement
-from lightning_hetpipe.planning.cluster import NO_LINK, Cluster, Device, Link, Node
-from lightning_hetpipe.planning.costs import kinds_of
-from lightning_hetpipe.planning.partition import Dividing, Division
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.costs import kinds_of
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.search import device_order
+from lightning_hetpipe.planning.search.division import Divider, Division
 from tests.planning.instances import NAMES, Stages, bottleneck, clusters, divisions, has_room, profiles
 
 
 def stages_of(division: Division, layers: int) -> Stages:
-    return tuple(zip(division.spots, division.cuts, [*division.cuts[1:], layers], strict=True))
+    return tuple(zip(division.slots, division.cuts, [*division.cuts[1:], layers], strict=True))
 
 
-LOADS = [[Load(1, 1)], [Load(2, 1), Load(1, 2, 0)]]
+LOADS = [[StageLoad(1, 1)], [StageLoad(2, 1), StageLoad(1, 2, 0)]]
 
 
 def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
@@ -33,17 +33,17 @@ def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
 
 def at_most(one: Cluster, other: Cluster, profile: Profile) -> bool:
     """Whether ``profile`` takes no more on ``one`` than on ``other``, or does not fit there either."""
-    found = [Dividing(profile, cluster, cluster.spots).divide(2, LOADS) for cluster in (one, other)]
+    found = [Divider(profile, cluster, cluster.slots).divide(2, LOADS) for cluster in (one, other)]
     return found[1] is None or (found[0] is not None and found[0].bottleneck <= found[1].bottleneck)
 
 
 def together(nodes: Sequence[int], cluster: Cluster) -> bool:
     """Whether those of a node are neighbours, or nodes do not matter, as all links are the same."""
-    alike = len({kind.group for kind in kinds_of(cluster, cluster.spots)}) == 1
+    alike = len({kind.group for kind in kinds_of(cluster, cluster.slots)}) == 1
     return alike or len([*groupby(nodes)]) == len(set(nodes))
 
 
-a_load = st.builds(Load, st.integers(1, 4), st.integers(0, 4), st.integers(0, 1))
+a_load = st.builds(StageLoad, st.integers(1, 4), st.integers(0, 4), st.integers(0, 1))
 some_loads = st.lists(st.lists(a_load, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
@@ -64,15 +64,15 @@ def test_it_is_the_best_of_all(
     in_flight: int,
     state: float,
     recompute: bool,
-    loads: list[list[Load]],
+    loads: list[list[StageLoad]],
 ) -> None:
     layers = len(profile.layers)
     every = [
         each
-        for each in divisions(layers, cluster.spots, ordered)
+        for each in divisions(layers, cluster.slots, ordered)
         if has_room(profile, each, in_flight, state, recompute, loads)
     ]
-    dividing = Dividing(profile, cluster, cluster.spots, ordered=ordered, state=state, recompute=recompute)
+    dividing = Divider(profile, cluster, cluster.slots, ordered=ordered, state=state, recompute=recompute)
     found = dividing.divide(in_flight, loads)
     if found is None:
         assert not every
@@ -86,7 +86,7 @@ def test_it_is_the_best_of_all(
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(), cluster=clusters(), number=st.integers(0, 3), factor=st.sampled_from([2.0, 4.0]))
 def test_a_faster_device_never_makes_it_worse(profile: Profile, cluster: Cluster, number: int, factor: float) -> None:
-    devices = [spot.device for spot in cluster.spots]
+    devices = [slot.device for slot in cluster.slots]
     place = number % len(devices)
     quick = replace(devices[place], speed=factor)
     assert at_most(with_devices(cluster, [*devices[:place], quick, *devices[place + 1 :]]), cluster, profile)
@@ -95,7 +95,7 @@ def test_a_faster_device_never_makes_it_worse(profile: Profile, cluster: Cluster
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(), cluster=clusters(), number=st.integers(0, 3), more=st.one_of(st.none(), st.integers(0, 99)))
 def test_more_memory_never_makes_it_worse(profile: Profile, cluster: Cluster, number: int, more: int | None) -> None:
-    devices = [spot.device for spot in cluster.spots]
+    devices = [slot.device for slot in cluster.slots]
     place = number % len(devices)
     memory = devices[place].memory
     large = replace(devices[place], memory=None if more is None or memory is None else memory + more)
@@ -113,9 +113,7 @@ def test_another_device_never_makes_it_worse(profile: Profile, cluster: Cluster,
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(), cluster=clusters(), ordered=st.booleans())
 def test_free_to_choose_the_order_it_is_no_worse(profile: Profile, cluster: Cluster, ordered: bool) -> None:
-    free, given = (
-        Dividing(profile, cluster, cluster.spots, ordered=each).divide(loads=LOADS) for each in (False, True)
-    )
+    free, given = (Divider(profile, cluster, cluster.slots, ordered=each).divide(loads=LOADS) for each in (False, True))
     assert given is None or (free is not None and free.bottleneck <= given.bottleneck)
 
 
@@ -128,8 +126,8 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
         for link in (cluster.link or NO_LINK, *(n.own_link for n in cluster.nodes))
     ]
     slow = Cluster([Node(n.name, n.devices, link) for n, link in zip(cluster.nodes, links[1:], strict=True)], links[0])
-    one = Dividing(profile, cluster, cluster.spots).divide(loads=LOADS)
-    other = Dividing(replace(profile, times=times), slow, slow.spots).divide(loads=LOADS)
+    one = Divider(profile, cluster, cluster.slots).divide(loads=LOADS)
+    other = Divider(replace(profile, times=times), slow, slow.slots).divide(loads=LOADS)
     assert (one is None) == (other is None)
     assert one is None or other is None or other.bottleneck == one.bottleneck * scale
 
@@ -139,13 +137,13 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
 def test_where_there_are_too_many_orders_those_of_a_node_stay_together(
     profile: Profile, cluster: Cluster, data: st.DataObject
 ) -> None:
-    dividing = Dividing(profile, cluster, cluster.spots)
+    dividing = Divider(profile, cluster, cluster.slots)
     dividing._rules.pop(0)
     found = dividing.divide(loads=LOADS)
     every = [
         each
-        for each in divisions(len(profile.layers), cluster.spots, ordered=False)
-        if has_room(profile, each, 1, 0.0, False, LOADS) and together([spot.node for spot, *_ in each], cluster)
+        for each in divisions(len(profile.layers), cluster.slots, ordered=False)
+        if has_room(profile, each, 1, 0.0, False, LOADS) and together([slot.node for slot, *_ in each], cluster)
     ]
     assert (found is None) == (not every)
     if found is not None:
@@ -158,14 +156,14 @@ def test_it_says_when_it_has_not_seen_all_orders(monkeypatch: pytest.MonkeyPatch
     times = {name: [Times(1.0 + number, 2.0)] * 12 for number, name in enumerate(names)}
     profile = Profile("many kinds", 1, layers, times, {})
     cluster = Cluster([Node("slow first", list(reversed(names)))])
-    exact, given = (Dividing(profile, cluster, cluster.spots, ordered=ordered) for ordered in (False, True))
+    exact, given = (Divider(profile, cluster, cluster.slots, ordered=ordered) for ordered in (False, True))
     best, ordered = exact.divide(), given.divide()
     assert exact.exact
     assert given.exact
     assert best is not None
     assert ordered is not None
-    monkeypatch.setattr(arrangement, "MOST", 13 * 25)
-    short = Dividing(profile, cluster, cluster.spots)
+    monkeypatch.setattr(device_order, "MOST", 13 * 25)
+    short = Divider(profile, cluster, cluster.slots)
     assert short.divide() == ordered
     assert not short.exact
     assert best.bottleneck <= ordered.bottleneck
@@ -178,7 +176,7 @@ def test_a_device_that_only_costs_is_left_out() -> None:
     devices = ["gpu", "gpu"]
     for bandwidth, stages in ((10.0, 1), (100.0, 2)):
         cluster = Cluster([Node("box", devices, Link(bandwidth))])
-        found = Dividing(profile, cluster, cluster.spots).divide()
+        found = Divider(profile, cluster, cluster.slots).divide()
         assert found is not None
         assert len(found.cuts) == stages
 
@@ -190,10 +188,10 @@ def test_sixteen_devices_of_four_types_and_a_thousand_layers() -> None:
     times = {n: [Times(0.001 * (i + 1), 0.002 * (i + 1))] * 1000 for i, n in enumerate(names)}
     profile = Profile("deep", 1, layers, times, {})
     cluster = Cluster([Node("rack", [f"4x{name}" for name in names], Link(1e10))])
-    dividing = Dividing(profile, cluster, cluster.spots)
+    dividing = Divider(profile, cluster, cluster.slots)
     found = dividing.divide()
     assert found is not None
     assert dividing.exact
     # Without links, devices of speeds 1, 1/2, 1/3 and 1/4 would take 3.0 s over 4 (1 + 1/2 + 1/3 + 1/4).
     assert 0.36 <= found.bottleneck <= 0.37
-    assert len(set(found.spots)) == 16
+    assert len(set(found.slots)) == 16

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.costs import NEVER, Costs, Room, Ticks
+from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room, Ticks
 
 State: TypeAlias = tuple[Any, int]
 """What is left, as its rules have it, and the group of the kind that was placed last."""
@@ -38,7 +38,7 @@ ANY = NEVER // 4
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class Ordered:
     """The ``kinds`` of the stages, from the first on, the first layer of each, and T_max in ticks."""
 
     kinds: tuple[int, ...]
@@ -60,7 +60,7 @@ class AnyOrder(Rules):
     """Every order; as many of each kind as there are."""
 
     def __init__(self, costs: Costs) -> None:
-        self.start = tuple(len(kind.spots) for kind in costs.kinds)
+        self.start = tuple(len(kind.slots) for kind in costs.kinds)
 
     def next(self, state: State) -> Iterator[tuple[int, Any]]:
         left = state[0]
@@ -123,7 +123,7 @@ class _Step:
     """Which of these goes to which row of the next depth."""
 
 
-class Arrangements:
+class DeviceOrders:
     """All that ``rules`` allow, of stages with ``costs``; of so many ``stages``, unless that is None.
 
     Raises:
@@ -154,7 +154,7 @@ class Arrangements:
             self._depths.append(after)
             rows = after
 
-    def find(self, most: int, room: Room) -> Arrangement | None:
+    def find(self, most: int, room: Room) -> Ordered | None:
         """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
         n = self.costs.layers
         own = np.full((len(self._depths[0]), n + 1), NEVER)
@@ -204,7 +204,7 @@ class Arrangements:
         take[take > most] = NEVER
         return take
 
-    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Arrangement:
+    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Ordered:
         """The way to a state whose foremost stage starts at 0."""
         groups = [kind.group for kind in self.costs.kinds]
         row, start = int(np.argmin(found[-1][:, 0])), 0
@@ -225,7 +225,7 @@ class Arrangements:
         kinds.append(next(k for k, place in self._first if place == row and before[k][-1] - before[k][start] == take))
         bottleneck = self.costs.bottleneck(kinds, cuts)
         assert bottleneck <= most, "what was found takes what was asked for"
-        return Arrangement(tuple(kinds), tuple(cuts), bottleneck)
+        return Ordered(tuple(kinds), tuple(cuts), bottleneck)
 
     def _end(
         self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
@@ -286,7 +286,7 @@ def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
         level, width = level + 1, 2 * width
 
 
-def least_bottleneck(arrangements: Arrangements, room: Room, at_least: int = 0) -> Arrangement | None:
+def least_bottleneck(arrangements: DeviceOrders, room: Room, at_least: int = 0) -> Ordered | None:
     """The one whose T_max is the least; None if no stages have room.
 
     Args:
@@ -323,9 +323,9 @@ def least_bottleneck(arrangements: Arrangements, room: Room, at_least: int = 0) 
     return best
 
 
-def _shrunk(arrangements: Arrangements, room: Room, low: int, best: Arrangement) -> Arrangement:
+def _shrunk(arrangements: DeviceOrders, room: Room, low: int, best: Ordered) -> Ordered:
     """``best`` with better cuts: looked for in its own order, where that costs little."""
-    own = Arrangements(arrangements.costs, Fixed(best.kinds), arrangements.stages)
+    own = DeviceOrders(arrangements.costs, Fixed(best.kinds), arrangements.stages)
     for _ in range(SHRINKS):
         if low + 1 >= best.bottleneck:
             break
@@ -349,5 +349,5 @@ def _bound(costs: Costs) -> int:
     slowness = (takes / work).min(axis=1)
     if not slowness.all():
         return longest
-    speed = sum(len(kind.spots) / slow for kind, slow in zip(costs.kinds, slowness, strict=True))
+    speed = sum(len(kind.slots) / slow for kind, slow in zip(costs.kinds, slowness, strict=True))
     return max(longest, int(work.sum() / speed * (1 - 1e-9)))

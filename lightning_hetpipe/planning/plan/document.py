@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from os import PathLike
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.catalogue import canonical
-from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.document import Document, write
-from lightning_hetpipe.planning.outlook import Outlook
-from lightning_hetpipe.planning.plan_table import table
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.table import table
 
 VERSION = 1
 
@@ -131,18 +131,18 @@ class Plan:
     @classmethod
     def of(
         cls,
-        found: Outlook,
+        found: Estimate,
         model: str,
         layers: Sequence[str],
         cluster: Cluster,
         estimated: Collection[str] = (),
         clock_distance: int = 0,
-        nominal: Collection[Spot] = (),
+        nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
         """What was found for one virtual worker.
 
         Args:
-            found: What :func:`~lightning_hetpipe.planning.search.best_plan` has chosen, or what to expect of stages
+            found: The choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or the estimate for stages
                 that were asked for.
             model: For people.
             layers: Names.
@@ -153,9 +153,9 @@ class Plan:
         """
         stages = tuple(
             PlannedStage(
-                cluster.nodes[stage.spot.node].name,
-                f"{stage.spot.device.name}:{stage.spot.number}"
-                + (_ESTIMATED if stage.spot.device.name in estimated else _NOMINAL if stage.spot in nominal else ""),
+                cluster.nodes[stage.slot.node].name,
+                f"{stage.slot.device.name}:{stage.slot.number}"
+                + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
                 stage.first,
                 stage.last,
                 stage.times.total,
@@ -264,7 +264,7 @@ class Plan:
         other = other or f"'{longer[len(shorter)]}' and what follows is {where} only"
         return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
 
-    def spots(self, virtual_worker: int, cluster: Cluster) -> list[Spot]:
+    def slots(self, virtual_worker: int, cluster: Cluster) -> list[DeviceSlot]:
         """The device of ``cluster`` for each stage.
 
         Raises:
@@ -273,7 +273,7 @@ class Plan:
         self.check(cluster)
         names = [node.name for node in cluster.nodes]
         places = [(names.index(s.node), s.device_number) for s in self.virtual_workers[virtual_worker].stages]
-        found = {(spot.node, spot.number): spot for spot in cluster.spots}
+        found = {(slot.node, slot.number): slot for slot in cluster.slots}
         return [found[node, number] for node, number in places if number is not None]
 
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.advice import ways_out
-from lightning_hetpipe.planning.cluster import Cluster, Device, Node
-from lightning_hetpipe.planning.memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
-from lightning_hetpipe.planning.outlook import Outlook, outlook
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import ENOUGH, NEGLIGIBLE, _Search, best_plan
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
+from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
+from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
 
 MEMORY = 1000
@@ -62,9 +62,9 @@ def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
     """Every stage holds one minibatch then, and one gradient waits at least: the first bound is all there is."""
     found = best_plan(profile, cluster, optimizer=optimizer, in_flight=1, recompute=recompute)
     every: dict[float, list[float]] = {}
-    for stages in divisions(len(profile.layers), cluster.spots, ordered=False):
-        spots, cuts = [spot for spot, *_ in stages], [first for _, first, _ in stages]
-        look = outlook(profile, cluster, spots, cuts, 1, state=optimizer, recompute=recompute)
+    for stages in divisions(len(profile.layers), cluster.slots, ordered=False):
+        slots, cuts = [slot for slot, *_ in stages], [first for _, first, _ in stages]
+        look = estimate(profile, cluster, slots, cuts, 1, state=optimizer, recompute=recompute)
         if look.fits:
             every.setdefault(bottleneck(profile, cluster, stages, recompute), []).append(look.rate)
     assert found.fits == bool(every)
@@ -82,10 +82,10 @@ def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
     profile: Profile, cluster: Cluster, stages: int, ordered: bool
 ) -> None:
     """The strategy took the first devices in their order, whichever were faster."""
-    stages = min(stages, len(profile.layers), len(cluster.spots))
+    stages = min(stages, len(profile.layers), len(cluster.slots))
     found = best_plan(profile, cluster, in_flight=24, stages=stages, ordered=ordered)  # which leave no bubbles
     assert len(found.stages) == stages
-    all_of_them = divisions(len(profile.layers), cluster.spots, ordered)
+    all_of_them = divisions(len(profile.layers), cluster.slots, ordered)
     assert found.bottleneck == min(bottleneck(profile, cluster, each) for each in all_of_them if len(each) == stages)
 
 
@@ -172,7 +172,7 @@ def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest
     tried: set[int] = set()
     plan = _Search.plan
 
-    def noted(self: _Search, in_flight: int) -> Outlook | None:
+    def noted(self: _Search, in_flight: int) -> Estimate | None:
         tried.add(in_flight)
         return plan(self, in_flight)
 
@@ -196,15 +196,15 @@ def test_the_last_device_holds_the_first_minibatch() -> None:
     found, nothing = [best_plan(profile, cluster) for cluster in boxes]
     assert found.fits
     assert len(found.stages) == 3
-    assert found.stages[-1].spot.number == 0
+    assert found.stages[-1].slot.number == 0
     assert [stage.first_minibatch for stage in found.stages] == [0, 0, whole]
-    assert best_plan(profile, boxes[0], ordered=True).stages[-1].spot.number == 0  # alone, as nothing may follow it
+    assert best_plan(profile, boxes[0], ordered=True).stages[-1].slot.number == 0  # alone, as nothing may follow it
     assert not nothing.fits
     assert nothing.help is not None
     assert (nothing.help.in_flight, nothing.help.recompute) == (None, None)
     assert "smaller batches, of which the first takes no more than 1.5 KiB" in ways_out(nothing)
-    more = {nothing.stages[index].spot.number: lack for index, lack in nothing.help.lacking.items()}
-    limits = [(spot.device.memory or 0) + more.get(spot.number, 0) for spot in boxes[1].spots]
+    more = {nothing.stages[index].slot.number: lack for index, lack in nothing.help.lacking.items()}
+    limits = [(slot.device.memory or 0) + more.get(slot.number, 0) for slot in boxes[1].slots]
     assert best_plan(profile, Cluster([Node("box", [Device("gpu", limit) for limit in limits])])).fits
     assert best_plan(profile, boxes[1], watched=False).fits
 
@@ -223,15 +223,15 @@ def test_devices_that_do_not_help_are_named() -> None:
     profile = Profile("one layer", 1, layers, {"gpu": [Times(1.0, 1.0)]}, {})
     cluster = Cluster([Node("box", [Device("gpu", speed=0.5), Device("gpu")])])
     found = best_plan(profile, cluster)
-    assert [stage.spot.number for stage in found.stages] == [1]
-    assert [spot.number for spot in found.idle] == [0]
+    assert [stage.slot.number for stage in found.stages] == [1]
+    assert [slot.number for slot in found.idle] == [0]
 
 
 def test_given_an_order_stages_keep_it() -> None:
     profile, cluster = even(memory=None)
     cluster = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 3.0, 2.0)])])
     found = best_plan(profile, cluster, ordered=True)
-    assert [stage.spot.number for stage in found.stages] == [0, 1, 2]
+    assert [stage.slot.number for stage in found.stages] == [0, 1, 2]
 
 
 def test_lightnings_step_is_simulated() -> None:
@@ -257,7 +257,9 @@ class TestMemory:
         assert Sizes.of(self.LAYERS, 1, 2) == Sizes(6, 25 + (40 - 10), 10, 40)
 
     def test_each_term(self) -> None:
-        found = stage_memory(Sizes.of(self.LAYERS, 1, 1), 3, [Load(3, 0), Load(2, 2), Load(1, 2)], state=2)
+        found = stage_memory(
+            Sizes.of(self.LAYERS, 1, 1), 3, [StageLoad(3, 0), StageLoad(2, 2), StageLoad(1, 2)], state=2
+        )
         # Weights 4; held together heaviest: 3 x 25 and the last step's gradients.
         assert (found.weights, found.versions, found.optimizer) == (4, 12, 8)
         assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
@@ -266,9 +268,9 @@ class TestMemory:
 
     def test_computed_again_only_inputs_stay(self) -> None:
         sizes = Sizes.of(self.LAYERS, 1, 1)
-        found = stage_memory(sizes, 3, [Load(3, 0, 1)], recompute=True)
+        found = stage_memory(sizes, 3, [StageLoad(3, 0, 1)], recompute=True)
         assert found.activations == 3 * 10 + (25 - 10)
-        assert stage_memory(sizes, 3, [Load(3, 0, 0)], recompute=True).activations == 3 * 10
+        assert stage_memory(sizes, 3, [StageLoad(3, 0, 0)], recompute=True).activations == 3 * 10
 
     def test_optimizers(self) -> None:
         assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] == 2

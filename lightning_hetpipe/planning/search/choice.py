@@ -14,7 +14,7 @@ that does not fit, what was seen there becomes part of the bound, and the divisi
   not seen.
 
 Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There, and
-where no division was found, :class:`~lightning_hetpipe.planning.ascent.Ascent` looks on.
+where no division was found, :class:`~lightning_hetpipe.planning.search.local_search.LocalSearch` looks on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.ascent import Ascent
-from lightning_hetpipe.planning.cluster import Cluster, Spot
-from lightning_hetpipe.planning.memory import optimizer_state
-from lightning_hetpipe.planning.outlook import Outlook, outlook
-from lightning_hetpipe.planning.partition import LIGHTEST, Dividing, Division
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.simulate import Load
-from lightning_hetpipe.planning.units import in_seconds
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.model.units import in_seconds
+from lightning_hetpipe.planning.search.division import LIGHTEST, Divider, Division
+from lightning_hetpipe.planning.search.local_search import LocalSearch
 
 ENOUGH = 0.99
 """Of the best throughput: an Nm that has so much of it is as good."""
@@ -75,7 +75,7 @@ class Help:
 
 
 @dataclass(frozen=True)
-class Choice(Outlook):
+class Choice(Estimate):
     """A plan for one virtual worker; where nothing fits, the one whose devices lack the least.
 
     Attributes:
@@ -85,7 +85,7 @@ class Choice(Outlook):
         help: What would make it fit; None where it does.
     """
 
-    idle: tuple[Spot, ...]
+    idle: tuple[DeviceSlot, ...]
     tried: tuple[Tried, ...]
     reasons: tuple[str, ...]
     help: Help | None = None
@@ -94,7 +94,7 @@ class Choice(Outlook):
 def best_plan(
     profile: Profile,
     cluster: Cluster,
-    spots: Sequence[Spot] | None = None,
+    slots: Sequence[DeviceSlot] | None = None,
     *,
     optimizer: str | float = "adam",
     ordered: bool = False,
@@ -111,8 +111,8 @@ def best_plan(
     Args:
         profile: The model's.
         cluster: Whose links connect the devices.
-        spots: The virtual worker's devices; by default all of the cluster.
-        optimizer: A name in :data:`~lightning_hetpipe.planning.memory.OPTIMIZERS`, or the bytes of state that it keeps
+        slots: The virtual worker's devices; by default all of the cluster.
+        optimizer: A name in :data:`~lightning_hetpipe.planning.model.stage_memory.OPTIMIZERS`, or the bytes of state
             for each byte of the weights.
         ordered: Whether stages are to lie on the devices in their given order; some may be left out all the same.
         in_flight: Nm, where it is not to be chosen.
@@ -124,14 +124,14 @@ def best_plan(
     Raises:
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
     """
-    spots = cluster.spots if spots is None else tuple(spots)
-    if stages is not None and not 1 <= stages <= min(len(spots), len(profile.layers)):
+    slots = cluster.slots if slots is None else tuple(slots)
+    if stages is not None and not 1 <= stages <= min(len(slots), len(profile.layers)):
         raise SettingError(
-            f"stages={stages} cannot be planned for {len(spots)} devices and {len(profile.layers)} layers, of which"
+            f"stages={stages} cannot be planned for {len(slots)} devices and {len(profile.layers)} layers, of which"
             " each stage has one at least; ask for no more than there are"
         )
     state = optimizer_state(optimizer)
-    search = _Search(profile, cluster, spots, ordered, state, recompute, synchronise, stages, watched)
+    search = _Search(profile, cluster, slots, ordered, state, recompute, synchronise, stages, watched)
     choice = search.choose() if in_flight is None else search.at(in_flight)
     assert choice is not None
     return choice
@@ -143,7 +143,7 @@ class _Search:
 
     _profile: Profile
     _cluster: Cluster
-    _spots: Sequence[Spot]
+    _slots: Sequence[DeviceSlot]
     _ordered: bool
     _state: float
     _recompute: bool
@@ -152,26 +152,26 @@ class _Search:
     _watched: bool
 
     def __post_init__(self) -> None:
-        self._dividing = Dividing(
+        self._dividing = Divider(
             self._profile,
             self._cluster,
-            self._spots,
+            self._slots,
             ordered=self._ordered,
             state=self._state,
             recompute=self._recompute,
             stages=self._stages,
             watched=self._watched,
         )
-        self._found: dict[int, Outlook | None] = {}
+        self._found: dict[int, Estimate | None] = {}
         self._seen: dict[int, list[Division]] = {}
-        self._bounds: dict[int, list[set[Load]]] = {}
+        self._bounds: dict[int, list[set[StageLoad]]] = {}
         self._fastest: Division | None = None
 
     def choose(self, nearest: bool = True) -> Choice | None:
         """With the Nm that is best; None if nothing fits and the ``nearest`` is not wanted."""
         tried, best, better = [], 0.0, 1
         short = False  # of memory
-        for in_flight in range(1, 4 * len(self._spots) + 5):
+        for in_flight in range(1, 4 * len(self._slots) + 5):
             found = self.plan(in_flight)
             tried.append(in_flight)
             if found is None:
@@ -198,13 +198,13 @@ class _Search:
             return self._nearest(1, asked=False) if nearest else None
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
         if len(chosen.stages) == 1 < chosen.in_flight:  # as above
-            chosen = plans[0] = self._found[1] = self._look([chosen.stages[0].spot], [0], 1)
+            chosen = plans[0] = self._found[1] = self._look([chosen.stages[0].slot], [0], 1)
         unfit = next((n for n in tried if self._found[n] is None), None)
         reasons = _why(chosen, plans, tried[-1], unfit)
         if unfit is not None and not self._recompute:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
-            most = other._most(max(unfit, len(self._without_limits().spots) + 1), chosen.in_flight)
+            most = other._most(max(unfit, len(self._without_limits().slots) + 1), chosen.in_flight)
             again = other.plan(most) if most not in (None, chosen.in_flight) else None
             if again is not None and again.rate > (2 - ENOUGH) * chosen.rate:
                 reasons.append(
@@ -221,7 +221,7 @@ class _Search:
             found = self._faster(in_flight) or found
         return self._choice(found, [in_flight], [_slowest(found)])
 
-    def plan(self, in_flight: int) -> Outlook | None:
+    def plan(self, in_flight: int) -> Estimate | None:
         """The plan with the least T_max that fits, or the fastest that was found where none was; None if none was."""
         if in_flight not in self._found:
             self._found[in_flight] = self._plan(in_flight)
@@ -229,31 +229,31 @@ class _Search:
                 self._faster(in_flight)
         return self._found[in_flight]
 
-    def _faster(self, in_flight: int, floor: float = 0.0) -> Outlook | None:
-        """The plan with the most throughput that was found, which it is from now on; as in ``Ascent.best``."""
+    def _faster(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
+        """The plan with the most throughput that was found, which it is from now on; as in ``LocalSearch.best``."""
 
-        def look(spots: Sequence[Spot], cuts: Sequence[int]) -> Outlook:
-            return self._look(spots, cuts, in_flight)
+        def look(slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> Estimate:
+            return self._look(slots, cuts, in_flight)
 
         best = self._found[in_flight]
-        ascent = Ascent(self._dividing.costs, self._ordered, in_flight, look, self._stages)
+        ascent = LocalSearch(self._dividing.costs, self._ordered, in_flight, look, self._stages)
         orders = self._dividing.in_each_order(in_flight, (LIGHTEST,))
         found = ascent.best(chain(reversed(self._seen[in_flight]), orders), floor)
         if found is not None and (best is None or found.rate > best.rate * (1 + NEGLIGIBLE)):
             best = self._found[in_flight] = found
         return best
 
-    def _plan(self, in_flight: int) -> Outlook | None:
+    def _plan(self, in_flight: int) -> Estimate | None:
         seen = self._seen[in_flight] = []
-        loads = self._bounds[in_flight] = [set(LIGHTEST) for _ in self._spots]
+        loads = self._bounds[in_flight] = [set(LIGHTEST) for _ in self._slots]
         fastest = self._without_limits()
         seen.append(fastest)
-        if (found := self._outlook(fastest, in_flight)).fits:
+        if (found := self._estimate(fastest, in_flight)).fits:
             return found
         ticks = fastest.ticks
         while (division := self._dividing.divide(in_flight, loads, at_least=ticks)) is not None:
             seen.append(division)
-            found = self._outlook(division, in_flight)
+            found = self._estimate(division, in_flight)
             if found.fits:
                 return found
             ticks = division.ticks
@@ -263,14 +263,14 @@ class _Search:
                     loads[distance].add(stage.load)
         return None
 
-    def _outlook(self, division: Division, in_flight: int) -> Outlook:
-        return self._look(division.spots, division.cuts, in_flight)
+    def _estimate(self, division: Division, in_flight: int) -> Estimate:
+        return self._look(division.slots, division.cuts, in_flight)
 
-    def _look(self, spots: Sequence[Spot], cuts: Sequence[int], in_flight: int) -> Outlook:
-        return outlook(
+    def _look(self, slots: Sequence[DeviceSlot], cuts: Sequence[int], in_flight: int) -> Estimate:
+        return estimate(
             self._profile,
             self._cluster,
-            spots,
+            slots,
             cuts,
             in_flight,
             state=self._state,
@@ -300,7 +300,7 @@ class _Search:
                 lacks = middle
         division = self._dividing.divide(in_flight, loads, enough)
         assert division is not None
-        found = self._outlook(division, in_flight)
+        found = self._estimate(division, in_flight)
         if found.fits:  # its stages hold less than what they were thought to hold
             self._found[in_flight] = found
             if asked:
@@ -340,9 +340,9 @@ class _Search:
         return replace(self, _recompute=True)
 
     def _choice(
-        self, found: Outlook, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
+        self, found: Estimate, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
     ) -> Choice:
-        used = {stage.spot for stage in found.stages}
+        used = {stage.slot for stage in found.stages}
         if not self._dividing.exact:
             reasons = [*reasons, "there are too many kinds of devices to look at all of their orders"]
         return Choice(
@@ -351,7 +351,7 @@ class _Search:
             found.recompute,
             found.rate,
             found.simulation,
-            idle=tuple(spot for spot in self._spots if spot not in used),
+            idle=tuple(slot for slot in self._slots if slot not in used),
             tried=tuple(self._tried(in_flight) for in_flight in tried),
             reasons=tuple(reasons),
             help=help_,
@@ -362,19 +362,19 @@ class _Search:
         return Tried(in_flight, None, None) if found is None else Tried(in_flight, found.rate, found.bottleneck)
 
 
-def _slowest(found: Outlook) -> str:
+def _slowest(found: Estimate) -> str:
     number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
     stage = found.stages[number]
     if len(found.stages) == 1:
-        return f"all layers on {stage.spot.device.name} take {in_seconds(found.bottleneck)} for each minibatch"
+        return f"all layers on {stage.slot.device.name} take {in_seconds(found.bottleneck)} for each minibatch"
     share = 100 * found.rate * found.bottleneck
     return (
-        f"stage {number} on {stage.spot.device.name} is the slowest, with {in_seconds(found.bottleneck)} for each"
+        f"stage {number} on {stage.slot.device.name} is the slowest, with {in_seconds(found.bottleneck)} for each"
         f" minibatch; Nm = {found.in_flight} reaches {share:.0f}% of what that allows"
     )
 
 
-def _why(chosen: Outlook, plans: Sequence[Outlook], last: int, unfit: int | None) -> list[str]:
+def _why(chosen: Estimate, plans: Sequence[Estimate], last: int, unfit: int | None) -> list[str]:
     best = max(plans, key=lambda plan: plan.rate)
     reasons = [_slowest(chosen)]
     if best.in_flight != chosen.in_flight:

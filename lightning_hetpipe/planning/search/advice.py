@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_hetpipe.planning.search import Choice
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.search.choice import Choice
 
 
 def ways_out(choice: Choice, cli: bool = False) -> list[str]:
     """A phrase for each way; none where it fits, or where nothing helps.
 
     Args:
-        choice: Of :func:`~lightning_hetpipe.planning.search.best_plan`.
+        choice: Of :func:`~lightning_hetpipe.planning.search.choice.best_plan`.
         cli: Whether settings are given on the command line, not in Python.
     """
     if (found := choice.help) is None:
@@ -26,7 +26,7 @@ def ways_out(choice: Choice, cli: bool = False) -> list[str]:
     if last.limit is not None and besides < last.limit < last.first_minibatch:
         lines.append(f"smaller batches, of which the first takes no more than {in_bytes(last.limit)}")
     if found.lacking:
-        spots = {stage: choice.stages[stage].spot for stage in sorted(found.lacking)}
-        each = [f"{in_bytes(found.lacking[n])} on {spot.device.name}:{spot.number}" for n, spot in spots.items()]
+        slots = {stage: choice.stages[stage].slot for stage in sorted(found.lacking)}
+        each = [f"{in_bytes(found.lacking[n])} on {slot.device.name}:{slot.number}" for n, slot in slots.items()]
         lines.append(f"more memory: {' and '.join(each)}")
     return lines

@@ -1,0 +1,1 @@
+"""What a plan is made from: devices, layers, what they cost, and the simulation of a pipeline."""
