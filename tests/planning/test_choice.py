@@ -172,7 +172,7 @@ def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest
     tried: set[int] = set()
     plan = _Search.plan
 
-    def noted(self: _Search, in_flight: int) -> Estimate | None:
+    def noted(self: _Search, in_flight: int) -> Estimate:
         tried.add(in_flight)
         return plan(self, in_flight)
 

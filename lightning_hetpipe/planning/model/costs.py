@@ -154,8 +154,8 @@ class Room:
         recompute: Whether forwards are computed again.
         loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
             of them.
-        besides: Bytes that each device has besides, to see by how much plans do not fit.
         whole: Bytes that the last stage's device takes for the first minibatch of a fit.
+        limited: Whether devices have limits at all.
     """
 
     def __init__(
@@ -166,16 +166,15 @@ class Room:
         state: float,
         recompute: bool,
         loads: Sequence[Collection[StageLoad]],
-        besides: int = 0,
         whole: int = 0,
+        limited: bool = True,
     ) -> None:
         self._layers = layers
-        self._limits = [kind.device.memory for kind in kinds]
+        self._limits = [kind.device.memory if limited else None for kind in kinds]
         self._in_flight = in_flight
         self._state = state
         self._recompute = recompute
         self._loads = [frozenset(each) for each in loads]
-        self._besides = besides
         self._whole = whole
         self._known: dict[tuple[frozenset[StageLoad], int], Ticks | None] = {}
 
@@ -190,11 +189,11 @@ class Room:
         limit = self._limits[kind]
         if limit is None:
             return None
-        if distance == 0 and self._whole > limit + self._besides:
+        if distance == 0 and self._whole > limit:
             return np.arange(len(self._layers) + 1)  # as far as it starts: there is no room for any
         key = loads, limit
         if key not in self._known:
-            ends = np.minimum.reduce([self._ends(load, limit + self._besides) for load in loads])
+            ends = np.minimum.reduce([self._ends(load, limit) for load in loads])
             self._known[key] = None if (ends == len(ends) - 1).all() else ends
         return self._known[key]
 

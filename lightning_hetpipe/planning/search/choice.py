@@ -21,23 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
 from lightning_hetpipe.planning.search.division import LIGHTEST, Divider, Division
-from lightning_hetpipe.planning.search.local_search import LocalSearch
+from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
 
 ENOUGH = 0.99
 """Of the best throughput: an Nm that has so much of it is as good."""
-
-UNLIMITED = 1 << 60
-"""More bytes than devices lack."""
 
 NEGLIGIBLE = 0.001
 """Of the throughput: as much more does not make it worth looking on."""
@@ -132,14 +129,12 @@ def best_plan(
         )
     state = optimizer_state(optimizer)
     search = _Search(profile, cluster, slots, ordered, state, recompute, synchronise, stages, watched)
-    choice = search.choose() if in_flight is None else search.at(in_flight)
-    assert choice is not None
-    return choice
+    return search.choose() if in_flight is None else search.at(in_flight)
 
 
 @dataclass
 class _Search:
-    """For the arguments of :func:`best_plan`."""
+    """The search for the arguments of :func:`best_plan`."""
 
     _profile: Profile
     _cluster: Cluster
@@ -152,7 +147,7 @@ class _Search:
     _watched: bool
 
     def __post_init__(self) -> None:
-        self._dividing = Divider(
+        self._divider = Divider(
             self._profile,
             self._cluster,
             self._slots,
@@ -162,19 +157,18 @@ class _Search:
             stages=self._stages,
             watched=self._watched,
         )
-        self._found: dict[int, Estimate | None] = {}
+        self._found: dict[int, Estimate] = {}
         self._seen: dict[int, list[Division]] = {}
-        self._bounds: dict[int, list[set[StageLoad]]] = {}
-        self._fastest: Division | None = None
+        self._searched: set[int] = set()
 
-    def choose(self, nearest: bool = True) -> Choice | None:
-        """With the Nm that is best; None if nothing fits and the ``nearest`` is not wanted."""
+    def choose(self) -> Choice:
+        """Choose Nm too."""
         tried, best, better = [], 0.0, 1
         short = False  # of memory
         for in_flight in range(1, 4 * len(self._slots) + 5):
             found = self.plan(in_flight)
             tried.append(in_flight)
-            if found is None:
+            if not found.fits:
                 break
             short |= len(self._seen[in_flight]) > 1
             if found.rate > best * (1 + NEGLIGIBLE):
@@ -183,90 +177,103 @@ class _Search:
             if len(found.stages) == 1:
                 break  # nothing else computes meanwhile: more in flight would make weights staler for nothing
             # Nothing is faster than 1 / T_max; and what has not helped for as many as there are stages will not.
-            if (
-                best * self._without_limits().bottleneck >= 1 - NEGLIGIBLE
-                or in_flight >= better + len(found.stages) + 1
-            ):
+            if best * self._unlimited.bottleneck >= 1 - NEGLIGIBLE or in_flight >= better + len(found.stages) + 1:
                 break
-        if (short or found is None) and best * self._without_limits().bottleneck < ENOUGH:
+        if not self._found[1].fits:
+            return self._unfit(1, asked=False)
+        unfit = None if found.fits else tried[-1]
+        fitting = tried if unfit is None else tried[:-1]
+        if (short or unfit) and best * self._unlimited.bottleneck < ENOUGH:
             # From the largest on, as it is the fastest as often as not, and what is slower needs no look.
-            for in_flight in reversed(tried if found is not None else tried[:-1]):
-                faster = self._faster(in_flight, ENOUGH * best)
-                best = max(best, 0.0 if faster is None else faster.rate)
-        plans = [plan for n in tried if (plan := self._found[n]) is not None]
-        if not plans:
-            return self._nearest(1, asked=False) if nearest else None
+            for in_flight in reversed(fitting):
+                best = max(best, self._locally(in_flight, ENOUGH * best).rate)
+        plans = [self._found[in_flight] for in_flight in fitting]
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
         if len(chosen.stages) == 1 < chosen.in_flight:  # as above
-            chosen = plans[0] = self._found[1] = self._look([chosen.stages[0].slot], [0], 1)
-        unfit = next((n for n in tried if self._found[n] is None), None)
+            chosen = plans[0] = self._found[1] = self._estimate([chosen.stages[0].slot], [0], 1)
         reasons = _why(chosen, plans, tried[-1], unfit)
         if unfit is not None and not self._recompute:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
-            most = other._most(max(unfit, len(self._without_limits().slots) + 1), chosen.in_flight)
-            again = other.plan(most) if most not in (None, chosen.in_flight) else None
-            if again is not None and again.rate > (2 - ENOUGH) * chosen.rate:
-                reasons.append(
-                    f"recompute=True would be {again.rate / chosen.rate:.2f} times as fast, as Nm = {most} fits then"
-                )
+            most = other.most(max(unfit, len(self._unlimited.slots) + 1), chosen.in_flight)
+            if most is not None and most != chosen.in_flight:
+                again = other.plan(most).rate / chosen.rate
+                if again > 2 - ENOUGH:
+                    reasons.append(f"recompute=True would be {again:.2f} times as fast, as Nm = {most} fits then")
         return self._choice(chosen, tried, reasons)
 
     def at(self, in_flight: int) -> Choice:
-        """With the Nm that is given."""
+        """Plan for a given Nm."""
         found = self.plan(in_flight)
-        if found is None:
-            return self._nearest(in_flight, asked=True)
+        if not found.fits:
+            return self._unfit(in_flight, asked=True)
         if found.rate * found.bottleneck < ENOUGH or len(self._seen[in_flight]) > 1:
-            found = self._faster(in_flight) or found
+            found = self._locally(in_flight)
         return self._choice(found, [in_flight], [_slowest(found)])
 
-    def plan(self, in_flight: int) -> Estimate | None:
-        """The plan with the least T_max that fits, or the fastest that was found where none was; None if none was."""
+    def plan(self, in_flight: int) -> Estimate:
+        """Plan with the least T_max that fits; where none was found, the best of a local search, which may not fit."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._plan(in_flight)
-            if self._found[in_flight] is None:
-                self._faster(in_flight)
+            self._found[in_flight] = self._divided(in_flight)
+            if not self._found[in_flight].fits:
+                self._locally(in_flight)
         return self._found[in_flight]
 
-    def _faster(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
-        """The plan with the most throughput that was found, which it is from now on; as in ``LocalSearch.best``."""
+    def most(self, in_flight: int, fits: int = 0) -> int | None:
+        """Largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
 
-        def look(slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> Estimate:
-            return self._look(slots, cuts, in_flight)
+        ``fits`` is known to fit, if it is not 0.
+        """
+        if not fits and (in_flight < 1 or not self.plan(1).fits):
+            return None
+        fits, unfit, step = max(1, fits), in_flight + 1, 1
+        while unfit - fits > 1:
+            middle = min(fits + step, (fits + unfit) // 2)
+            if self.plan(middle).fits:
+                fits, step = middle, 2 * step
+            else:
+                unfit = middle
+        return fits
 
-        best = self._found[in_flight]
-        ascent = LocalSearch(self._dividing.costs, self._ordered, in_flight, look, self._stages)
-        orders = self._dividing.in_each_order(in_flight, (LIGHTEST,))
-        found = ascent.best(chain(reversed(self._seen[in_flight]), orders), floor)
-        if found is not None and (best is None or found.rate > best.rate * (1 + NEGLIGIBLE)):
-            best = self._found[in_flight] = found
-        return best
-
-    def _plan(self, in_flight: int) -> Estimate | None:
+    def _divided(self, in_flight: int) -> Estimate:
+        """Raise the bounds until the division with the least T_max fits; the last one seen where none does."""
+        loads = [set(LIGHTEST) for _ in self._slots]
+        division: Division | None = self._unlimited
         seen = self._seen[in_flight] = []
-        loads = self._bounds[in_flight] = [set(LIGHTEST) for _ in self._slots]
-        fastest = self._without_limits()
-        seen.append(fastest)
-        if (found := self._estimate(fastest, in_flight)).fits:
-            return found
-        ticks = fastest.ticks
-        while (division := self._dividing.divide(in_flight, loads, at_least=ticks)) is not None:
+        while division is not None:
             seen.append(division)
-            found = self._estimate(division, in_flight)
+            found = self._estimate(division.slots, division.cuts, in_flight)
             if found.fits:
-                return found
-            ticks = division.ticks
-            for distance, stage in enumerate(reversed(found.stages)):
+                break
+            for distance, stage in enumerate(reversed(found.stages)) if len(seen) > 1 else ():
                 if stage.overflow:
                     assert stage.load not in loads[distance], "what is within its bounds fits"
                     loads[distance].add(stage.load)
-        return None
+            division = self._divider.divide(in_flight, loads, at_least=division.ticks)
+        return found
 
-    def _estimate(self, division: Division, in_flight: int) -> Estimate:
-        return self._look(division.slots, division.cuts, in_flight)
+    def _locally(self, in_flight: int, floor: float = 0.0, limited: bool = True) -> Estimate:
+        """Plan that a local search finds, if that is faster or lacks less; see ``LocalSearch.best``.
 
-    def _look(self, slots: Sequence[DeviceSlot], cuts: Sequence[int], in_flight: int) -> Estimate:
+        It begins with the best of each order, under the lightest bound or, if not ``limited``, under none.
+        """
+        if in_flight not in self._searched or not limited:
+            search = LocalSearch(
+                self._divider.costs,
+                self._ordered,
+                in_flight,
+                lambda slots, cuts: self._estimate(slots, cuts, in_flight),
+                self._stages,
+            )
+            orders = self._divider.in_each_order(in_flight, (LIGHTEST,), limited)
+            found = search.best(chain(reversed(self._seen[in_flight]), orders), floor)
+            if found is not None and is_better(found, self._found[in_flight], 1 + NEGLIGIBLE):
+                self._found[in_flight] = found
+            if not floor:
+                self._searched.add(in_flight)
+        return self._found[in_flight]
+
+    def _estimate(self, slots: Sequence[DeviceSlot], cuts: Sequence[int], in_flight: int) -> Estimate:
         return estimate(
             self._profile,
             self._cluster,
@@ -279,62 +286,28 @@ class _Search:
             watched=self._watched,
         )
 
-    def _without_limits(self) -> Division:
-        """The fastest division if memory were no limit."""
-        if self._fastest is None:
-            self._fastest = self._dividing.divide(besides=UNLIMITED)
-            assert self._fastest is not None
-        return self._fastest
+    @cached_property
+    def _unlimited(self) -> Division:
+        """Fastest division if memory were no limit."""
+        found = self._divider.divide(limited=False)
+        assert found is not None
+        return found
 
-    def _nearest(self, in_flight: int, asked: bool) -> Choice:
-        """The plan whose devices lack the least, where none fits."""
-        loads = self._bounds[in_flight]
-        enough, lacks = 1, 0
-        while not self._dividing.has_room(in_flight, loads, enough):
-            lacks, enough = enough, 2 * enough
-        while enough - lacks > max(1, enough // 256):
-            middle = (lacks + enough) // 2
-            if self._dividing.has_room(in_flight, loads, middle):
-                enough = middle
-            else:
-                lacks = middle
-        division = self._dividing.divide(in_flight, loads, enough)
-        assert division is not None
-        found = self._estimate(division, in_flight)
-        if found.fits:  # its stages hold less than what they were thought to hold
-            self._found[in_flight] = found
-            if asked:
-                return self.at(in_flight)
-            choice = self.choose()
-            assert choice is not None
-            return choice
-        lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
-        fewer = self._most(in_flight - 1)
-        reasons = [f"no plan was found that fits at Nm = {in_flight}; of those that were, this one lacks the least"]
+    def _unfit(self, in_flight: int, asked: bool) -> Choice:
+        """The plan whose devices lack the least, and what would help."""
+        found = self._locally(in_flight, limited=False)
+        if found.fits:
+            return self.at(in_flight) if asked else self.choose()
         again = None
         if not self._recompute:
             other = self._with_recompute()
             if asked:
-                again = other._most(in_flight)
-            elif (choice := other.choose(nearest=False)) is not None:
+                again = other.most(in_flight)
+            elif (choice := other.choose()).fits:
                 again = choice.in_flight
-        return self._choice(found, [in_flight], reasons, Help(fewer, again, lacking))
-
-    def _most(self, in_flight: int, fits: int = 0) -> int | None:
-        """The largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
-
-        ``fits`` is known to fit, if it is not 0.
-        """
-        if not fits and (in_flight < 1 or self.plan(1) is None):
-            return None
-        fits, unfit, step = max(1, fits), in_flight + 1, 1
-        while unfit - fits > 1:
-            middle = min(fits + step, (fits + unfit) // 2)
-            if self.plan(middle) is None:
-                unfit = middle
-            else:
-                fits, step = middle, 2 * step
-        return fits
+        lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
+        reasons = [f"no plan was found that fits at Nm = {in_flight}; of those that were, this one lacks the least"]
+        return self._choice(found, [in_flight], reasons, Help(self.most(in_flight - 1), again, lacking))
 
     def _with_recompute(self) -> _Search:
         return replace(self, _recompute=True)
@@ -343,7 +316,7 @@ class _Search:
         self, found: Estimate, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
     ) -> Choice:
         used = {stage.slot for stage in found.stages}
-        if not self._dividing.exact:
+        if not self._divider.exact:
             reasons = [*reasons, "there are too many kinds of devices to look at all of their orders"]
         return Choice(
             found.stages,
@@ -359,7 +332,7 @@ class _Search:
 
     def _tried(self, in_flight: int) -> Tried:
         found = self._found[in_flight]
-        return Tried(in_flight, None, None) if found is None else Tried(in_flight, found.rate, found.bottleneck)
+        return Tried(in_flight, found.rate, found.bottleneck) if found.fits else Tried(in_flight, None, None)
 
 
 def _slowest(found: Estimate) -> str:

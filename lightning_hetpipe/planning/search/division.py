@@ -22,7 +22,6 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import first_minibatch
 from lightning_hetpipe.planning.search.device_order import (
-    ANY,
     AnyOrder,
     DeviceOrders,
     GivenOrder,
@@ -134,7 +133,7 @@ class Divider:
     too many kinds of devices to look through all orders (16 devices of 4 types are not), only those are looked at in
     which the devices of a node stand together, or in the end the given order; ``exact`` says so.
 
-    Of arrangements that are as good it takes one with few stages; of cuts as good, the earliest last one, and so on
+    Of orders that are as good it takes one with few stages; of cuts as good, the earliest last one, and so on
     backwards: what comes before a cut is divided as well as it can be.
 
     Args:
@@ -176,8 +175,8 @@ class Divider:
         self,
         in_flight: int = 1,
         loads: Sequence[Collection[StageLoad]] = (LIGHTEST,),
-        besides: int = 0,
         at_least: int = 0,
+        limited: bool = True,
     ) -> Division | None:
         """The stages with the least T_max; None if none have room.
 
@@ -185,22 +184,24 @@ class Divider:
             in_flight: Nm.
             loads: The memory bound: by the distance from the last stage, what a stage there holds at one time or
                 another; beyond, as the last of them.
-            besides: Bytes that each device has besides.
-            at_least: Ticks that it is known to take.
+            at_least: Ticks known as a lower bound.
+            limited: Whether the memory of the devices is a limit.
         """
-        arrangements = self._arrangements()
-        room = self._room(arrangements.costs, in_flight, loads, besides)
-        found = least_bottleneck(arrangements, room, at_least)
+        orders = self._device_orders()
+        room = self._room(orders.costs, in_flight, loads, limited)
+        found = least_bottleneck(orders, room, at_least)
         if found is None:
             return None
-        division = _in_order(arrangements.costs, found.kinds, room)
+        division = _in_order(orders.costs, found.kinds, room)
         assert division is not None
         assert division.ticks == found.bottleneck, "the least of this order is the least of all"
         return division
 
-    def in_each_order(self, in_flight: int, loads: Sequence[Collection[StageLoad]]) -> Iterator[Division]:
-        """For each order of each subset, the stages with the least T_max; of none, where there are too many."""
-        room = self._room(self.costs, in_flight, loads)
+    def in_each_order(
+        self, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True
+    ) -> Iterator[Division]:
+        """Yield for each order of each subset the stages with the least T_max; nothing where there are too many."""
+        room = self._room(self.costs, in_flight, loads, limited)
         for kinds in self._orders:
             if (found := _in_order(self.costs, kinds, room)) is not None:
                 yield found
@@ -222,15 +223,10 @@ class Divider:
                 return ()
         return found
 
-    def has_room(self, in_flight: int, loads: Sequence[Collection[StageLoad]], besides: int = 0) -> bool:
-        """Whether there are stages that have room."""
-        arrangements = self._arrangements()
-        return arrangements.find(ANY, self._room(arrangements.costs, in_flight, loads, besides)) is not None
+    def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True) -> Room:
+        return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, self._whole, limited)
 
-    def _room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], besides: int = 0) -> Room:
-        return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, besides, self._whole)
-
-    def _arrangements(self) -> DeviceOrders:
+    def _device_orders(self) -> DeviceOrders:
         """All that there are, or those that can be looked through."""
         while self._known is None:
             rules = self._rules.pop(0)

@@ -65,11 +65,14 @@ class LocalSearch:
         self._steps = [1 << power for power in range(max(1, (costs.layers // 2).bit_length()))]
 
     def best(self, starts: Iterable[Division], floor: float = 0.0) -> Estimate | None:
-        """The fastest that was found; None if none fits.
+        """Climb from the most promising of ``starts``; the best plan found, which lacks the least where none fits.
 
         Args:
-            starts: Where it begins.
+            starts: Divisions to begin with.
             floor: Minibatches per second: what starts slower than this, by its bounds, is passed over.
+
+        Returns:
+            None where all were passed over.
         """
         best: Estimate | None = None
         places = dict.fromkeys((tuple(self._kind[slot] for slot in each.slots), each.cuts) for each in starts)
@@ -79,11 +82,10 @@ class LocalSearch:
                 looks.append((place, look))
         looks.sort(key=lambda each: (_lack(each[1]), -each[1].rate))
         for place, look in looks[:CLIMBS]:
-            if self._bound(place) < (0.0 if best is None else best.rate):
-                continue
-            found = self._climb(place, look)
-            if found.fits and (best is None or found.rate > best.rate):
-                best = found
+            if best is None or not best.fits or self._bound(place) >= best.rate:
+                found = self._climb(place, look)
+                if best is None or is_better(found, best, 1.0):
+                    best = found
         return best
 
     def _climb(self, place: Place, at: Estimate) -> Estimate:
@@ -94,7 +96,7 @@ class LocalSearch:
                     continue
                 if (found := self._estimate(other)) is None:
                     return at
-                if _is_better(found, at):
+                if is_better(found, at):
                     place, at = other, found
                     break
             else:
@@ -152,10 +154,10 @@ def _is_rising(kinds: Sequence[int]) -> bool:
     return all(one < other for one, other in pairwise(kinds))
 
 
-def _is_better(one: Estimate, other: Estimate) -> bool:
-    """Whether less memory is lacking, or nothing is and it is faster."""
+def is_better(one: Estimate, other: Estimate, factor: float = UPHILL) -> bool:
+    """Whether ``one`` lacks less memory than ``other``, or as much and is more than ``factor`` times as fast."""
     lack, lacked = _lack(one), _lack(other)
-    return lack < lacked or (lack == lacked and one.rate > other.rate * UPHILL)
+    return lack < lacked or (lack == lacked and one.rate > other.rate * factor)
 
 
 def _lack(found: Estimate) -> int:
