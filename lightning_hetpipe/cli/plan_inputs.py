@@ -21,7 +21,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.strategy.placement import discovered_cluster
 from lightning_hetpipe.strategy.profiler import ProfilingStrategy
 from lightning_hetpipe.strategy.profiler import profile as profile_model
 from lightning_hetpipe.strategy.progress import on_terminal
@@ -125,7 +125,7 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
                 f" the catalogue of GPUs{nearest(name, names)}"
             )
     elif config.cluster is None:
-        cluster = found_cluster()
+        cluster = discovered_cluster()
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(
                 f"profile={config.profile} has no times of this machine's '{name}', but of"

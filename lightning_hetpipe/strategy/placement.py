@@ -1,24 +1,44 @@
-"""Where one virtual worker's stages may lie: the devices as planning knows them, and as torch does."""
+"""Device placement and discovery: the devices of one virtual worker, as planning and as torch know them."""
 
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Node
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.strategy.found import found_cluster
 
 CPU = torch.device("cpu")
 
 
+def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
+    """Discover one node with ``devices``, by default all GPUs, or the CPU where there are none.
+
+    A GPU has the catalogue's name, or torch's where that does not know it, and its memory as torch says; a CPU's memory
+    is no limit, and nothing has to travel there.
+    """
+    if devices is None:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    link = PCIE if any(device.type == "cuda" for device in devices) else NO_LINK
+    return Cluster([Node(socket.gethostname() or "here", [_discovered(device) for device in devices], link)])
+
+
+def _discovered(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(canonical(properties.name), properties.total_memory)
+
+
 @dataclass(frozen=True)
-class Site:
-    """A place to train.
+class DevicePlacement:
+    """Devices that the stages of one virtual worker may lie on.
 
     Attributes:
         cluster: As declared over what was found; memory that neither says is the catalogue's.
@@ -33,8 +53,8 @@ class Site:
     emulated: bool = False
 
     @classmethod
-    def of(cls, declared: Cluster | None, devices: Sequence[torch.device], plan: Plan | None = None) -> Site:
-        """With ``devices``, those that the Trainer was given.
+    def of(cls, declared: Cluster | None, devices: Sequence[torch.device], plan: Plan | None = None) -> DevicePlacement:
+        """Place stages on ``devices``, those that the Trainer was given.
 
         A CPU stands for any number of devices: of those that are ``declared``, or of as many as a ``plan`` has.
 
@@ -46,14 +66,14 @@ class Site:
             if on_cpu and plan is not None:
                 numbers = [stage.device_number or 0 for worker in plan.virtual_workers for stage in worker.stages]
                 devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
-            return cls(_named_as_in(plan, found_cluster(devices)), devices)
+            return cls(_named_as_in(plan, discovered_cluster(devices)), devices)
         if not on_cpu:
-            return cls(_as_measured(declared.over(found_cluster(devices))), devices, declared=True)
+            return cls(_as_measured(declared.over(discovered_cluster(devices))), devices, declared=True)
         emulated = any(slot.device.name != "cpu" or slot.device.speed != 1.0 for slot in declared.slots)
         return cls(declared.with_memory({}), [CPU] * len(declared.slots), declared=True, emulated=emulated)
 
     def planned(self, plan: Plan) -> list[torch.device]:
-        """Of each stage of ``plan``.
+        """Device of each stage of ``plan``.
 
         Raises:
             SettingError: where the plan has devices that are not here.
@@ -70,7 +90,7 @@ class Site:
         return [self.device(slot) for slot in plan.slots(0, self.cluster)]
 
     def device(self, slot: DeviceSlot) -> torch.device:
-        """Torch's for ``slot``."""
+        """Torch's device for ``slot``."""
         return self.devices[self.cluster.slots.index(slot)]
 
     @property
@@ -102,13 +122,13 @@ class Site:
         return len({slot.device.name for slot in self.cluster.slots}) == 1
 
     def name(self, slot: DeviceSlot) -> str:
-        """Of the device, as tables have it."""
+        """Name of the device, as tables have it."""
         where = f"{self.cluster.nodes[slot.node].name} " if len(self.cluster.nodes) > 1 else ""
         return f"{where}{slot.device.name}:{slot.number}"
 
 
 def _as_measured(cluster: Cluster) -> Cluster:
-    """With speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
+    """Make speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
     speeds: dict[str, float] = {}
     for device in (slot.device for slot in cluster.slots):
         speeds[device.name] = 1.0 if device.speed == 1.0 else speeds.get(device.name, device.speed)
@@ -120,7 +140,7 @@ def _as_measured(cluster: Cluster) -> Cluster:
 
 
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
-    """One node that was found is the one of a plan that has one: machines have other names than people give them."""
+    """Name the one discovered node as the plan's only one: machines have other names than people give them."""
     if plan is None:
         return found
     names = {stage.node for worker in plan.virtual_workers for stage in worker.stages}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Device
-from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.strategy.placement import discovered_cluster
 
 THERE = [
     ("NVIDIA GeForce RTX 3090", 25_300_000_000),
@@ -29,7 +29,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_gpus_by_the_catalogues_names() -> None:
-    (node,) = found_cluster().nodes
+    (node,) = discovered_cluster().nodes
     assert node.devices == (
         Device("RTX-3090", 25_300_000_000),
         Device("Titan-RTX", 25_200_000_000),
@@ -41,12 +41,12 @@ def test_gpus_by_the_catalogues_names() -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_only_the_devices_that_are_asked_for() -> None:
-    (node,) = found_cluster([torch.device("cuda", 1)]).nodes
+    (node,) = discovered_cluster([torch.device("cuda", 1)]).nodes
     assert [device.name for device in node.devices] == ["Titan-RTX"]
 
 
 def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (node,) = found_cluster().nodes
+    (node,) = discovered_cluster().nodes
     assert (node.devices, node.link) == ((Device("cpu"),), NO_LINK)
-    assert len(found_cluster([torch.device("cpu")] * 3).slots) == 3
+    assert len(discovered_cluster([torch.device("cpu")] * 3).slots) == 3
