@@ -1,4 +1,4 @@
-"""Profiles what a watched step has shown: each layer on one device of each type, measured once and kept on disk."""
+"""Profile of the layers that a watched step has shown: measured once on each type of device, and kept on disk."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def profiled(
 
 
 def _joined(one: Profile, other: Profile) -> Profile:
-    """Both devices' times. Kernels may keep other bytes there; a profile has one number for all, the larger."""
+    """Merge the times of both devices; of the bytes that kernels keep there, a profile has the larger number."""
     layers = [
         replace(mine, kept=max(mine.kept, theirs.kept)) for mine, theirs in zip(one.layers, other.layers, strict=True)
     ]
@@ -61,7 +61,7 @@ def _joined(one: Profile, other: Profile) -> Profile:
 
 
 def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
-    """What was measured before on devices of that ``name``, perhaps on another machine; None if nothing was."""
+    """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
     one = None if cache is None else cache.get(conditions(study, name, precision).key())
     if one is None or name not in one.times or len(one.layers) != len(study.layers):  # a file that somebody has changed
         return None
@@ -80,13 +80,13 @@ def _measured(study: Study, device: torch.device, name: str, model: str, bar: Ba
 
 
 def layer_seconds(study: Study, device: torch.device, bar: Bar) -> list[float]:
-    """How long each layer takes on ``device``, forward and backward: all that cuts for equal devices need."""
+    """Measure seconds of each layer on ``device``, forward and backward: all that cuts for equal devices need."""
     with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
         return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the memory model calls ``optimizer``; None if it does not know it."""
+    """Name of ``optimizer`` in the memory model; None if it does not know it."""
     name, options = type(optimizer).__name__.lower(), optimizer.defaults
     if name in ("sgd", "rmsprop") and options.get("momentum"):
         name = f"{name}_momentum"
@@ -118,7 +118,7 @@ def conditions(study: Study, device: str, precision: str) -> Conditions:
 
 
 def processor() -> str:
-    """What this machine's CPU is called, and the instructions that torch uses of it."""
+    """Name of this machine's CPU, and the instructions that torch uses of it."""
     model = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -129,7 +129,7 @@ def processor() -> str:
 
 
 def _settings(study: Study) -> dict[str, str]:
-    """What is set, in the process and of the Trainer's."""
+    """Settings of the process and of the Trainer."""
     backends: Any = torch.backends
     found = {
         "method": METHOD,

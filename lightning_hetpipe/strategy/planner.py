@@ -39,7 +39,7 @@ from lightning_hetpipe.strategy.placement import DevicePlacement
 from lightning_hetpipe.strategy.progress import Bar, hidden
 
 UNKNOWN_OPTIMIZER = "adam"
-"""What state an optimizer is taken to keep that the memory model does not know."""
+"""Optimizer whose state is assumed for one that the memory model does not know."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Decision:
 
 
 Decide = Callable[[Study], Decision]
-"""Makes the decision once the first minibatch has shown the layers."""
+"""Function that makes the decision once the first minibatch has shown the layers."""
 
 
 def told_in_flight(in_flight: int) -> str:
@@ -79,7 +79,7 @@ def told_in_flight(in_flight: int) -> str:
 
 @dataclass(frozen=True)
 class Planner:
-    """Decides for the layers that a watched step has shown.
+    """Maker of the decision, for the layers that a watched step has shown.
 
     Attributes:
         placement: Devices that stages may lie on.
@@ -186,7 +186,7 @@ class Planner:
     # A plan of its own.
 
     def _profile(self, study: Study) -> tuple[Profile, float]:
-        """Of all devices; where they are emulated, by how much they are slower than the profile said."""
+        """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
         placement = self.placement
         profile = profiled(study, placement.types, self.model, self.precision, self.cache, self.bar)
         devices = [slot.device for slot in placement.cluster.slots]

@@ -1,1 +1,1 @@
-"""What a plan is made from: devices, layers, what they cost, and the simulation of a pipeline."""
+"""Input of planning: devices, layers, their costs, and the simulation of a pipeline."""

@@ -19,14 +19,14 @@ INTENSITY = 16.0
 """FLOP for each byte of device memory traffic in the workload that :func:`relative_speed` supposes."""
 
 PRECISIONS = ("32", "32-highest", "16")
-"""With TF32 where there is, without, and in 16 bits."""
+"""32 bits with TF32 where there is, 32 bits without, 16 bits."""
 
 _VENDORS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a data sheet says.
+    """Data sheet of a GPU.
 
     Attributes:
         name: Ours, such as "RTX-3090".
@@ -34,7 +34,7 @@ class Gpu:
         fp32: Peak FLOP/s in 32 bits, without tensor cores.
         tf32: Peak FLOP/s of tensor cores on 32-bit numbers (TF32), dense; None where it has none.
         half: Peak FLOP/s in 16 bits (bfloat16 where it has it, else float16), dense; None where that is no faster.
-        bandwidth: Of its memory, in bytes/s.
+        bandwidth: Memory bandwidth in bytes/s.
         source: The data sheet.
         aliases: Other names; what ``torch.cuda.get_device_name`` says is understood too.
     """
@@ -79,7 +79,7 @@ def find(name: str) -> Gpu:
 
 
 def known(name: str) -> Gpu | None:
-    """As :func:`find`, and None where there is none."""
+    """Find a GPU as :func:`find` does; None where there is none."""
     return _by_key().get(_key(name))
 
 
@@ -90,7 +90,7 @@ def canonical(name: str) -> str:
 
 
 def relative_speed(name: str, than: str, precision: str = "32") -> float:
-    """How many times faster ``name`` is estimated to be than ``than``, for training in ``precision``.
+    """Estimated speed of ``name`` relative to ``than``, for training in ``precision``.
 
     The rule: a workload of :data:`INTENSITY` FLOP per byte of memory traffic, computing at the peak and moving bytes at
     the peak in turns (a roofline's two times, added). Against the layer times of OPT-350M that the Sailor project has
@@ -105,7 +105,7 @@ def relative_speed(name: str, than: str, precision: str = "32") -> float:
 
 @cache
 def gpus() -> Mapping[str, Gpu]:
-    """All, by name."""
+    """All GPUs of the catalogue, by name."""
     table = json.loads(files("lightning_hetpipe.planning.model").joinpath("gpus.json").read_text(encoding="utf-8"))
     return {
         row["name"]: Gpu(
@@ -128,6 +128,6 @@ def _by_key() -> Mapping[str, Gpu]:
 
 
 def _key(name: str) -> str:
-    """Letters and digits, without the maker's names."""
+    """Reduce a name to letters and digits, without the maker's names."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "".join(word for word in words if word not in _VENDORS)

@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_ba
 T = TypeVar("T")
 
 LEAST_MEMORY = 1 << 20
-"""Bytes: no device has less, and who has written so has left a unit out."""
+"""Smallest memory of a device in bytes: a smaller number lacks its unit."""
 
 _SEVERAL = re.compile(r"([1-9]\d*)[x*](?=[A-Za-z])(.+)")
 
@@ -68,7 +68,7 @@ class Device:
 
 @dataclass(frozen=True, init=False)
 class Link:
-    """What connects devices.
+    """Link between devices.
 
     Args:
         bandwidth: Bytes/s, or text such as "12 GB/s" or "200 Mbit/s".
@@ -94,17 +94,17 @@ class Link:
         object.__setattr__(self, "latency", latency)
 
     def __str__(self) -> str:
-        """As "12 GB/s"; with its latency, if it has one, as "12 GB/s after 10 us"."""
+        """Text such as "12 GB/s"; with a latency, "12 GB/s after 10 us"."""
         speed = in_bandwidth(self.bandwidth)
         return f"{speed} after {in_seconds(self.latency)}" if self.latency else speed
 
     def seconds(self, nbytes: int) -> float:
-        """How long ``nbytes`` take; nothing takes no time."""
+        """Seconds that ``nbytes`` take; zero bytes take none."""
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
 NO_LINK = Link(math.inf)
-"""Between what shares memory: nothing has to travel."""
+"""Link within shared memory: nothing has to travel."""
 
 PCIE = Link("12 GB/s", "10 us")
 """Supposed between devices of one machine, where nobody has declared it: PCIe 3.0 x16 in practice."""
@@ -159,7 +159,7 @@ class Node:
 
     @property
     def own_link(self) -> Link:
-        """Between any two of its devices, as declared or supposed."""
+        """Link between any two of its devices, as declared or supposed."""
         if self.link is not None:
             return self.link
         return NO_LINK if all(device.name == "cpu" for device in self.devices) else PCIE
@@ -201,7 +201,7 @@ class Cluster:
         )
 
     def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
-        """What a value takes from ``one`` to ``other``."""
+        """Link that a value takes from ``one`` to ``other``."""
         if one.node != other.node:
             return self.link or ETHERNET
         return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
@@ -218,7 +218,7 @@ class Cluster:
         return [*found]
 
     def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
-        """With the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
+        """Fill in the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
 
         What neither knows stays without a limit.
         """
@@ -233,7 +233,7 @@ class Cluster:
         return self._each(filled)
 
     def over(self, found: Cluster) -> Cluster:
-        """This one as declared for the machines of ``found``: what it does not say of a device is as found.
+        """Merge this declaration with the machines of ``found``: what it does not say of a device is as found.
 
         Nodes and their devices stand for one another by their places. A device has no more memory than was found.
 

@@ -1,4 +1,4 @@
-"""What stages cost on which devices: time in whole ticks, so that sums are exact and equal means equal, and bytes."""
+"""Costs of stages on devices: time in whole ticks, so that sums and comparisons are exact, and bytes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import more
 
 Ticks: TypeAlias = NDArray[np.int64]
-"""By boundary: number b lies before layer b, and number n behind the last."""
+"""Ticks by boundary: boundary b lies before layer b, boundary n behind the last layer."""
 
 NEVER = 2**62
-"""More ticks than anything takes."""
+"""Ticks that stand for "not possible"."""
 
 TOTAL = 2**50
-"""About how many ticks all of the model takes on its slowest device, transfers included: what makes a tick."""
+"""Approximate ticks of the whole model on its slowest device, transfers included; it defines the tick."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Devices that are the same in all that matters: what they are, and what links them to the others.
+    """Interchangeable devices: of the same type, with the same links to all others.
 
     Attributes:
         slots: Those that there are, in the order in which they were given.
@@ -59,7 +59,7 @@ def kinds_of(cluster: Cluster, slots: Sequence[DeviceSlot], apart: bool = False)
 
 
 class Costs:
-    """Those of the layers of ``profile`` on ``kinds`` of devices.
+    """Times of the layers of ``profile`` on ``kinds`` of devices, in ticks.
 
     Attributes:
         layers: n.
@@ -86,11 +86,11 @@ class Costs:
         self._backwards = np.tri(self.layers + 1, dtype=bool)
 
     def hop(self, one: int, other: int) -> Ticks:
-        """By boundary, what crosses it takes between two devices of the groups ``one`` and ``other``, one way."""
+        """Ticks, by boundary, of one transfer between two devices of the groups ``one`` and ``other``."""
         return self._hops[one, other]
 
     def stage(self, kinds: Sequence[int], index: int) -> Ticks:
-        """Of stage ``index`` of those on ``kinds``: ticks by its first boundary (rows) and its last (columns)."""
+        """Ticks of stage ``index`` of those on ``kinds``, by its first boundary (rows) and its last (columns)."""
         own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
         groups = [self.kinds[kind].group for kind in kinds]
         take = own[None, :] - own[:, None]
@@ -133,7 +133,7 @@ class Costs:
 
 
 def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Link]:
-    """Between two devices of two groups, or of one; that from a device to itself where a group has no other."""
+    """Links by pairs of groups; the one from a device to itself where a group has no other device."""
     slots = [(kind.group, slot) for kind in kinds for slot in kind.slots]
     found: dict[tuple[int, int], Link] = {}
     for one, here in slots:
@@ -144,7 +144,7 @@ def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Lin
 
 
 class Room:
-    """How far a stage may go before its device's memory is full.
+    """Memory bound of stages: how far each may reach before its device is full.
 
     Args:
         layers: The model's.
@@ -179,7 +179,7 @@ class Room:
         self._known: dict[tuple[frozenset[StageLoad], int], Ticks | None] = {}
 
     def reach(self, kind: int, distance: int) -> Ticks | None:
-        """By the boundary at which a stage starts, the last at which it may end; None where memory is no limit.
+        """Last boundary at which a stage may end, by the one at which it starts; None where memory is no limit.
 
         Args:
             kind: Of its device.
@@ -198,7 +198,7 @@ class Room:
         return self._known[key]
 
     def _ends(self, load: StageLoad, limit: float) -> Ticks:
-        """By its first boundary, the last of a stage that takes up to ``limit`` bytes. A longer one takes no less."""
+        """Last boundary of a stage that takes up to ``limit`` bytes, by its first one. A longer stage takes no less."""
         first = np.arange(len(self._layers) + 1)
         fits, last = first, np.full_like(first, len(first) - 1)
         while (fits < last).any():
@@ -208,7 +208,7 @@ class Room:
         return fits
 
     def _bytes(self, load: StageLoad, first: Ticks, after: Ticks) -> NDArray[np.float64]:
-        """Of stages between boundaries."""
+        """Bytes of stages between boundaries."""
         sizes = self._sizes
         weights = sizes.weights[after] - sizes.weights[first]
         kept = sizes.added[after] - sizes.starts[first] + sizes.kept[first]
@@ -224,7 +224,7 @@ class Room:
 
 
 class _Sizes:
-    """As of :class:`~lightning_hetpipe.planning.model.stage_memory.Sizes`, to be added up by boundaries."""
+    """Prefix sums of :class:`~lightning_hetpipe.planning.model.stage_memory.Sizes`, by boundary."""
 
     def __init__(self, layers: Sequence[LayerBytes]) -> None:
         self.weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])
@@ -241,7 +241,7 @@ class _Sizes:
         self._windows = np.stack(windows)
 
     def largest(self, first: Ticks, after: Ticks) -> NDArray[np.float64]:
-        """The most that a layer between boundaries keeps, of which two overlapping windows show all."""
+        """Most bytes that a layer between boundaries keeps, from two overlapping windows."""
         level = np.log2(np.maximum(after - first, 1)).astype(np.intp)
         result: NDArray[np.float64] = np.maximum(
             self._windows[level, first], self._windows[level, after - (1 << level)]

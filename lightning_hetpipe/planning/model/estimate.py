@@ -1,4 +1,4 @@
-"""What to expect of stages: how long they take, how much memory, and how many minibatches a second that makes."""
+"""Estimate of stages: their times, their memory, and the simulated minibatches per second."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, Sta
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, first_minibatch, stage_memory
 
 WAVES = 6
-"""Simulated, each of Nm minibatches. In the first two the pipeline fills, and in the last it drains."""
+"""Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
 
 INSTANT = 1e-12
-"""Seconds that are none: layers may be said to take no time."""
+"""Shortest time to divide by, in seconds: layers may be said to take no time."""
 
 MINIBATCHES = 48
-"""Simulated at the least."""
+"""Fewest minibatches that are simulated."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage of a plan.
+    """One stage of an estimate.
 
     Attributes:
         slot: The device.
         first, last: Its layers, both inclusive, by their index in the profile.
-        times: What it takes for one minibatch; ``times.total`` of the slowest stage is T_max.
-        memory: What it takes of its device.
+        times: Seconds for one minibatch; ``times.total`` of the slowest stage is T_max.
+        memory: Bytes that it takes of its device.
         held: The most minibatches whose activations it holds at once.
-        load: What it holds when it takes most.
+        load: Minibatches that it holds when it takes most.
         first_minibatch: Bytes that the first minibatch of a fit takes on its device, where it runs whole; 0 but for the
             last stage.
     """
@@ -57,7 +57,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What to expect of one virtual worker.
+    """Estimate of one virtual worker.
 
     Attributes:
         stages: In the order of the layers.
@@ -95,7 +95,7 @@ def estimate(
     synchronise: float = 0.0,
     watched: bool = True,
 ) -> Estimate:
-    """What to expect of stages on ``slots`` that start at the layers ``cuts``.
+    """Estimate stages on ``slots`` that start at the layers ``cuts``.
 
     Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side. Where
     forwards are computed again, a backward takes that much longer, but for the last stage's.
@@ -142,7 +142,7 @@ def estimate(
 def stage_times_on(
     profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int], recompute: bool = False
 ) -> list[StageTimes]:
-    """What stages on ``slots`` that start at the layers ``cuts`` take; see :func:`estimate`."""
+    """Times of stages on ``slots`` that start at the layers ``cuts``; see :func:`estimate`."""
     found = []
     for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
         own = profile.times_on(slot.device)[first:after]

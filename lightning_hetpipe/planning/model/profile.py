@@ -1,4 +1,4 @@
-"""What is known of a model's layers: how long each takes on which device, and how many bytes it has."""
+"""Profile of a model: seconds of each layer on each type of device, and its bytes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The bytes of one layer, named ``name``; the same on every device.
+    """Bytes of one layer, named ``name``; the same on every device.
 
     Attributes:
-        parameters: Of its weights.
-        kept: Of what its forward keeps until its backward, inputs and outputs included, of one minibatch.
-        output: Of what crosses a cut behind it; a gradient of as many comes back.
-        given: Of what it is given, such as the batch; 0 where that is taken to be what the layer before it has made.
+        parameters: Bytes of its weights.
+        kept: Bytes that its forward keeps until its backward, inputs and outputs included, for one minibatch.
+        output: Bytes of its output; its gradient has the same size.
+        given: Bytes of its input, such as the batch; 0 where that is the output of the layer before it.
     """
 
     name: str
@@ -43,10 +43,10 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's ``layers``, and ``times`` of each layer by the name of a device.
+    """Layers of a model, and times of each layer by the name of a device.
 
     Attributes:
-        model: What it is of, for people.
+        model: Name of the model, for people.
         samples: In a minibatch.
         layers: In order.
         times: For each device's name, of each layer; medians.
@@ -75,7 +75,7 @@ class Profile:
                 )
 
     def times_on(self, device: Device) -> Sequence[Times]:
-        """Of each layer on ``device``: those of its name, or of the only device that was profiled; by its speed.
+        """Times of each layer on ``device``: those of its name, or of the only profiled device; divided by its speed.
 
         Beside devices whose times are estimated, one of another name must say its speed, as it may be a slip.
 
@@ -101,14 +101,14 @@ class Profile:
         return f"; profile the model on it, name another device{by_speed}"
 
     def name_of(self, device: Device) -> str | None:
-        """What this profile calls ``device``, which may be written differently; None if it has no times of it."""
+        """Name of ``device`` in this profile, which may be written differently; None if it has no times of it."""
         if device.name in self.times:
             return device.name
         mine = {canonical(name): name for name in self.times}
         return mine.get(canonical(device.name))
 
     def with_estimates(self, devices: Sequence[Device], precision: str = "32") -> Profile:
-        """With times of those ``devices`` of which it has none and that the catalogue knows.
+        """Add times of those ``devices`` of which it has none and that the catalogue knows.
 
         They are made from those of the profiled GPU whose speed is nearest, by
         :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where the only
@@ -130,7 +130,7 @@ class Profile:
         return replace(self, times=times, estimated=estimated)
 
     def joined(self, other: Profile) -> Profile:
-        """With the times and memory of ``other``, a profile of the same layers on other devices, which wins.
+        """Merge with ``other``, a profile of the same layers on other devices, which wins.
 
         Raises:
             SettingError: if it is of other layers, or of minibatches of another size.

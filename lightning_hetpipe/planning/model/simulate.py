@@ -1,4 +1,4 @@
-"""Simulates one virtual worker: which stage does what when, under the schedule that the engine interprets too.
+"""Simulation of one virtual worker: which stage does what when, under the schedule that the engine interprets too.
 
 Time only moves from event to event, so that a run of hours takes no longer than its number of tasks. What it knows:
 
@@ -32,9 +32,9 @@ class StageTimes:
     """Seconds that a stage takes for one minibatch.
 
     Attributes:
-        forward, backward: Of its layers.
+        forward, backward: Seconds of its layers.
         receive: Until what the stage before it sends has arrived.
-        loss: Of the user's code between forward and backward, on the last stage.
+        loss: Seconds of the user's code between forward and backward, on the last stage.
         receive_gradient: Until the gradient that the stage behind it sends has arrived.
     """
 
@@ -46,18 +46,18 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """Of all that a minibatch takes here; that of the slowest stage is T_max."""
+        """Seconds of all that a minibatch takes here; T_max is the slowest stage's."""
         return self.receive + self.forward + self.loss + self.receive_gradient + self.backward
 
     def of(self, work: Work) -> float:
-        """Of one task; at the turn forward, loss and backward are one."""
+        """Seconds of one task; on the last stage forward, loss and backward are one."""
         if work is Work.FORWARD:
             return self.receive + self.forward
         return self.receive_gradient + self.backward if work is Work.BACKWARD else self.total
 
 
 class StageLoad(NamedTuple):
-    """What a stage holds at one time.
+    """Minibatches that a stage holds at one time.
 
     Attributes:
         held: Minibatches whose activations it holds: from the end of their forward, when these are all there, to the
@@ -89,7 +89,7 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened.
+    """Result of a simulated run.
 
     Attributes:
         spans: Every task, by its start.
@@ -114,7 +114,7 @@ class Simulation:
         return (last - edge) / (self.published[last - 1] - began)
 
     def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
-        """What ``stage`` holds from when on, whenever that changes; of changes at one time each in its turn."""
+        """Changes of what ``stage`` holds, with their times; changes at one time are yielded one by one."""
         done = {span.minibatch: span.end for span in self.spans if span.stage == 0 and span.work is not Work.FORWARD}
         changes: list[tuple[float, int, int, int]] = []
         for span in self.spans:
@@ -144,18 +144,18 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Simulation:
-    """Runs ``minibatches`` through a pipeline that starts empty.
+    """Run ``minibatches`` through a pipeline that starts empty.
 
     Args:
         stages: k of them, one segment each.
         in_flight: Nm.
-        minibatches: How many, at least 1.
+        minibatches: Their number, at least 1.
         step: Seconds of Lightning's thread for each.
         wave: W; by default Nm.
         synchronise: Seconds that Lightning's thread waits at the end of each wave.
         jitter: By how much tasks differ, as the standard deviation of the logarithm of their factors (about 0.05 for 5
             %); they are log-normal, and 1 on average.
-        seed: What the factors are drawn for.
+        seed: Seed of the factors.
 
     Raises:
         ValueError: for numbers that no pipeline has.
@@ -178,7 +178,7 @@ class _Stage:
 
 @dataclass
 class _Run:
-    """What ``simulate`` was asked for, and how far it has come."""
+    """State of a simulation."""
 
     times: Sequence[StageTimes]
     in_flight: int
@@ -261,7 +261,7 @@ class _Run:
         return math.exp(drawn - self.jitter**2 / 2)
 
     def _publish(self) -> None:
-        """Lightning's thread goes on as far as it can."""
+        """Let Lightning's thread go on as far as it can."""
         while (number := len(self._published) + 1) in self._complete:
             before = self._published[-1] if self._published else 0.0
             done = max(before, self._complete.pop(number)) + self.step

@@ -1,4 +1,4 @@
-"""How many bytes a stage takes on its device.
+"""Memory model: bytes that a stage takes on its device.
 
 Weights
     The live ones, which Lightning's loop steps.
@@ -79,10 +79,10 @@ class Sizes:
     """Bytes of the layers of one stage.
 
     Attributes:
-        parameters: Of their weights.
-        kept: Of what one minibatch's forward keeps for its backward.
-        inputs: Of that, what the stage is given: all that is kept of a minibatch where its forward is computed again.
-        largest: Of what the layer keeps that keeps most.
+        parameters: Bytes of their weights.
+        kept: Bytes that one minibatch's forward keeps for its backward.
+        inputs: Bytes of the stage's inputs, all that is kept of a minibatch where its forward is computed again.
+        largest: Bytes that the layer keeps that keeps most.
     """
 
     parameters: int
@@ -92,7 +92,7 @@ class Sizes:
 
     @classmethod
     def of(cls, layers: Sequence[LayerBytes], first: int, last: int) -> Sizes:
-        """Of ``layers[first]`` to ``layers[last]``, both inclusive."""
+        """Add up ``layers[first]`` to ``layers[last]``, both inclusive."""
         own = layers[first : last + 1]
         return cls(
             sum(layer.parameters for layer in own),
@@ -138,17 +138,17 @@ class StageMemory:
 
     @property
     def counted(self) -> int:
-        """Of what the engine counts (``StageReport.memory_bytes``): versions, activations, waiting gradients."""
+        """Bytes that the engine counts (``StageReport.memory_bytes``): versions, activations, waiting gradients."""
         return self.versions + self.activations + self.gradients - self.weights
 
 
 def stage_memory(
     sizes: Sizes, in_flight: int, loads: Iterable[StageLoad], *, state: float = 2.0, recompute: bool = False
 ) -> StageMemory:
-    """What a stage with layers of ``sizes`` takes.
+    """Memory of a stage with layers of ``sizes``.
 
     Args:
-        sizes: Of its layers.
+        sizes: Those of its layers.
         in_flight: Nm.
         loads: What it holds, at one time or another; the heaviest counts.
         state: The optimizer's, see :func:`optimizer_state`.

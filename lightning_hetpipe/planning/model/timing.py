@@ -1,4 +1,4 @@
-"""Measures how long each layer takes, forward and backward."""
+"""Measurement of the layers' times, forward and backward."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SHOWN = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes, for people."""
+    """Format a number of bytes: "1.5 GiB"."""
     size, unit = float(count), 0
     while abs(size) >= 1024 and unit < len(_SHOWN) - 1:
         size, unit = size / 1024, unit + 1
@@ -30,7 +30,7 @@ def in_bytes(count: float) -> str:
 
 
 def in_bandwidth(rate: float) -> str:
-    """Bytes per second, for people: "12 GB/s"."""
+    """Format bytes per second: "12 GB/s"."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
         if rate >= size:
             return f"{rate / size:.3g} {unit}"
@@ -38,12 +38,12 @@ def in_bandwidth(rate: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """A time, for people: "2.11 ms", "12 s"."""
+    """Format seconds: "2.11 ms", "12 s"."""
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"
 
 
 def bytes_of(text: str, setting: str) -> int:
-    """Of "24 GiB", "512 MB" or "1024".
+    """Parse bytes: "24 GiB", "512 MB" or "1024".
 
     Args:
         text: A number and its unit; without one, bytes.
@@ -56,12 +56,12 @@ def bytes_of(text: str, setting: str) -> int:
 
 
 def bandwidth_of(text: str, setting: str) -> float:
-    """Bytes per second, of "12 GB/s" or "200 Mbit/s"; otherwise as :func:`bytes_of`."""
+    """Parse bytes per second: "12 GB/s" or "200 Mbit/s"; otherwise as :func:`bytes_of`."""
     return float(_amount(text, setting, BANDWIDTHS, "'12 GB/s' or '200 Mbit/s'"))
 
 
 def seconds_of(text: str, setting: str) -> float:
-    """Seconds, of "10 us" or "0.5 ms"; otherwise as :func:`bytes_of`."""
+    """Parse seconds: "10 us" or "0.5 ms"; otherwise as :func:`bytes_of`."""
     return float(_amount(text, setting, TIMES, "'10 us' or '0.5 ms'"))
 
 

@@ -1,4 +1,4 @@
-"""A plan: which layers run on which device, how many minibatches are in flight, and what to expect; ``plan.json``."""
+"""Plan: which layers run on which device, how many minibatches are in flight, and the estimate; ``plan.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage.
+    """One stage of a plan.
 
     Attributes:
         node: The machine's name.
@@ -46,19 +46,19 @@ class PlannedStage:
 
     @property
     def device_name(self) -> str:
-        """Without the number."""
+        """Device name without its number."""
         match = _DEVICE.fullmatch(self.device)
         return self.device if match is None else match["name"]
 
     @property
     def device_number(self) -> int | None:
-        """On its node, from 0; None if ``device`` does not say."""
+        """Number of the device on its node, from 0; None if ``device`` does not say."""
         match = _DEVICE.fullmatch(self.device)
         return None if match is None else int(match["number"])
 
     @property
     def place(self) -> str:
-        """As "RTX-3090:1"."""
+        """Device name and number, such as "RTX-3090:1"."""
         return self.device.removesuffix(_ESTIMATED).removesuffix(_NOMINAL)
 
     @property
@@ -87,11 +87,11 @@ class PlannedWorker:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong in a plan.
+    """Fault of a plan.
 
     Attributes:
         place: The key in ``plan.json``, such as "virtual_workers[0].stages[2].memory_bytes".
-        said: What is wrong there.
+        said: Text of the fault.
     """
 
     place: str
@@ -100,10 +100,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run where.
+    """Stages on devices for all virtual workers.
 
     Attributes:
-        model: What it is for.
+        model: Name of the model.
         in_flight: Nm, of every virtual worker.
         wave: W.
         clock_distance: D.
@@ -139,7 +139,7 @@ class Plan:
         clock_distance: int = 0,
         nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
-        """What was found for one virtual worker.
+        """Make the plan of one virtual worker.
 
         Args:
             found: The choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or the estimate for stages
@@ -179,7 +179,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
-        """Reads ``plan.json``.
+        """Read ``plan.json``.
 
         Raises:
             SettingError: one sentence with the file, the key and what is wrong there.
@@ -201,7 +201,7 @@ class Plan:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes ``plan.json``, whole or not at all.
+        """Write ``plan.json``, whole or not at all.
 
         Raises:
             OSError: if it cannot be written.
@@ -212,7 +212,7 @@ class Plan:
         return table(self)
 
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
-        """What would keep it from running: on any devices, and on those of ``cluster``."""
+        """Faults that keep it from running: on any devices, and on those of ``cluster``."""
         if not self.virtual_workers:
             yield Problem("virtual_workers", "is empty; a plan has at least one")
         taken: dict[tuple[str, int], int] = {}
@@ -241,7 +241,7 @@ class Plan:
                 )
 
     def check(self, cluster: Cluster | None = None) -> None:
-        """Refuses to be run as it is.
+        """Refuse a plan that cannot be run.
 
         Raises:
             SettingError: with the first of ``problems(cluster)``.
@@ -252,7 +252,7 @@ class Plan:
             raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
 
     def differences(self, layers: Sequence[str]) -> str | None:
-        """What makes it a plan for another model than one with ``layers``; None if it is for this one."""
+        """First difference to a model with ``layers``; None if the plan is for that model."""
         pairs = enumerate(zip(self.layers, layers, strict=False))
         other = next(
             (f"layer {n} is '{mine}' there and '{theirs}' here" for n, (mine, theirs) in pairs if mine != theirs), ""
@@ -310,7 +310,7 @@ def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterat
 
 
 def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
-    """Of devices that several stages share, each of which would fit there alone."""
+    """Faults of devices that several stages share, each of which would fit there alone."""
     shared: dict[tuple[str, int], list[int]] = {}
     for number, stage in enumerate(stages):
         if (at := stage.device_number) is not None:
@@ -327,7 +327,7 @@ def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluste
 def _first_problems(
     stages: Sequence[PlannedStage], place: str, cluster: Cluster | None, first_minibatch: int
 ) -> Iterator[Problem]:
-    """Of the last stage's device, which runs the first minibatch of a fit whole."""
+    """Faults of the last stage's device, which runs the first minibatch of a fit whole."""
     limit = _limit(stages[-1:], cluster)
     if limit is not None and stages[-1].memory_bytes <= limit < first_minibatch:
         yield Problem(

@@ -47,7 +47,7 @@ class Document:
         return document
 
     def refuse(self, said: str) -> NoReturn:
-        """Raises the SettingError that says so of this value."""
+        """Raise the SettingError that says so of this value."""
         raise SettingError(f"{self.file}: {self.path or 'the file'} {said}")
 
     def object(self, *known: str) -> dict[str, Any]:
@@ -63,17 +63,17 @@ class Document:
         return key in self.object()
 
     def __getitem__(self, key: str) -> Document:
-        """What stands under ``key``, which must be there."""
+        """Value under ``key``, which must be there."""
         if key not in self.object():
             self.refuse(f"has no '{key}'")
         return Document(self.file, self.value[key], f"{self.path}.{key}" if self.path else key)
 
     def items(self) -> Iterator[tuple[str, Document]]:
-        """Of an object, each key with what stands there."""
+        """Keys and values of an object."""
         return ((key, self[key]) for key in self.object())
 
     def entries(self) -> list[Document]:
-        """Of a list."""
+        """Entries of a list."""
         if not isinstance(self.value, list):
             self.refuse(f"is {_shown(self.value)} and must be a list")
         return [Document(self.file, each, f"{self.path}[{index}]") for index, each in enumerate(self.value)]
@@ -84,7 +84,7 @@ class Document:
         return self.value
 
     def number(self) -> float:
-        """At least 0."""
+        """Number, at least 0."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             self.refuse(f"is {_shown(value)} and must be a number, 0 or more")
@@ -102,13 +102,13 @@ class Document:
         return self.value
 
     def version(self, mine: int) -> None:
-        """Refuses another schema version than ``mine``."""
+        """Refuse another schema version than ``mine``."""
         if (found := self["schema_version"].whole()) != mine:
             self.refuse(f"has schema_version {found}, and this release reads {mine}; make it anew")
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes ``value`` as JSON, in one go: whoever reads the file sees the old one or the new one, whole.
+    """Write ``value`` as JSON, in one go: whoever reads the file sees the old one or the new one, whole.
 
     Raises:
         OSError: if it cannot be written; the old file is still there then.

@@ -18,12 +18,12 @@ from lightning_hetpipe.planning.plan.profile_file import load, save
 
 @dataclass(frozen=True)
 class Conditions:
-    """All that a profile on one device depends on: where one of these differs, another is measured.
+    """Conditions that a profile on one device depends on: where one of these differs, another is measured.
 
     Attributes:
         layers: In order, the name of each and a text that changes with what it computes: its graph, or its code.
-        parameters: Of each parameter its name, shape and dtype.
-        inputs: Of each tensor of a minibatch its shape and dtype.
+        parameters: Name, shape and dtype of each parameter.
+        inputs: Shape and dtype of each tensor of a minibatch.
         precision: The Trainer's.
         torch: Its version.
         device: Its name, such as "RTX-3090".
@@ -39,7 +39,7 @@ class Conditions:
     settings: Mapping[str, str]
 
     def key(self) -> str:
-        """A name for a file: the same for equal conditions, in any process and on any machine."""
+        """File name: the same for equal conditions, in any process and on any machine."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -55,14 +55,14 @@ class ProfileCache:
         self.folder = cache_folder(os.environ, sys.platform) if folder is None else Path(folder)
 
     def get(self, key: str) -> Profile | None:
-        """What was put there; None if nothing was, or if it cannot be read, in which case it may be put again."""
+        """Kept profile; None if there is none, or if it cannot be read, in which case it may be put again."""
         try:
             return load(self._file(key))
         except SettingError:
             return None
 
     def put(self, key: str, profile: Profile) -> None:
-        """Keeps ``profile`` instead of what was there; a folder that cannot be written keeps nothing."""
+        """Keep ``profile`` instead of what was there; a folder that cannot be written keeps nothing."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             save(profile, self._file(key))

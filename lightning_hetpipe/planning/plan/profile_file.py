@@ -23,7 +23,7 @@ _SAILORS = {**_OURS, "devices": "gpus", "samples": "microbatch", "kept": "activa
 
 
 def save(profile: Profile, path: str | PathLike[str]) -> None:
-    """Writes ``profile``, whole or not at all.
+    """Write ``profile``, whole or not at all.
 
     Raises:
         OSError: if it cannot be written.
@@ -32,7 +32,7 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
 
 
 def load(path: str | PathLike[str]) -> Profile:
-    """Reads a profile, in our form or in Sailor's, which has ``gpus``.
+    """Read a profile, in our form or in Sailor's, which has ``gpus``.
 
     Raises:
         SettingError: one sentence with the file, the key and what is wrong there.
@@ -48,7 +48,7 @@ def load(path: str | PathLike[str]) -> Profile:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """What ``save`` writes."""
+    """JSON value that ``save`` writes."""
     return {
         "schema_version": VERSION,
         "model": profile.model,

@@ -1,4 +1,4 @@
-"""What would make a plan fit that does not, in words."""
+"""Advice on a plan that does not fit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from lightning_hetpipe.planning.search.choice import Choice
 
 
 def ways_out(choice: Choice, cli: bool = False) -> list[str]:
-    """A phrase for each way; none where it fits, or where nothing helps.
+    """List a phrase for each way to make it fit; none where it fits, or where nothing helps.
 
     Args:
-        choice: Of :func:`~lightning_hetpipe.planning.search.choice.best_plan`.
+        choice: Result of :func:`~lightning_hetpipe.planning.search.choice.best_plan`.
         cli: Whether settings are given on the command line, not in Python.
     """
     if (found := choice.help) is None:

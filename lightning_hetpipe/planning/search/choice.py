@@ -1,4 +1,4 @@
-"""Chooses for one virtual worker which layers run on which device, and how many minibatches are in flight.
+"""Choice of the plan of one virtual worker: which layers run on which device, how many minibatches are in flight.
 
 The two are chosen together: for each Nm, the division with the least T_max that fits, and of these the one with the
 smallest Nm that is fast enough. How many minibatches a stage holds, and so how much memory it takes, is known once the
@@ -34,15 +34,15 @@ from lightning_hetpipe.planning.search.division import LIGHTEST, Divider, Divisi
 from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
 
 ENOUGH = 0.99
-"""Of the best throughput: an Nm that has so much of it is as good."""
+"""Choose the smallest Nm within 1% of the best throughput."""
 
 NEGLIGIBLE = 0.001
-"""Of the throughput: as much more does not make it worth looking on."""
+"""Relative gain of throughput for which the search does not go on."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a number in flight came to.
+    """Result of one number in flight.
 
     Attributes:
         in_flight: Nm.
@@ -57,7 +57,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Help:
-    """What would make a plan fit that does not.
+    """Changes that would make a plan fit that does not.
 
     Attributes:
         in_flight: The largest Nm at which some plan fits; None if there is none.
@@ -79,7 +79,7 @@ class Choice(Estimate):
         idle: Devices that are better left out.
         tried: The numbers in flight that were looked at.
         reasons: Why it is this one, in sentences.
-        help: What would make it fit; None where it does.
+        help: Changes that would make it fit; None where it does.
     """
 
     idle: tuple[DeviceSlot, ...]

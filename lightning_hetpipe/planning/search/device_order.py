@@ -1,4 +1,4 @@
-"""Finds in which order devices stand in the pipeline, so that the slowest stage can be as fast as possible.
+"""Device order: which device holds which stage, so that the slowest stage can be as fast as possible.
 
 Devices of one kind are interchangeable, so that an arrangement is a sequence of kinds. It is built from the last stage
 to the first. A *state* is what is left of each kind, and which kind (of group) was placed last. For a given T, a state
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room, Ticks
 
 State: TypeAlias = tuple[Any, int]
-"""What is left, as its rules have it, and the group of the kind that was placed last."""
+"""Remaining devices, as its rules have them, and the group of the kind that was placed last."""
 
 Rows: TypeAlias = NDArray[np.intp]
 
 MOST = 40_000_000
-"""States times layers that are looked through for one T, at the most: some seconds."""
+"""Most states times layers that are looked through for one T: some seconds."""
 
 NEAR = 1 << 8
 """Relative distance of the bounds, inverted, from which on an order is asked to beat the best one by a tick."""
@@ -110,18 +110,18 @@ class TooMany(Exception):
 
 @dataclass
 class _Step:
-    """All ways to place a device of ``kind`` before the states of one depth."""
+    """Placements of a device of ``kind`` before the states of one depth."""
 
     kind: int
     width: int = 0
     sources: dict[int, list[tuple[Rows, Rows]]] = field(default_factory=dict)
-    """By the group behind it: which row goes where among ``width``; twice to one place in different pairs only."""
+    """Rows and their places among ``width``, by the group behind; twice to one place in different pairs only."""
     targets: list[tuple[Rows, Rows]] = field(default_factory=list)
     """Which of these goes to which row of the next depth."""
 
 
 class DeviceOrders:
-    """All that ``rules`` allow, of stages with ``costs``; of so many ``stages``, unless that is None.
+    """Orders that ``rules`` allow for stages with ``costs``; of so many ``stages``, unless that is None.
 
     Raises:
         TooMany: where there are too many states to look through.
@@ -188,7 +188,7 @@ class DeviceOrders:
         return own
 
     def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
-        """Of the ticks before each end, what a stage takes at the least by its start: over all ends that it may have"""
+        """Least ticks of a stage by its start, over all ends that it may have."""
         before = self.costs.before[kind]
         reach = room.reach(kind, distance)
         least = np.full_like(ends, NEVER)
@@ -227,7 +227,7 @@ class DeviceOrders:
     def _end(
         self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
     ) -> int | None:
-        """Where the stage before ``behind`` ends, if it starts at ``start`` and takes ``take`` ticks."""
+        """End of the stage before ``behind``, if it starts at ``start`` and takes ``take`` ticks."""
         reach, before = room.reach(kind, distance), self.costs.before[kind]
         hop = self.costs.hop(self.costs.kinds[kind].group, group)
         last = self.costs.layers if reach is None else int(reach[start])
@@ -238,7 +238,7 @@ class DeviceOrders:
 
 
 def _steps(rows: dict[State, int], rules: Rules, groups: Sequence[int]) -> tuple[list[_Step], dict[State, int]]:
-    """How to place one device more before the states ``rows``, and the states that there are then."""
+    """Placements of one more device before the states ``rows``, and the states that there are then."""
     after: dict[State, int] = {}
     by_kind: dict[int, tuple[dict[Any, int], dict[int, list[tuple[int, int]]]]] = {}
     for state, source in rows.items():
@@ -268,7 +268,7 @@ def _apart(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[Rows, Rows]]:
 
 
 def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
-    """Puts into ``least`` at b the least of ``values`` from b + 1 to ``last[b]``, where there are any.
+    """Put into ``least`` at b the least of ``values`` from b + 1 to ``last[b]``, where there are any.
 
     From a table of the least of 1, 2, 4, ... neighbours, of which two cover any window.
     """
@@ -320,7 +320,7 @@ def _best_of_order(orders: DeviceOrders, room: Room, low: int, best: Ordered) ->
 
 
 def _bound(costs: Costs) -> int:
-    """Ticks that no arrangement is faster than: of the longest layer, and if work could be divided at will."""
+    """Lower bound of T_max in ticks: of the longest layer, and if work could be divided at will."""
     takes = np.array([np.diff(before) for before in costs.before_last])
     longest = int(takes.min(axis=0).max())
     work = takes.mean(axis=0)

@@ -1,4 +1,4 @@
-"""Divides layers, in order, among stages, so that the slowest stage is as fast as possible.
+"""Division of layers, in order, among stages, so that the slowest stage is as fast as possible.
 
 :func:`partition` has stages on equal devices, :func:`cheapest_cuts` those of any costs in a given order, and
 :func:`cuts_in_order` those on given devices. :class:`Divider` chooses the devices' order too, under their memory, and
@@ -33,10 +33,10 @@ from lightning_hetpipe.planning.search.device_order import (
 )
 
 ORDERS, CELLS = 400, 40_000_000
-"""Orders that are looked at one by one, at the most; and these times the square of the boundaries, some seconds."""
+"""Most orders that are looked at one by one, and that number times the square of the boundaries (some seconds)."""
 
 LIGHTEST = (StageLoad(1, 0, 1), StageLoad(0, 1, 0))
-"""What every stage holds: a minibatch at the end of its forward, gradients at the end of its backward."""
+"""Load of every stage at the least: a minibatch after its forward, gradients after its backward."""
 
 
 def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def cheapest_cuts(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     partitions it takes the one whose last cut is earliest, and so on backwards: what comes before it is optimal too.
 
     Args:
-        costs: Of each stage, an array of (n + 1, n + 1): what it costs by the boundaries at which it starts (rows) and
+        costs: For each stage, an array of (n + 1, n + 1): its cost by the boundaries at which it starts (rows) and
             ends (columns), where boundary b lies before layer b. Where it may not, something large.
     """
     chosen: list[NDArray[np.intp]] = []
@@ -110,7 +110,7 @@ def stage_times(times: Sequence[float], cuts: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class Division:
-    """Layers on devices.
+    """Layers divided among devices.
 
     Attributes:
         slots: The device of each stage.
@@ -126,7 +126,7 @@ class Division:
 
 
 class Divider:
-    """Divides the layers of ``profile`` among ``slots`` of ``cluster``, as often as asked, under different limits.
+    """Divider of the layers of ``profile`` among ``slots`` of ``cluster``, as often as asked, under different limits.
 
     It finds the least T_max that there is over all cuts, all subsets of the devices and, unless ``ordered``, all their
     orders, under the memory bound that is given: exactly, to a tick of about 2^-50 of the model's time. Where there are
@@ -227,7 +227,7 @@ class Divider:
         return Room(self._layers, costs.kinds, in_flight, self._state, self._recompute, loads, self._whole, limited)
 
     def _device_orders(self) -> DeviceOrders:
-        """All that there are, or those that can be looked through."""
+        """Orders that are looked through: all, or as many as can be."""
         while self._known is None:
             rules = self._rules.pop(0)
             costs = self._in_order if rules is GivenOrder else self.costs
