@@ -22,14 +22,14 @@ from benchmarks.planning_problems import IN_FLIGHT, LOADS, STATE, best_in_flight
 from benchmarks.reference_graphs import BEST, DATA, busiest, file_of, missing
 from benchmarks.schedule import task
 from benchmarks.training_task import WORKER, Task
-from lightning_hetpipe.planning import profile_file
-from lightning_hetpipe.planning.cluster import Cluster, Node
-from lightning_hetpipe.planning.memory import optimizer_state
-from lightning_hetpipe.planning.outlook import Outlook
-from lightning_hetpipe.planning.partition import Dividing
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.search import best_plan
-from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.plan import profile_file
+from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.division import Divider
 
 NAME = "planning"
 TIMEOUT = 300.0
@@ -59,7 +59,7 @@ def gap(problems: int) -> float:
     worst = 0.0
     for seed in range(problems):
         profile, cluster = small(seed)
-        found = Dividing(profile, cluster, cluster.spots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS)
+        found = Divider(profile, cluster, cluster.slots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS)
         best = best_of_all(profile, cluster)
         if (found is None) != (best is None):
             return float("inf")
@@ -72,22 +72,22 @@ def seconds_of_large() -> float:
     """How long the division of 1,000 layers among 16 devices of 4 types takes, on one core that nobody else uses."""
     profile, cluster = large()
     began = time.process_time()
-    assert Dividing(profile, cluster, cluster.spots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS) is not None
+    assert Divider(profile, cluster, cluster.slots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS) is not None
     return time.process_time() - began
 
 
-def mixes() -> dict[str, dict[str, dict[bool, Outlook | None]]]:
+def mixes() -> dict[str, dict[str, dict[bool, Estimate | None]]]:
     """By mix, by how layers are divided, and by whether forwards are computed again: what to expect; None: no room."""
     profile = profile_file.load(DATA / OPT_350M)
     return {name: _mix(profile, devices) for name, devices in MIXES.items()}
 
 
-def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Outlook | None]]:
+def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Estimate | None]]:
     cluster = Cluster([Node("box", devices, LINK)]).with_memory(profile.memory)
     state = optimizer_state(OPTIMIZER)
-    found: dict[str, dict[bool, Outlook | None]] = {
+    found: dict[str, dict[bool, Estimate | None]] = {
         how: {again: best_in_flight(profile, cluster, cuts, state, again) for again in (False, True)}
-        for how, cuts in by_hand(profile, cluster.spots).items()
+        for how, cuts in by_hand(profile, cluster.slots).items()
     }
     plans = {
         again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again, watched=False)
@@ -155,7 +155,7 @@ def report(
     gap: float,
     seconds: Sequence[float],
     graphs: Mapping[str, float],
-    mixes: Mapping[str, Mapping[str, Mapping[bool, Outlook | None]]],
+    mixes: Mapping[str, Mapping[str, Mapping[bool, Estimate | None]]],
     tasks: Mapping[str, Task],
     rounds: Rounds,
     failures: Mapping[str, str],
@@ -207,7 +207,7 @@ def _of(value: float) -> Spread:
     return Spread(value, value, value)
 
 
-def _against_hands(name: str, found: Mapping[str, Mapping[bool, Outlook | None]]) -> Figure:
+def _against_hands(name: str, found: Mapping[str, Mapping[bool, Estimate | None]]) -> Figure:
     """Our best throughput over the best by hand, each with or without recomputation, whichever is faster."""
 
     def best(hows: Sequence[str]) -> float:
@@ -233,7 +233,7 @@ def _step(measured: Mapping[str, Measurement]) -> float:
     return 1 / measured[PLAIN].rate
 
 
-def _rows(mixes: Mapping[str, Mapping[str, Mapping[bool, Outlook | None]]]) -> list[tuple[str, ...]]:
+def _rows(mixes: Mapping[str, Mapping[str, Mapping[bool, Estimate | None]]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("OPT-350M on", "divided", "recompute", "minibatches/s", "Nm", "T_max s", "first layers")
     ]
@@ -245,13 +245,13 @@ def _rows(mixes: Mapping[str, Mapping[str, Mapping[bool, Outlook | None]]]) -> l
     return rows
 
 
-def _cells(each: Outlook) -> tuple[str, str, str, str]:
-    stages = " ".join(f"{stage.spot.device.name}:{stage.first}" for stage in each.stages)
+def _cells(each: Estimate) -> tuple[str, str, str, str]:
+    stages = " ".join(f"{stage.slot.device.name}:{stage.first}" for stage in each.stages)
     return f"{each.rate:.3f}", str(each.in_flight), f"{each.bottleneck:.3f}", stages
 
 
-def _data(each: Outlook | None) -> dict[str, object] | None:
+def _data(each: Estimate | None) -> dict[str, object] | None:
     if each is None:
         return None
-    stages = [(stage.spot.device.name, stage.first, stage.last, stage.memory.total) for stage in each.stages]
+    stages = [(stage.slot.device.name, stage.first, stage.last, stage.memory.total) for stage in each.stages]
     return {"rate": each.rate, "in_flight": each.in_flight, "bottleneck": each.bottleneck, "stages": stages}

@@ -4,18 +4,18 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, permutations
 
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node, Spot
-from lightning_hetpipe.planning.memory import Sizes, stage_memory
-from lightning_hetpipe.planning.outlook import Outlook, outlook
-from lightning_hetpipe.planning.partition import partition
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import ENOUGH
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
+from lightning_hetpipe.planning.search.choice import ENOUGH
+from lightning_hetpipe.planning.search.division import partition
 
 TICK = 2.0**-20
 """Seconds, of which all times of random problems are multiples, so that sums are exact."""
 
-LOADS = ((Load(1, 2),), (Load(3, 0), Load(1, 2)))
+LOADS = ((StageLoad(1, 2),), (StageLoad(3, 0), StageLoad(1, 2)))
 """The memory bound of random problems, at Nm = 3: of the last stage, and of all before it."""
 
 IN_FLIGHT = 3
@@ -48,41 +48,41 @@ def small(seed: int) -> tuple[Profile, Cluster]:
 def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
     """T_max of the best of all cuts, subsets and orders that have room under `LOADS`; None if none have."""
     found = [
-        _bottleneck(profile, cluster, spots, cuts)
-        for spots, cuts in _all(len(profile.layers), cluster.spots)
-        if _has_room(profile, spots, cuts)
+        _bottleneck(profile, cluster, slots, cuts)
+        for slots, cuts in _all(len(profile.layers), cluster.slots)
+        if _has_room(profile, slots, cuts)
     ]
     return min(found, default=None)
 
 
-def _all(layers: int, spots: Sequence[Spot]) -> Iterator[tuple[Sequence[Spot], Sequence[int]]]:
-    for count in range(1, min(layers, len(spots)) + 1):
-        for chosen in permutations(spots, count):
+def _all(layers: int, slots: Sequence[DeviceSlot]) -> Iterator[tuple[Sequence[DeviceSlot], Sequence[int]]]:
+    for count in range(1, min(layers, len(slots)) + 1):
+        for chosen in permutations(slots, count):
             for cuts in combinations(range(1, layers), count - 1):
                 yield chosen, (0, *cuts)
 
 
-def _bottleneck(profile: Profile, cluster: Cluster, spots: Sequence[Spot], cuts: Sequence[int]) -> float:
+def _bottleneck(profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> float:
     slowest = 0.0
-    for index, (spot, first, after) in enumerate(zip(spots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
-        take = sum(each.forward + each.backward for each in profile.times_on(spot.device)[first:after])
+    for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+        take = sum(each.forward + each.backward for each in profile.times_on(slot.device)[first:after])
         if index:
-            take += cluster.link_between(spots[index - 1], spot).seconds(profile.layers[first - 1].output)
-        if index + 1 < len(spots):
-            take += cluster.link_between(spot, spots[index + 1]).seconds(profile.layers[after - 1].output)
+            take += cluster.link_between(slots[index - 1], slot).seconds(profile.layers[first - 1].output)
+        if index + 1 < len(slots):
+            take += cluster.link_between(slot, slots[index + 1]).seconds(profile.layers[after - 1].output)
         slowest = max(slowest, take)
     return slowest
 
 
-def _has_room(profile: Profile, spots: Sequence[Spot], cuts: Sequence[int]) -> bool:
+def _has_room(profile: Profile, slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> bool:
     ends = [*cuts[1:], len(profile.layers)]
     return all(
-        spot.device.memory is None
+        slot.device.memory is None
         or stage_memory(
-            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, LOADS[index + 1 < len(spots)], state=STATE
+            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, LOADS[index + 1 < len(slots)], state=STATE
         ).total
-        <= spot.device.memory
-        for index, (spot, first, after) in enumerate(zip(spots, cuts, ends, strict=True))
+        <= slot.device.memory
+        for index, (slot, first, after) in enumerate(zip(slots, cuts, ends, strict=True))
     )
 
 
@@ -103,11 +103,11 @@ def large() -> tuple[Profile, Cluster]:
     return Profile("large", 8, layers, times, {}), Cluster([Node("rack", devices, Link(12e9, 1e-5))])
 
 
-def by_hand(profile: Profile, spots: Sequence[Spot]) -> Mapping[str, tuple[int, ...]]:
-    """The first layers of stages on ``spots``, in their order, as people divide models."""
-    layers, stages = len(profile.layers), len(spots)
-    speeds = [1 / sum(t.forward + t.backward for t in profile.times_on(spot.device)) for spot in spots]
-    work = [t.forward + t.backward for t in profile.times_on(spots[0].device)]
+def by_hand(profile: Profile, slots: Sequence[DeviceSlot]) -> Mapping[str, tuple[int, ...]]:
+    """The first layers of stages on ``slots``, in their order, as people divide models."""
+    layers, stages = len(profile.layers), len(slots)
+    speeds = [1 / sum(t.forward + t.backward for t in profile.times_on(slot.device)) for slot in slots]
+    work = [t.forward + t.backward for t in profile.times_on(slots[0].device)]
     return {
         "equal layers": tuple(index * layers // stages for index in range(stages)),
         "equal parameters": partition([layer.parameters for layer in profile.layers], stages),
@@ -128,12 +128,12 @@ def _proportional(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, 
 
 def best_in_flight(
     profile: Profile, cluster: Cluster, cuts: Sequence[int], state: float, recompute: bool
-) -> Outlook | None:
+) -> Estimate | None:
     """What these stages on all devices come to at the best Nm that fits; None if none does."""
-    found: list[Outlook] = []
+    found: list[Estimate] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
-        each = outlook(
-            profile, cluster, cluster.spots, cuts, in_flight, state=state, recompute=recompute, watched=False
+        each = estimate(
+            profile, cluster, cluster.slots, cuts, in_flight, state=state, recompute=recompute, watched=False
         )
         if not each.fits:
             break

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT
-from lightning_hetpipe.planning.partition import cheapest_cuts
+from lightning_hetpipe.planning.search.division import cheapest_cuts
 
 DATA = Path(os.environ.get("HETPIPE_REFERENCE_DATA") or ROOT.parent / "shared" / "data")
 """Reference data that is no part of this repository."""

@@ -20,7 +20,7 @@ from benchmarks.harness import (
 )
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.training_task import WORKER, Task
-from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 
 NAME = "schedule"
 TIMEOUT = 300.0

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from lightning_hetpipe.strategy import lifeline, registration
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node
-    from lightning_hetpipe.planning.plan import Plan
+    from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+    from lightning_hetpipe.planning.plan.document import Plan
     from lightning_hetpipe.strategy.strategy import HetPipeStrategy
     from lightning_hetpipe.strategy.wsp import WSPCallback
 else:
     _MODULES = {
-        **dict.fromkeys(("Cluster", "Device", "Link", "Node"), "planning.cluster"),
-        "Plan": "planning.plan",
+        **dict.fromkeys(("Cluster", "Device", "Link", "Node"), "planning.model.cluster"),
+        "Plan": "planning.plan.document",
         "HetPipeStrategy": "strategy.strategy",
         "WSPCallback": "strategy.wsp",
     }

@@ -20,7 +20,7 @@ from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.planning.profile import LayerBytes, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Times
 
 WARM_UP = 2
 ROUNDS = 7

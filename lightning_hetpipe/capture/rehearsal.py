@@ -16,7 +16,7 @@ from lightning_hetpipe.pipeline.ring import copy_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
-from lightning_hetpipe.planning.timing import layer_times
+from lightning_hetpipe.planning.model.timing import layer_times
 
 
 def measure(

@@ -14,13 +14,13 @@ from lightning_hetpipe.cli.errors import FAILED
 from lightning_hetpipe.cli.plan_inputs import check, cluster_of, of_strategy, profile_of, wanted
 from lightning_hetpipe.cli.program import PLAN
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning import profile_file
-from lightning_hetpipe.planning.advice import ways_out
-from lightning_hetpipe.planning.catalogue import known
-from lightning_hetpipe.planning.cluster import Device
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.search import Choice, best_plan
+from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan import profile_file
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 
@@ -58,7 +58,7 @@ def run(config: DictConfig) -> float | None:
     asked = wanted(config)
     measured, optimizer = profile_of(config)
     cluster, nominal = cluster_of(config, measured)
-    devices = [spot.device for spot in cluster.spots]
+    devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
     choice = best_plan(profile, cluster, optimizer=optimizer, **asked)
     names = [layer.name for layer in profile.layers]
@@ -66,7 +66,7 @@ def run(config: DictConfig) -> float | None:
     given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
-    remarks = _remarks(choice, profile, cluster.supposed([stage.spot for stage in choice.stages]), given)
+    remarks = _remarks(choice, profile, cluster.supposed([stage.slot for stage in choice.stages]), given)
     if of_strategy(config, "compile", False):
         remarks.append("- strategy.compile is not in these times, which are of layers that are not compiled")
     print(plan, *remarks, "", sep="\n")
@@ -94,7 +94,7 @@ def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_give
     """What the table does not say."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
     why = "so many stages were asked for" if stages_given else "no plan was found that is better with it"
-    lines += [f"- {_named(spot.device, spot.number)} is not used: {why}" for spot in choice.idle if choice.fits]
+    lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
         lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")

@@ -15,13 +15,13 @@ from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.program import PLAN
 from lightning_hetpipe.cli.sections import written
 from lightning_hetpipe.errors import SettingError, nearest, of_file
-from lightning_hetpipe.planning import profile_file
-from lightning_hetpipe.planning.catalogue import PRECISIONS, gpus, known
-from lightning_hetpipe.planning.cluster import PCIE, Cluster, Link, Node, Spot
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.profile_cache import ProfileCache
-from lightning_hetpipe.planning.units import seconds_of
-from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known
+from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.units import seconds_of
+from lightning_hetpipe.planning.plan import profile_file
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.strategy.placement import discovered_cluster
 from lightning_hetpipe.strategy.profiler import ProfilingStrategy
 from lightning_hetpipe.strategy.profiler import profile as profile_model
 from lightning_hetpipe.strategy.progress import on_terminal
@@ -107,7 +107,7 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
     return profile_model(trainer, model, datamodule=data)
 
 
-def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Spot]]:
+def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
     """The devices, and those whose memory a data sheet says."""
     if config.devices is not None:
         link = _link(config)
@@ -119,7 +119,7 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Spot]
                 f" the catalogue of GPUs{nearest(name, names)}"
             )
     elif config.cluster is None:
-        cluster = found_cluster()
+        cluster = discovered_cluster()
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(
                 f"profile={config.profile} has no times of this machine's '{name}', but of"
@@ -130,13 +130,13 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Spot]
         cluster = built(config, "cluster", Cluster)
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
-    pairs = zip(measured.spots, filled.spots, strict=True)
+    pairs = zip(measured.slots, filled.slots, strict=True)
     return filled, {other for one, other in pairs if one.device.memory != other.device.memory}
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
     """The first device that neither the profile nor the catalogue knows."""
-    names = (spot.device.name for spot in cluster.spots if profile.name_of(spot.device) is None)
+    names = (slot.device.name for slot in cluster.slots if profile.name_of(slot.device) is None)
     return next((name for name in names if known(name) is None), None)
 
 

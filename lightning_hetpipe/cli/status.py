@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.units import in_bytes
 
 
 def laid_out(status: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.units import in_bytes
 
 _NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
 _MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"

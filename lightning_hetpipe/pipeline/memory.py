@@ -13,7 +13,7 @@ Gradients
 The bound: a stage holds the activations of at most Nm minibatches, and Nm versions, as minibatch p enters the pipeline
 when version p - Nm is published (law L1; HetPipe, section 4), and leaves every stage before version p is. The last
 stage holds one minibatch, where all of the model is one piece: forward, loss and backward are one task there. How many
-it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.simulate.simulate` says it.
+it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.model.simulate.simulate` says it.
 
 To ask autograd what it saves costs 5 us for each tensor (*measured*). So a segment's activations are counted with the
 first minibatch of its inputs' sizes since the pipeline started empty, and remembered; the rest, 2.5 us for each

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetpipe.emulation import Pad
-from lightning_hetpipe.planning.cluster import Cluster, Device
-from lightning_hetpipe.planning.outlook import ChosenStage
-from lightning_hetpipe.planning.profile import Profile
+from lightning_hetpipe.planning.model.cluster import Cluster, Device
+from lightning_hetpipe.planning.model.estimate import StageEstimate
+from lightning_hetpipe.planning.model.profile import Profile
 
 SHARE = 1 / 3
 """Of the CPU's cores, what stages may compute on at once: the rest is Lightning's loop's, and the system's."""
@@ -51,11 +51,11 @@ def _knows_ratios_only(profile: Profile) -> bool:
 def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
     """Of each device, how many times faster than the CPU it does the whole model."""
     cpu = sum(each.forward + each.backward for each in profile.times["cpu"])
-    whole = [sum(each.forward + each.backward for each in profile.times_on(spot.device)) for spot in cluster.spots]
+    whole = [sum(each.forward + each.backward for each in profile.times_on(slot.device)) for slot in cluster.slots]
     return [cpu / each if each else 1.0 for each in whole]
 
 
-def pads(stages: Sequence[ChosenStage]) -> list[Pad]:
+def pads(stages: Sequence[StageEstimate]) -> list[Pad]:
     """What each stage takes: its layers on its device, and what it receives over the links."""
     return [Pad(s.times.forward + s.times.receive, s.times.backward + s.times.receive_gradient) for s in stages]
 
@@ -63,9 +63,9 @@ def pads(stages: Sequence[ChosenStage]) -> list[Pad]:
 def described(profile: Profile, cluster: Cluster, factor: float) -> str:
     """One line on what is emulated, and how fast."""
     if not _knows_ratios_only(profile):
-        names = ", ".join(dict.fromkeys(spot.device.name for spot in cluster.spots))
+        names = ", ".join(dict.fromkeys(slot.device.name for slot in cluster.slots))
         return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"
-    kinds = [_kind(spot.device) for spot in cluster.spots]
+    kinds = [_kind(slot.device) for slot in cluster.slots]
     speeds = dict(zip(kinds, relative_speeds(profile, cluster), strict=True))
     each = ", ".join(f"{name} {factor / speed:.2g}" for name, speed in speeds.items())
     return (

@@ -12,11 +12,11 @@ import torch
 
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.profile_cache import ProfileCache
-from lightning_hetpipe.strategy.decision import Decision
-from lightning_hetpipe.strategy.found import found_cluster
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.measuring import optimizer_name, profiled
+from lightning_hetpipe.strategy.placement import discovered_cluster
+from lightning_hetpipe.strategy.planner import Decision
 from lightning_hetpipe.strategy.progress import Bar, hidden
 from lightning_hetpipe.strategy.settings import FitSettings
 from lightning_hetpipe.strategy.strategy import HetPipeStrategy
@@ -55,7 +55,7 @@ class ProfilingStrategy(HetPipeStrategy):
     def _measure(self, study: Study) -> Decision:
         assert self.lightning_module is not None
         devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
-        found = {spot.device: device for device in devices for spot in found_cluster([device]).spots}
+        found = {slot.device: device for device in devices for slot in discovered_cluster([device]).slots}
         memory = {each.name: each.memory for each in found if each.memory is not None}
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.planning.cluster import Cluster
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.strategy.decision import Decide
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.strategy.planner import Decide
 from lightning_hetpipe.strategy.private import seconds_between_validations
 from lightning_hetpipe.strategy.progress import Bar, hidden
 from lightning_hetpipe.strategy.ranks import Rank
@@ -54,7 +54,9 @@ class FitSettings:
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     decide: Decide | None = None
-    """What decides on stages and Nm; None for devices that are all the same, without a plan."""
+    """Decides on stages and Nm; None outside of a fit."""
+    planned: bool = False
+    """Whether there is more to decide than for devices that are all the same: a plan, a cluster, unequal devices."""
     bar: Bar = hidden
     """Shows what takes longer than a moment."""
     first_memory: int | None = None

@@ -22,10 +22,10 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.pipeline.flight import current
 from lightning_hetpipe.pipeline.minibatch import Minibatch
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.planning.cluster import Cluster
-from lightning_hetpipe.planning.partition import partition
-from lightning_hetpipe.planning.plan import Plan
-from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search.division import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.strategy import compiler, emulating, environment, other_lightning, progress, settings
 from lightning_hetpipe.strategy.checkpoints import (
@@ -33,6 +33,7 @@ from lightning_hetpipe.strategy.checkpoints import (
     filled,
     is_lightnings_own,
 )
+from lightning_hetpipe.strategy.placement import DevicePlacement
 from lightning_hetpipe.strategy.planner import Planner
 from lightning_hetpipe.strategy.private import (
     StrategyRegistry,
@@ -47,7 +48,6 @@ from lightning_hetpipe.strategy.run.fit import Fit
 from lightning_hetpipe.strategy.run.look_ahead import ReadyBatch
 from lightning_hetpipe.strategy.run.single_stage import is_single_stage
 from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
-from lightning_hetpipe.strategy.site import Site
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
 
@@ -185,8 +185,8 @@ class HetPipeStrategy(VirtualWorkers):
         if self._engine is not None:
             root: torch.device = self._engine.root_device
             return root
-        if self.plan is None and self._group is None and not (site := self._site()).is_even:
-            return site.roomiest  # until it is planned where the last stage lies
+        if self.plan is None and self._group is None and not (placement := self._placement()).is_even:
+            return placement.roomiest  # until it is planned where the last stage lies
         devices = self._devices()
         used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
         return devices[used - 1]
@@ -234,7 +234,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._resumed = None
         if not fitting:
             loop = evaluating_loop(trainer)
-            asked = replace(asked, before_pass=self._before_pass, decide=None)  # what a fit decides is not known here
+            asked = replace(asked, before_pass=self._before_pass, decide=None, planned=False)
             self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
             self._evaluation.open()
         else:
@@ -359,25 +359,24 @@ class HetPipeStrategy(VirtualWorkers):
         found = self._found_devices()
         if self.plan is None and self.cluster is None:
             return found
-        site = Site.of(self.cluster, found, self.plan)
-        return list(site.devices) if self.plan is None else site.planned(self.plan)
+        placement = DevicePlacement.of(self.cluster, found, self.plan)
+        return list(placement.devices) if self.plan is None else placement.planned(self.plan)
 
-    def _site(self) -> Site:
-        return Site.of(self.cluster, self._found_devices(), self.plan)
+    def _placement(self) -> DevicePlacement:
+        return DevicePlacement.of(self.cluster, self._found_devices(), self.plan)
 
     def _found_devices(self) -> list[torch.device]:
         rank = self._rank
         return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
 
-    def _planner(self) -> Planner | None:
-        """What decides; None where all devices are the same, so that there is little to decide."""
-        site = self._site()
-        if self.plan is None and self.cluster is None and (site.is_even or self._group is not None):
-            return None
+    def _planner(self) -> Planner:
+        placement = self._placement()
+        even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
         assert self.lightning_module is not None
-        self._emulation = Emulation(()) if site.emulated else None
+        self._emulation = Emulation(()) if placement.emulated else None
+        trainer = self.lightning_module.trainer
         return Planner(
-            site,
+            placement,
             type(self.lightning_module).__name__,
             str(self.precision_plugin.precision),
             self.stages,
@@ -387,7 +386,10 @@ class HetPipeStrategy(VirtualWorkers):
             self._plan_name,
             self._emulation,
             ProfileCache(),
-            progress.of_trainer(self.lightning_module.trainer),
+            progress.of_trainer(trainer),
+            even,
+            self._choose_cuts,
+            bool(trainer.loggers),
         )
 
     def _fit_settings(self) -> settings.FitSettings:
@@ -401,15 +403,16 @@ class HetPipeStrategy(VirtualWorkers):
             devices=self._devices(),
             torch_threads=environment.torch_threads(),
             choose_cuts=self._choose_cuts,
-            before_pass=self._before_pass or (planner.emulation if planner is not None else None),
+            before_pass=self._before_pass or planner.emulation,
             decide=planner,
+            planned=not planner.even,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
             bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
-            first_memory=self._site().memory_of(self.root_device),
+            first_memory=self._placement().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
 

@@ -7,7 +7,7 @@ from benchmarks.harness import Measurement
 from benchmarks.planning import MIXES, OPT_350M, PLAIN, emulated, gap, mixes, plain, predicted, report
 from benchmarks.planning_problems import best_of_all, by_hand, small
 from benchmarks.reference_graphs import BEST, busiest, busiest_of, file_of, missing
-from lightning_hetpipe.planning.partition import Dividing
+from lightning_hetpipe.planning.search.division import Divider
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -19,11 +19,11 @@ def test_there_is_no_gap() -> None:
 def test_a_gap_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """In their given order devices do worse."""
 
-    class InOrder(Dividing):
+    class InOrder(Divider):
         def __init__(self, *given: object, **settings: object) -> None:
             super().__init__(*given, **settings, ordered=True)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planning, "Dividing", InOrder)
+    monkeypatch.setattr(planning, "Divider", InOrder)
     assert gap(8) > 0.01
 
 
@@ -35,8 +35,8 @@ def test_random_problems_differ_and_some_have_no_room() -> None:
 
 def test_splits_by_hand_are_splits() -> None:
     profile, cluster = small(3)
-    for cuts in by_hand(profile, cluster.spots).values():
-        assert len(cuts) == len(cluster.spots)
+    for cuts in by_hand(profile, cluster.slots).values():
+        assert len(cuts) == len(cluster.slots)
         assert cuts[0] == 0
         assert list(cuts) == sorted(set(cuts))
         assert cuts[-1] < len(profile.layers)

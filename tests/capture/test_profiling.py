@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.profiling import ROUNDS, WARM_UP, Study, code_of
 from lightning_hetpipe.pipeline.chance import Chance
-from lightning_hetpipe.planning.profile import Times
+from lightning_hetpipe.planning.model.profile import Times
 from tests.capture.test_rehearsal import CPU, Greedy, X, piece_of
 
 FLOAT = 4

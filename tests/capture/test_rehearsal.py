@@ -17,7 +17,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.planning.timing import ROUNDS
+from lightning_hetpipe.planning.model.timing import ROUNDS
 from tests.traces import chance, shape_of
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe import Plan
-from lightning_hetpipe.planning import catalogue
-from lightning_hetpipe.planning.profile_file import save
+from lightning_hetpipe.planning.model import catalogue
+from lightning_hetpipe.planning.plan.profile_file import save
 from tests.cli.conftest import Train
 from tests.cli.test_plan import PROFILE, Run, folder, plan
 from tests.cli.test_train import FAST

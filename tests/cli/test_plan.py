@@ -13,8 +13,8 @@ import pytest
 from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.cli import plan_inputs
 from lightning_hetpipe.cli.plan import main
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_file import load, save
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.profile_file import load, save
 
 MIB = 1 << 20
 LAYERS = [LayerBytes(f"layer_{n}", 10 * MIB, 40 * MIB, MIB) for n in range(12)]
@@ -291,7 +291,7 @@ def test_a_wrong_setting_is_one_sentence(plan: Run, arguments: list[str], says: 
 
 
 def test_a_profile_without_this_machines_devices(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_inputs, "found_cluster", lambda: Cluster([Node("here", ["cpu"])]))
+    monkeypatch.setattr(plan_inputs, "discovered_cluster", lambda: Cluster([Node("here", ["cpu"])]))
     _, error = plan("profile=p.json", code=2)
     assert error.startswith("hetpipe-plan: profile=p.json has no times of this machine's 'cpu', but of RTX-3090, V100-")
     assert "devices=[RTX-3090,T4], or cluster=mixed_box." in error

@@ -96,7 +96,7 @@ def test_the_wheel_holds_code_configuration_and_types_and_nothing_else(checkout:
     code = {str(path.relative_to(checkout)) for path in (checkout / "lightning_hetpipe").rglob("*.py")}
     settings = {f"lightning_hetpipe/{path.relative_to(checkout)}" for path in (checkout / "conf").rglob("*.yaml")}
     assert settings
-    others = {"conf/__init__.py", "planning/gpus.json", "py.typed"}
+    others = {"conf/__init__.py", "planning/model/gpus.json", "py.typed"}
     assert held == code | settings | {f"lightning_hetpipe/{name}" for name in others}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -105,4 +105,4 @@ def test_the_sdist_holds_what_a_build_needs(checkout: Path) -> None:
     with tarfile.open(build(checkout, "sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "conf/train.yaml", "conf/model/gpt.yaml"} <= names
-    assert "lightning_hetpipe/planning/gpus.json" in names
+    assert "lightning_hetpipe/planning/model/gpus.json" in names

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.memory import REMEMBERED, Counter, Kept, Memory
-from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.rules.schedule import Work
 from tests.exact.pipelines import Delays
 from tests.pipeline.driving import Line, X, mlp

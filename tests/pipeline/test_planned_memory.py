@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.memory import Counter
-from lightning_hetpipe.planning.memory import Sizes, StageMemory, stage_memory
-from lightning_hetpipe.planning.profile import LayerBytes
-from lightning_hetpipe.planning.simulate import Simulation, StageTimes, simulate
+from lightning_hetpipe.planning.model.profile import LayerBytes
+from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, simulate
+from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from tests.pipeline.driving import Line
 from tests.pipeline.timetable import Timetable
 

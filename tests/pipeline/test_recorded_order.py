@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
-from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import Span
 from tests.pipeline.driving import Line, mlp

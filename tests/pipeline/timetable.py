@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hetpipe.planning.simulate import Simulation
+from lightning_hetpipe.planning.model.simulate import Simulation
 from lightning_hetpipe.rules.schedule import Work
 from tests.pipeline.driving import Line, X
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_hetpipe.planning import cluster
+from lightning_hetpipe.planning.model import cluster
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.plan import Plan, PlannedStage, PlannedWorker
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
 
 SECONDS = st.floats(0, 1e6, allow_subnormal=False)
 COUNT = st.integers(0, 2**50)

@@ -7,14 +7,14 @@ from itertools import combinations, permutations
 
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.cluster import Cluster, Device, Link, Node, Spot
-from lightning_hetpipe.planning.memory import Sizes, first_minibatch, stage_memory
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.simulate import Load
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import Sizes, first_minibatch, stage_memory
 
 NAMES = ("fast", "slow", "odd")
 
-Stages = tuple[tuple[Spot, int, int], ...]
+Stages = tuple[tuple[DeviceSlot, int, int], ...]
 """Device, first layer, layer after the last."""
 
 
@@ -50,10 +50,10 @@ def clusters(draw: st.DrawFn, most: int = 4, limited: bool = True) -> Cluster:
     return Cluster(nodes, draw(links))
 
 
-def divisions(layers: int, spots: Sequence[Spot], ordered: bool) -> Iterator[Stages]:
-    """Every way to place all layers on some of ``spots``."""
-    for count in range(1, min(layers, len(spots)) + 1):
-        for chosen in combinations(spots, count) if ordered else permutations(spots, count):
+def divisions(layers: int, slots: Sequence[DeviceSlot], ordered: bool) -> Iterator[Stages]:
+    """Every way to place all layers on some of ``slots``."""
+    for count in range(1, min(layers, len(slots)) + 1):
+        for chosen in combinations(slots, count) if ordered else permutations(slots, count):
             for cuts in combinations(range(1, layers), count - 1):
                 yield tuple(zip(chosen, (0, *cuts), (*cuts, layers), strict=True))
 
@@ -61,30 +61,35 @@ def divisions(layers: int, spots: Sequence[Spot], ordered: bool) -> Iterator[Sta
 def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bool = False) -> float:
     """T_max in seconds, as the design defines it."""
     found = []
-    for index, (spot, first, after) in enumerate(stages):
+    for index, (slot, first, after) in enumerate(stages):
         again = recompute and index + 1 < len(stages)
-        own = profile.times_on(spot.device)[first:after]
+        own = profile.times_on(slot.device)[first:after]
         take = sum(each.forward * (2 if again else 1) + each.backward for each in own)
         if index:
-            take += cluster.link_between(stages[index - 1][0], spot).seconds(profile.layers[first - 1].output)
+            take += cluster.link_between(stages[index - 1][0], slot).seconds(profile.layers[first - 1].output)
         if index + 1 < len(stages):
-            take += cluster.link_between(spot, stages[index + 1][0]).seconds(profile.layers[after - 1].output)
+            take += cluster.link_between(slot, stages[index + 1][0]).seconds(profile.layers[after - 1].output)
         found.append(take)
     return max(found)
 
 
 def has_room(
-    profile: Profile, stages: Stages, in_flight: int, state: float, recompute: bool, loads: Sequence[Sequence[Load]]
+    profile: Profile,
+    stages: Stages,
+    in_flight: int,
+    state: float,
+    recompute: bool,
+    loads: Sequence[Sequence[StageLoad]],
 ) -> bool:
     """Whether every stage fits when it holds what ``loads`` says for its distance from the last, and the last one's
     device a minibatch of the whole model."""
     limit = stages[-1][0].device.memory
     if limit is not None and first_minibatch(profile.layers, state) > limit:
         return False
-    for distance, (spot, first, after) in enumerate(reversed(stages)):
+    for distance, (slot, first, after) in enumerate(reversed(stages)):
         held = loads[min(distance, len(loads) - 1)]
         sizes = Sizes.of(profile.layers, first, after - 1)
         needed = stage_memory(sizes, in_flight, held, state=state, recompute=recompute).total
-        if spot.device.memory is not None and needed > spot.device.memory:
+        if slot.device.memory is not None and needed > slot.device.memory:
             return False
     return True

@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.catalogue import canonical, find, gpus, known, relative_speed
-from lightning_hetpipe.planning.profile_file import load
+from lightning_hetpipe.planning.model.catalogue import canonical, find, gpus, known, relative_speed
+from lightning_hetpipe.planning.plan.profile_file import load
 from tests.planning.reference import MISSING, OPT_350M
 
 

@@ -11,8 +11,8 @@ from hydra.utils import instantiate
 
 from lightning_hetpipe import Cluster, Device, Link, Node
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning import cluster as planning_cluster
-from lightning_hetpipe.planning.cluster import ETHERNET, NO_LINK, PCIE
+from lightning_hetpipe.planning.model import cluster as planning_cluster
+from lightning_hetpipe.planning.model.cluster import ETHERNET, NO_LINK, PCIE
 
 
 def test_units() -> None:
@@ -40,7 +40,7 @@ def test_memory_without_its_unit_is_asked_back(monkeypatch: pytest.MonkeyPatch) 
 def test_a_link_that_nobody_has_declared_is_supposed_and_said() -> None:
     """It was infinitely fast, and so were plans that sent much."""
     cluster = Cluster([Node("a", ["T4", "T4"]), Node("b", ["T4"]), Node("c", ["2xcpu"])])
-    one, two, three, four, five = cluster.spots
+    one, two, three, four, five = cluster.slots
     found = [cluster.link_between(*pair) for pair in [(one, two), (two, three), (four, five)]]
     assert found == [PCIE, ETHERNET, NO_LINK]
     assert cluster.supposed([one, two, three, four, five]) == [
@@ -53,8 +53,8 @@ def test_a_link_that_nobody_has_declared_is_supposed_and_said() -> None:
 
 def test_spots_and_links() -> None:
     cluster = Cluster([Node("a", ["x", "y"], Link(5)), Node("b", ["z"])], Link(1))
-    x, y, z = cluster.spots
-    assert [(spot.node, spot.number, spot.device.name) for spot in (x, y, z)] == [(0, 0, "x"), (0, 1, "y"), (1, 0, "z")]
+    x, y, z = cluster.slots
+    assert [(slot.node, slot.number, slot.device.name) for slot in (x, y, z)] == [(0, 0, "x"), (0, 1, "y"), (1, 0, "z")]
     assert cluster.link_between(x, y) == Link(5)
     assert cluster.link_between(y, z) == Link(1)
     assert cluster.link_between(x, x) == NO_LINK
@@ -83,7 +83,7 @@ def test_hydra_makes_one_of_plain_values() -> None:
 def test_memory_that_is_not_said() -> None:
     """What a profile knows comes first, then the catalogue; what was said stays."""
     cluster = Cluster([Node("n", [Device("TITAN RTX"), "RTX-2080", Device("RTX-3090", "1 GiB"), "abacus"])])
-    memories = [spot.device.memory for spot in cluster.with_memory({"RTX-2080": 11 << 30, "RTX-3090": 2}).spots]
+    memories = [slot.device.memory for slot in cluster.with_memory({"RTX-2080": 11 << 30, "RTX-3090": 2}).slots]
     assert memories == [24 << 30, 11 << 30, 1 << 30, None]
 
 

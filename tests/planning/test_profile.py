@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.catalogue import relative_speed
-from lightning_hetpipe.planning.cluster import Device
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_file import as_json, load, save
+from lightning_hetpipe.planning.model.catalogue import relative_speed
+from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
 from tests.planning.drawing import profiles
 from tests.planning.reference import MISSING, OPT_350M
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.simulate import Simulation, StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, simulate
 from lightning_hetpipe.rules.schedule import Work
 
 EQUAL = [StageTimes(1.0, 2.0)] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.units import bandwidth_of, bytes_of, in_bytes, in_seconds, seconds_of
+from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_bytes, in_seconds, seconds_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.simulate import simulate
+from lightning_hetpipe.planning.model.simulate import simulate
 from lightning_hetpipe.reporting.plots import COLOURS, draw, image
 from lightning_hetpipe.reporting.timeline import Timeline
 from tests.reporting.test_timeline import EXAMPLE, TIMES, simulated

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.simulate import StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.reporting.trace import together
 from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE, Span

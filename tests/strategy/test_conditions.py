@@ -15,9 +15,9 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import Study
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.chance import Chance
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.profile_cache import ProfileCache
-from lightning_hetpipe.strategy import conditions
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.strategy import measuring
 from lightning_hetpipe.strategy.measuring import kept, profiled
 from tests.capture.test_rehearsal import CPU, piece_of
 
@@ -45,7 +45,7 @@ def study(
 
 
 def key(shown: Study | None = None, device: str = "cpu") -> str:
-    return conditions.conditions(study() if shown is None else shown, device, "32-true").key()
+    return measuring.conditions(study() if shown is None else shown, device, "32-true").key()
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_the_wheel_is_no_matter_but_the_version_is(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_is_its_model_and_a_gpu_is_no_matter_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert conditions.processor()
+    assert measuring.processor()
     cpu, gpu = key(), key(device="RTX-3090")
-    monkeypatch.setattr(conditions, "processor", lambda: "another")
+    monkeypatch.setattr(measuring, "processor", lambda: "another")
     assert key() != cpu
     assert key(device="RTX-3090") == gpu
 

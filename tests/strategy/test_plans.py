@@ -14,9 +14,9 @@ import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import Study
-from lightning_hetpipe.planning.plan import PlannedStage, PlannedWorker
-from lightning_hetpipe.planning.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.strategy import planner, site
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.strategy import placement, planner
 from lightning_hetpipe.strategy.run.first_minibatch import WatchedStep, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.models import SGD, Task, mlp, vectors
@@ -103,7 +103,7 @@ def test_a_plans_devices_are_taken_in_its_order() -> None:
 
 def test_the_stages_of_a_plan_are_measured_on_their_own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """All were on the last stage's."""
-    monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
+    monkeypatch.setattr(placement, "discovered_cluster", lambda devices: box("fast", "slow"))
     takes = {TWO[0]: 0.001, TWO[1]: 0.1}
     monkeypatch.setattr(planner, "layer_seconds", lambda study, device, bar: [takes[device]] * len(study.layers))
     plan = planned(0, 2)
@@ -407,7 +407,9 @@ def test_memory_that_ends_in_the_first_minibatch_is_explained(where: str) -> Non
 
 def test_the_first_minibatch_runs_where_there_is_most_memory(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran on the last device, whichever could hold it."""
-    monkeypatch.setattr(site, "found_cluster", lambda devices: box(Device("fast", "24 GiB"), Device("slow", "8 GiB")))
+    monkeypatch.setattr(
+        placement, "discovered_cluster", lambda devices: box(Device("fast", "24 GiB"), Device("slow", "8 GiB"))
+    )
     measured(fast=0.1, slow=0.2)
     seen: list[torch.device] = []
 
@@ -464,7 +466,7 @@ def test_a_cluster_is_for_one_virtual_worker() -> None:
 
 
 def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "found_cluster", lambda devices: box("fast", "slow"))
+    monkeypatch.setattr(placement, "discovered_cluster", lambda devices: box("fast", "slow"))
     measured(fast=0.1, slow=0.2)
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.strategy.run.first_minibatch.rank_zero_info", told.append)
@@ -516,7 +518,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
 
 def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no layer goes there with the loss, and so do batches that are fetched later."""
-    monkeypatch.setattr(site, "found_cluster", lambda devices: box(Device("fast"), Device("useless")))
+    monkeypatch.setattr(placement, "discovered_cluster", lambda devices: box(Device("fast"), Device("useless")))
     measured(fast=0.01, useless=10.0)
 
     class Seen(Task):

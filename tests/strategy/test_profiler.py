@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.profile import Profile
-from lightning_hetpipe.planning.profile_cache import ProfileCache
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.measuring import optimizer_name
 from lightning_hetpipe.strategy.profiler import ProfilingStrategy, profile
 from tests.strategy.refusing import Learner, batches, quiet_trainer

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
-from lightning_hetpipe.planning.timing import ROUNDS
+from lightning_hetpipe.planning.model.timing import ROUNDS
 from lightning_hetpipe.strategy import progress
 from tests.strategy.refusing import Learner, batches, quiet_trainer
 

@@ -23,7 +23,7 @@ from lightning_hetpipe.capture.redirect import Redirect
 from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.planning.partition import stage_times
+from lightning_hetpipe.planning.search.division import stage_times
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices, place
 from lightning_hetpipe.strategy.private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.strategy.run.evaluation_run import EvaluationRun

@@ -22,13 +22,12 @@ from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
-from lightning_hetpipe.planning.units import in_bytes
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy import equal_devices
 from lightning_hetpipe.strategy.collectives import ahead
-from lightning_hetpipe.strategy.decision import Decision, told_in_flight
+from lightning_hetpipe.strategy.planner import Decision, told_in_flight
 from lightning_hetpipe.strategy.run.extensions.outside import Outside
 from lightning_hetpipe.strategy.run.user_step import UserStep
 from lightning_hetpipe.strategy.settings import FitSettings, check_resumed, nothing_to_recompute
@@ -190,10 +189,8 @@ class WatchedStep:
         settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         study = Study(self.pieces, self._chance, dtype, optimizer, self._samples)
-        if settings.decide is not None:
-            decision = settings.decide(study)
-        else:
-            decision = equal_devices.decide(study, settings, reported=bool(self._trainer.loggers))
+        assert settings.decide is not None
+        decision = settings.decide(study)
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:

@@ -30,8 +30,8 @@ from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stretch import ProcessState
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.strategy.decision import Decision
 from lightning_hetpipe.strategy.layout import Layout, move_to_devices
+from lightning_hetpipe.strategy.planner import Decision
 from lightning_hetpipe.strategy.private import (
     BEFORE_TRANSFER,
     DataFetcher,

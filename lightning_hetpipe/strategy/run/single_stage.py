@@ -34,7 +34,7 @@ from lightning_hetpipe.strategy.settings import FitSettings, nothing_to_recomput
 def is_single_stage(settings: FitSettings) -> bool:
     """Whether it is known from the settings that there is one stage with one minibatch in flight, and nothing to
     compile, emulate or compare with a plan, which is a stage's work."""
-    if settings.compile is not None or settings.decide is not None:
+    if settings.compile is not None or settings.planned:
         return False
     one_stage = settings.stages == 1 or (settings.stages == "auto" and len(settings.devices) == 1)
     return one_stage and settings.in_flight in ("auto", 1)

@@ -1,0 +1,302 @@
+"""The devices that there are, and what connects them: found, declared, or both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.planning.model.catalogue import canonical, known
+from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
+
+T = TypeVar("T")
+
+LEAST_MEMORY = 1 << 20
+"""Smallest memory of a device in bytes: a smaller number lacks its unit."""
+
+_SEVERAL = re.compile(r"([1-9]\d*)[x*](?=[A-Za-z])(.+)")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+@dataclass(frozen=True, init=False)
+class Device:
+    """One device.
+
+    Args:
+        name: What it is, such as "RTX-3090": devices of one name are of one type. A profile has times by it.
+        memory: Bytes that it has, or text such as "24 GiB"; None where that is not said.
+        speed: How many times faster than what the profile's times are of.
+
+    Raises:
+        SettingError: for numbers that no device has.
+    """
+
+    name: str
+    memory: int | None
+    speed: float
+
+    def __init__(self, name: str, memory: int | str | None = None, speed: float = 1.0) -> None:
+        if not name or not isinstance(name, str):
+            raise SettingError(f"Device(name={name!r}) must be a name, such as 'RTX-3090'")
+        given, setting = memory, f"Device({name!r}).memory"
+        if isinstance(memory, str):
+            memory = bytes_of(memory, setting)
+        if memory is not None and not _is_positive(memory):
+            raise SettingError(f"{setting}={given!r} must be bytes, more than 0, text such as '24 GiB', or None")
+        if memory is not None and memory < LEAST_MEMORY:
+            unit = "GiB" if memory < 1000 else "MiB"
+            raise SettingError(f"{setting}={given!r} is {memory:g} bytes; did you mean '{memory:g} {unit}'")
+        if memory is not None and not isinstance(memory, int):
+            raise SettingError(f"{setting}={given!r} must be a whole number of bytes, or text such as '24 GiB'")
+        if not _is_positive(speed):
+            raise SettingError(f"Device({name!r}, speed={speed!r}) must be a number more than 0")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "speed", speed)
+
+
+@dataclass(frozen=True, init=False)
+class Link:
+    """Link between devices.
+
+    Args:
+        bandwidth: Bytes/s, or text such as "12 GB/s" or "200 Mbit/s".
+        latency: Seconds, or text such as "10 us".
+
+    Raises:
+        SettingError: for numbers that no link has.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __init__(self, bandwidth: float | str, latency: float | str = 0.0) -> None:
+        if isinstance(bandwidth, str):
+            bandwidth = bandwidth_of(bandwidth, "Link.bandwidth")
+        if isinstance(latency, str):
+            latency = seconds_of(latency, "Link.latency")
+        if not (_is_positive(bandwidth) or (_is_number(bandwidth) and bandwidth == math.inf)):
+            raise SettingError(f"Link(bandwidth={bandwidth!r}) must be bytes per second, more than 0")
+        if not (_is_number(latency) and 0 <= latency < math.inf):
+            raise SettingError(f"Link(latency={latency!r}) must be seconds, 0 or more")
+        object.__setattr__(self, "bandwidth", bandwidth)
+        object.__setattr__(self, "latency", latency)
+
+    def __str__(self) -> str:
+        """Text such as "12 GB/s"; with a latency, "12 GB/s after 10 us"."""
+        speed = in_bandwidth(self.bandwidth)
+        return f"{speed} after {in_seconds(self.latency)}" if self.latency else speed
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds that ``nbytes`` take; zero bytes take none."""
+        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+
+
+NO_LINK = Link(math.inf)
+"""Link within shared memory: nothing has to travel."""
+
+PCIE = Link("12 GB/s", "10 us")
+"""Supposed between devices of one machine, where nobody has declared it: PCIe 3.0 x16 in practice."""
+
+ETHERNET = Link("10 Gbit/s", "50 us")
+"""Supposed between machines, where nobody has declared it."""
+
+
+@dataclass(frozen=True)
+class DeviceSlot:
+    """A device of a cluster: ``device`` is number ``number`` of node ``node``."""
+
+    node: int
+    number: int
+    device: Device
+
+
+@dataclass(frozen=True, init=False)
+class Node:
+    """A machine.
+
+    Args:
+        name: Of its own in a cluster.
+        devices: In order; a name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, a mapping for one
+            with these arguments.
+        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments. None says
+            nothing, and :data:`PCIE` is supposed; between CPUs, that nothing has to travel.
+
+    Raises:
+        SettingError: for a node without devices.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    link: Link | None
+
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[Device | Mapping[str, Any] | str],
+        link: Link | Mapping[str, Any] | str | None = None,
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
+        if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
+            raise SettingError(
+                f"Node({name!r}, devices={devices!r}) must be a list of at least one Device, or its name"
+            )
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
+        object.__setattr__(self, "link", None if link is None else _link(link, f"node '{name}'"))
+
+    @property
+    def own_link(self) -> Link:
+        """Link between any two of its devices, as declared or supposed."""
+        if self.link is not None:
+            return self.link
+        return NO_LINK if all(device.name == "cpu" for device in self.devices) else PCIE
+
+
+@dataclass(frozen=True, init=False)
+class Cluster:
+    """Machines.
+
+    Args:
+        nodes: In order; a ``Node`` each, or a mapping with its arguments.
+        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments. None says
+            nothing, and :data:`ETHERNET` is supposed.
+
+    Raises:
+        SettingError: for a cluster without nodes, or with two of one name.
+    """
+
+    nodes: tuple[Node, ...]
+    link: Link | None
+
+    def __init__(
+        self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str | None = None
+    ) -> None:
+        if not isinstance(nodes, Sequence) or not nodes:
+            raise SettingError(f"Cluster(nodes={nodes!r}) must be a list of at least one Node")
+        made = tuple(_made(Node, node, "name", "devices", "link") for node in nodes)
+        names = [node.name for node in made]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
+        object.__setattr__(self, "nodes", made)
+        object.__setattr__(self, "link", None if link is None else _link(link, "the Cluster"))
+
+    @property
+    def slots(self) -> tuple[DeviceSlot, ...]:
+        """All devices, node by node."""
+        return tuple(
+            DeviceSlot(n, d, device) for n, node in enumerate(self.nodes) for d, device in enumerate(node.devices)
+        )
+
+    def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
+        """Link that a value takes from ``one`` to ``other``."""
+        if one.node != other.node:
+            return self.link or ETHERNET
+        return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
+
+    def supposed(self, slots: Iterable[DeviceSlot]) -> list[str]:
+        """The links that stages on ``slots``, in their order, use and that nobody has declared: a sentence for each."""
+        found: dict[str, None] = {}
+        for one, other in pairwise(slots):
+            node = self.nodes[one.node]
+            if one.node != other.node and self.link is None:
+                found[f"{ETHERNET} is supposed between nodes, as no link is said"] = None
+            elif one.node == other.node and node.link is None and self.link_between(one, other) != NO_LINK:
+                found[f"{node.own_link} is supposed between devices of '{node.name}', as no link is said"] = None
+        return [*found]
+
+    def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
+        """Fill in the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
+
+        What neither knows stays without a limit.
+        """
+        known_bytes = {canonical(name): nbytes for name, nbytes in bytes_by_name.items()}
+
+        def filled(device: Device) -> Device:
+            if device.memory is not None:
+                return device
+            name, gpu = canonical(device.name), known(device.name) if catalogue else None
+            return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.memory))
+
+        return self._each(filled)
+
+    def over(self, found: Cluster) -> Cluster:
+        """Merge this declaration with the machines of ``found``: what it does not say of a device is as found.
+
+        Nodes and their devices stand for one another by their places. A device has no more memory than was found.
+
+        Raises:
+            SettingError: where there are more or fewer than were found, or another GPU of the catalogue's.
+        """
+        if len(self.nodes) != len(found.nodes):
+            raise SettingError(f"the cluster declares {_count(self.nodes, 'node')}, and {len(found.nodes)} are there")
+        nodes = []
+        for node, there in zip(self.nodes, found.nodes, strict=True):
+            if len(node.devices) != len(there.devices):
+                raise SettingError(
+                    f"the cluster's node '{node.name}' declares {_count(node.devices, 'device')}, and"
+                    f" {len(there.devices)} are there ({', '.join(device.name for device in there.devices)})"
+                )
+            devices = []
+            for number, (one, other) in enumerate(zip(node.devices, there.devices, strict=True)):
+                if known(one.name) and known(other.name) and canonical(one.name) != canonical(other.name):
+                    raise SettingError(
+                        f"the cluster's node '{node.name}' declares '{one.name}' as device {number}, where"
+                        f" '{other.name}' is there ({', '.join(device.name for device in there.devices)}); declare"
+                        " devices in the order in which they are found"
+                    )
+                memory = [each.memory for each in (one, other) if each.memory is not None]
+                devices.append(replace(one, memory=min(memory, default=None)))
+            nodes.append(Node(node.name, devices, there.link if node.link is None else node.link))
+        return Cluster(nodes, found.link if self.link is None else self.link)
+
+    def _each(self, change: Callable[[Device], Device]) -> Cluster:
+        return Cluster([Node(node.name, [*map(change, node.devices)], node.link) for node in self.nodes], self.link)
+
+
+def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
+    if isinstance(given, str):
+        match = _SEVERAL.fullmatch(given)
+        return [Device(given)] if match is None else [Device(match[2])] * int(match[1])
+    return [_made(Device, given, "name", "memory", "speed")]
+
+
+def _link(given: Link | Mapping[str, Any] | str, owner: str) -> Link:
+    try:
+        return Link(given) if isinstance(given, str) else _made(Link, given, "bandwidth", "latency")
+    except SettingError as error:
+        raise SettingError(f"the link of {owner}: {error}") from error
+
+
+def _made(kind: type[T], given: Any, *arguments: str) -> T:
+    """``given``, or what it says in a configuration: Hydra itself makes mappings of dataclasses that are in a list."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        other = {"Device": "a name such as 'RTX-3090'", "Link": "a bandwidth such as '12 GB/s'"}.get(kind.__name__)
+        raise SettingError(f"{given!r} must be a {kind.__name__}" + (f", or {other}" if other else ""))
+    for key in given:
+        if key not in arguments:
+            raise SettingError(
+                f"a {kind.__name__} has no '{key}'; it has {', '.join(arguments)}{nearest(key, arguments)}"
+            )
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise SettingError(f"a {kind.__name__} cannot be made of {dict(given)}: {error}") from error
+
+
+def _count(items: Sequence[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

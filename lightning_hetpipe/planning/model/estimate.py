@@ -1,0 +1,163 @@
+"""Estimate of stages: their times, their memory, and the simulated minibatches per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, simulate
+from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, first_minibatch, stage_memory
+
+WAVES = 6
+"""Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
+
+INSTANT = 1e-12
+"""Shortest time to divide by, in seconds: layers may be said to take no time."""
+
+MINIBATCHES = 48
+"""Fewest minibatches that are simulated."""
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage of an estimate.
+
+    Attributes:
+        slot: The device.
+        first, last: Its layers, both inclusive, by their index in the profile.
+        times: Seconds for one minibatch; ``times.total`` of the slowest stage is T_max.
+        memory: Bytes that it takes of its device.
+        held: The most minibatches whose activations it holds at once.
+        load: Minibatches that it holds when it takes most.
+        first_minibatch: Bytes that the first minibatch of a fit takes on its device, where it runs whole; 0 but for the
+            last stage.
+    """
+
+    slot: DeviceSlot
+    first: int
+    last: int
+    times: StageTimes
+    memory: StageMemory
+    held: int
+    load: StageLoad
+    first_minibatch: int = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of its device; None where that is no limit."""
+        return self.slot.device.memory
+
+    @property
+    def overflow(self) -> int:
+        """Bytes that its device lacks; 0 where it fits."""
+        return 0 if self.limit is None else max(0, self.memory.total - self.limit, self.first_minibatch - self.limit)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of one virtual worker.
+
+    Attributes:
+        stages: In the order of the layers.
+        in_flight: Nm.
+        recompute: Whether forwards are computed again for their backwards.
+        rate: Minibatches per second, simulated.
+        simulation: The run that said so.
+    """
+
+    stages: tuple[StageEstimate, ...]
+    in_flight: int
+    recompute: bool
+    rate: float
+    simulation: Simulation
+
+    @property
+    def fits(self) -> bool:
+        return not any(stage.overflow for stage in self.stages)
+
+    @property
+    def bottleneck(self) -> float:
+        """T_max in seconds."""
+        return max(stage.times.total for stage in self.stages)
+
+
+def estimate(
+    profile: Profile,
+    cluster: Cluster,
+    slots: Sequence[DeviceSlot],
+    cuts: Sequence[int],
+    in_flight: int,
+    *,
+    state: float = 0.0,
+    recompute: bool = False,
+    synchronise: float = 0.0,
+    watched: bool = True,
+) -> Estimate:
+    """Estimate stages on ``slots`` that start at the layers ``cuts``.
+
+    Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side. Where
+    forwards are computed again, a backward takes that much longer, but for the last stage's.
+
+    Args:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        slots: The device of each stage.
+        cuts: The first layer of each stage.
+        in_flight: Nm.
+        state: The optimizer's bytes for each byte of the weights.
+        recompute: Whether forwards are computed again for their backwards.
+        synchronise: Seconds that a wave's end waits for the parameter servers.
+        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole.
+
+    Raises:
+        SettingError: where the profile has no times of a device.
+    """
+    times = stage_times_on(profile, cluster, slots, cuts, recompute)
+    ends = [*cuts[1:], len(profile.layers)]
+    step = max(
+        sum(each.update for each in profile.times_on(slot.device)[first:after])
+        for slot, first, after in zip(slots, cuts, ends, strict=True)
+    )
+    waves = max(WAVES, -(-MINIBATCHES // in_flight))
+    run = simulate(times, in_flight, waves * in_flight, step=step, synchronise=synchronise)
+    stages = []
+    for index, (slot, first, after) in enumerate(zip(slots, cuts, ends, strict=True)):
+        sizes = Sizes.of(profile.layers, first, after - 1)
+        taken = {
+            load: stage_memory(sizes, in_flight, [load], state=state, recompute=recompute)
+            for load in sorted({load for _, load in run.loads(index)})
+        }
+        most = max(taken, key=lambda load: taken[load].total)
+        whole = first_minibatch(profile.layers, state) if watched and after == len(profile.layers) else 0
+        stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most, whole))
+    begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
+    seconds = run.published[end - 1] - run.published[begin - 1]
+    # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
+    rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
+    return Estimate(tuple(stages), in_flight, recompute, rate, run)
+
+
+def stage_times_on(
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int], recompute: bool = False
+) -> list[StageTimes]:
+    """Times of stages on ``slots`` that start at the layers ``cuts``; see :func:`estimate`."""
+    found = []
+    for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+        own = profile.times_on(slot.device)[first:after]
+        forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
+        last = index + 1 == len(slots)
+        found.append(
+            StageTimes(
+                forward,
+                backward + (forward if recompute and not last else 0.0),
+                receive=_crossing(profile, cluster, slots[index - 1], slot, first) if index else 0.0,
+                receive_gradient=0.0 if last else _crossing(profile, cluster, slot, slots[index + 1], after),
+            )
+        )
+    return found
+
+
+def _crossing(profile: Profile, cluster: Cluster, one: DeviceSlot, other: DeviceSlot, boundary: int) -> float:
+    return cluster.link_between(one, other).seconds(profile.layers[boundary - 1].output)

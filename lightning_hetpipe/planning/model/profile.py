@@ -1,0 +1,148 @@
+"""Profile of a model: seconds of each layer on each type of device, and its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known
+from lightning_hetpipe.planning.model.cluster import Device
+
+
+class Times(NamedTuple):
+    """Seconds that a layer takes for one minibatch."""
+
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    def divided(self, speed: float) -> Times:
+        return Times(*(seconds / speed for seconds in self))
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer, named ``name``; the same on every device.
+
+    Attributes:
+        parameters: Bytes of its weights.
+        kept: Bytes that its forward keeps until its backward, inputs and outputs included, for one minibatch.
+        output: Bytes of its output; its gradient has the same size.
+        given: Bytes of its input, such as the batch; 0 where that is the output of the layer before it.
+    """
+
+    name: str
+    parameters: int
+    kept: int
+    output: int
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Layers of a model, and times of each layer by the name of a device.
+
+    Attributes:
+        model: Name of the model, for people.
+        samples: In a minibatch.
+        layers: In order.
+        times: For each device's name, of each layer; medians.
+        memory: Bytes that each of these devices has, where the profile knows.
+        estimated: Names of the devices whose times were not measured, and of which device's they were made.
+
+    Raises:
+        SettingError: for a device whose times are not one for each layer.
+    """
+
+    model: str
+    samples: int
+    layers: Sequence[LayerBytes]
+    times: Mapping[str, Sequence[Times]]
+    memory: Mapping[str, int]
+    estimated: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "times", {name: tuple(times) for name, times in self.times.items()})
+        for name, times in self.times.items():
+            if len(times) != len(self.layers):
+                raise SettingError(
+                    f"the profile of {self.model} has {len(times)} times of '{name}' and {len(self.layers)} layers; one"
+                    " for each is needed"
+                )
+
+    def times_on(self, device: Device) -> Sequence[Times]:
+        """Times of each layer on ``device``: those of its name, or of the only profiled device; divided by its speed.
+
+        Beside devices whose times are estimated, one of another name must say its speed, as it may be a slip.
+
+        Raises:
+            SettingError: if there is neither.
+        """
+        profiled = [own for name, own in self.times.items() if name not in self.estimated] or [*self.times.values()]
+        if (name := self.name_of(device)) is not None:
+            measured = self.times[name]
+        elif len(profiled) == 1 and (device.speed != 1.0 or len(self.times) == 1):
+            (measured,) = profiled
+        else:
+            raise SettingError(
+                f"the profile of {self.model} has no times of '{device.name}'; it has those of"
+                f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
+                f"{nearest(device.name, {*self.times, *gpus()}) or self._way_out(profiled)}"
+            )
+        return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
+
+    @staticmethod
+    def _way_out(profiled: Sequence[Sequence[Times]]) -> str:
+        by_speed = ", or say its speed relative to the device that was profiled" if len(profiled) == 1 else ""
+        return f"; profile the model on it, name another device{by_speed}"
+
+    def name_of(self, device: Device) -> str | None:
+        """Name of ``device`` in this profile, which may be written differently; None if it has no times of it."""
+        if device.name in self.times:
+            return device.name
+        mine = {canonical(name): name for name in self.times}
+        return mine.get(canonical(device.name))
+
+    def with_estimates(self, devices: Sequence[Device], precision: str = "32") -> Profile:
+        """Add times of those ``devices`` of which it has none and that the catalogue knows.
+
+        They are made from those of the profiled GPU whose speed is nearest, by
+        :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where the only
+        device that was profiled is none of the catalogue's, such as a CPU, it stands for the fastest of ``devices``:
+        then the ratios are estimates, and no more. Devices that say their speed stay as they are.
+        """
+        unknown = {
+            d.name: gpu for d in devices if d.speed == 1.0 and (gpu := known(d.name)) and self.name_of(d) is None
+        }
+        bases = {name: gpu.speed(precision) for name in self.times if (gpu := known(name)) is not None}
+        if len(self.times) == 1 and not bases:
+            bases = dict.fromkeys(self.times, max((gpu.speed(precision) for gpu in unknown.values()), default=1.0))
+        times, estimated = dict(self.times), dict(self.estimated)
+        for name, gpu in unknown.items() if bases else ():
+            speed = gpu.speed(precision)
+            base = min(bases, key=lambda each: abs(math.log(speed / bases[each])))
+            times[name] = [each.divided(speed / bases[base]) for each in self.times[base]]
+            estimated[name] = base
+        return replace(self, times=times, estimated=estimated)
+
+    def joined(self, other: Profile) -> Profile:
+        """Merge with ``other``, a profile of the same layers on other devices, which wins.
+
+        Raises:
+            SettingError: if it is of other layers, or of minibatches of another size.
+        """
+        if (other.layers, other.samples) != (self.layers, self.samples):
+            raise SettingError(
+                f"the profiles of {self.model} and {other.model} are of different layers or minibatches; profile anew"
+            )
+        kept = {name: base for name, base in self.estimated.items() if name not in other.times}
+        return replace(
+            self,
+            times={**self.times, **other.times},
+            memory={**self.memory, **other.memory},
+            estimated={**kept, **other.estimated},
+        )

@@ -1,0 +1,1 @@
+"""Plans and profiles as documents: dataclasses, table, JSON files, cache."""

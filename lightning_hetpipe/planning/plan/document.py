@@ -1,0 +1,369 @@
+"""Plan: which layers run on which device, how many minibatches are in flight, and the estimate; ``plan.json``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.table import table
+
+VERSION = 1
+
+_ESTIMATED = " (estimated)"
+_NOMINAL = " (nominal memory)"
+_DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{re.escape(_NOMINAL)})?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan.
+
+    Attributes:
+        node: The machine's name.
+        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where its times
+            come from a data sheet, " (nominal memory)" where only its memory does.
+        first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
+        time_s: For one minibatch, forward and backward, with its transfers.
+        memory_bytes: That it takes.
+        memory_limit_bytes: That its device has; None where that is no limit.
+    """
+
+    node: str
+    device: str
+    first_layer: int
+    last_layer: int
+    time_s: float
+    memory_bytes: int
+    memory_limit_bytes: int | None
+
+    @property
+    def device_name(self) -> str:
+        """Device name without its number."""
+        match = _DEVICE.fullmatch(self.device)
+        return self.device if match is None else match["name"]
+
+    @property
+    def device_number(self) -> int | None:
+        """Number of the device on its node, from 0; None if ``device`` does not say."""
+        match = _DEVICE.fullmatch(self.device)
+        return None if match is None else int(match["number"])
+
+    @property
+    def place(self) -> str:
+        """Device name and number, such as "RTX-3090:1"."""
+        return self.device.removesuffix(_ESTIMATED).removesuffix(_NOMINAL)
+
+    @property
+    def estimated(self) -> bool:
+        """Whether its times come from a data sheet."""
+        return self.device.endswith(_ESTIMATED)
+
+    @property
+    def nominal(self) -> bool:
+        """Whether its memory comes from a data sheet, and its times do not."""
+        return self.device.endswith(_NOMINAL)
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """A virtual worker: its ``stages``, in the order of the layers, and the simulated ``minibatches_per_second``."""
+
+    minibatches_per_second: float
+    stages: tuple[PlannedStage, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machines that its stages lie on, of which there may be one in this release."""
+        return tuple(dict.fromkeys(stage.node for stage in self.stages))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Fault of a plan.
+
+    Attributes:
+        place: The key in ``plan.json``, such as "virtual_workers[0].stages[2].memory_bytes".
+        said: Text of the fault.
+    """
+
+    place: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages on devices for all virtual workers.
+
+    Attributes:
+        model: Name of the model.
+        in_flight: Nm, of every virtual worker.
+        wave: W.
+        clock_distance: D.
+        bottleneck_s: T_max: seconds of the slowest stage of all.
+        minibatches_per_second: Of all virtual workers together, simulated.
+        virtual_workers: Each.
+        layers: Their names, in order.
+        recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
+            the plan says; files of earlier releases do not say it, and mean no.
+        first_minibatch_bytes: What the first minibatch of a fit takes on the last stage's device, where it runs whole;
+            0 where that is not known, as in files of earlier releases.
+    """
+
+    model: str
+    in_flight: int
+    wave: int
+    clock_distance: int
+    bottleneck_s: float
+    minibatches_per_second: float
+    virtual_workers: tuple[PlannedWorker, ...]
+    layers: tuple[str, ...]
+    recompute: bool = False
+    first_minibatch_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        found: Estimate,
+        model: str,
+        layers: Sequence[str],
+        cluster: Cluster,
+        estimated: Collection[str] = (),
+        clock_distance: int = 0,
+        nominal: Collection[DeviceSlot] = (),
+    ) -> Plan:
+        """Make the plan of one virtual worker.
+
+        Args:
+            found: The choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or the estimate for stages
+                that were asked for.
+            model: For people.
+            layers: Names.
+            cluster: That it was found for.
+            estimated: Names of the devices whose times come from a data sheet.
+            clock_distance: D.
+            nominal: The devices whose memory comes from a data sheet.
+        """
+        stages = tuple(
+            PlannedStage(
+                cluster.nodes[stage.slot.node].name,
+                f"{stage.slot.device.name}:{stage.slot.number}"
+                + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
+                stage.first,
+                stage.last,
+                stage.times.total,
+                stage.memory.total,
+                stage.limit,
+            )
+            for stage in found.stages
+        )
+        return cls(
+            model,
+            found.in_flight,
+            found.in_flight,
+            clock_distance,
+            found.bottleneck,
+            found.rate,
+            (PlannedWorker(found.rate, stages),),
+            tuple(layers),
+            found.recompute,
+            found.stages[-1].first_minibatch,
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Read ``plan.json``.
+
+        Raises:
+            SettingError: one sentence with the file, the key and what is wrong there.
+        """
+        document = Document.read(path)
+        document.version(VERSION)
+        document.object("schema_version", *(field.name for field in fields(cls)))
+        return cls(
+            document["model"].text(),
+            document["in_flight"].whole(1),
+            document["wave"].whole(1),
+            document["clock_distance"].whole(),
+            document["bottleneck_s"].number(),
+            document["minibatches_per_second"].number(),
+            tuple(_worker(each) for each in document["virtual_workers"].entries()),
+            tuple(each.text() for each in document["layers"].entries()),
+            "recompute" in document and document["recompute"].truth(),
+            document["first_minibatch_bytes"].whole() if "first_minibatch_bytes" in document else 0,
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write ``plan.json``, whole or not at all.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write(path, {"schema_version": VERSION, **asdict(self)})
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
+        """Faults that keep it from running: on any devices, and on those of ``cluster``."""
+        if not self.virtual_workers:
+            yield Problem("virtual_workers", "is empty; a plan has at least one")
+        taken: dict[tuple[str, int], int] = {}
+        for index, worker in enumerate(self.virtual_workers):
+            place = f"virtual_workers[{index}].stages"
+            if not worker.stages:
+                yield Problem(place, "is empty; a virtual worker has at least one stage")
+            next_layer = 0
+            for number, stage in enumerate(worker.stages):
+                yield from _stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
+                next_layer = stage.last_layer + 1
+                if (at := stage.device_number) is not None:
+                    other = taken.setdefault((stage.node, at), index)
+                    if other != index:
+                        yield Problem(
+                            f"{place}[{number}].device", f"is '{stage.place}', which is virtual worker {other}'s, too"
+                        )
+                if cluster is not None:
+                    yield from _place_problems(stage, f"{place}[{number}]", cluster)
+            yield from _shared_problems(worker.stages, place, cluster)
+            yield from _first_problems(worker.stages, place, cluster, self.first_minibatch_bytes)
+            if worker.stages and next_layer != len(self.layers):
+                yield Problem(
+                    f"{place}[{len(worker.stages) - 1}].last_layer",
+                    f"is {next_layer - 1}, and the model's last layer is {len(self.layers) - 1}",
+                )
+
+    def check(self, cluster: Cluster | None = None) -> None:
+        """Refuse a plan that cannot be run.
+
+        Raises:
+            SettingError: with the first of ``problems(cluster)``.
+        """
+        found = list(self.problems(cluster))
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
+
+    def differences(self, layers: Sequence[str]) -> str | None:
+        """First difference to a model with ``layers``; None if the plan is for that model."""
+        pairs = enumerate(zip(self.layers, layers, strict=False))
+        other = next(
+            (f"layer {n} is '{mine}' there and '{theirs}' here" for n, (mine, theirs) in pairs if mine != theirs), ""
+        )
+        if len(self.layers) == len(layers):
+            return f"{other} (of {len(layers)} layers)" if other else None
+        shorter, longer = sorted((self.layers, tuple(layers)), key=len)
+        where = "here" if longer == tuple(layers) else "there"
+        other = other or f"'{longer[len(shorter)]}' and what follows is {where} only"
+        return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
+
+    def slots(self, virtual_worker: int, cluster: Cluster) -> list[DeviceSlot]:
+        """The device of ``cluster`` for each stage.
+
+        Raises:
+            SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
+        """
+        self.check(cluster)
+        names = [node.name for node in cluster.nodes]
+        places = [(names.index(s.node), s.device_number) for s in self.virtual_workers[virtual_worker].stages]
+        found = {(slot.node, slot.number): slot for slot in cluster.slots}
+        return [found[node, number] for node, number in places if number is not None]
+
+
+def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
+    if stage.first_layer != next_layer:
+        yield Problem(f"{place}.first_layer", f"is {stage.first_layer} and must be {next_layer}: stages leave none out")
+    if not stage.first_layer <= stage.last_layer < layers:
+        yield Problem(
+            f"{place}.last_layer", f"is {stage.last_layer} and must be from {stage.first_layer} to {layers - 1}"
+        )
+    limit = stage.memory_limit_bytes
+    if limit is not None and stage.memory_bytes > limit:
+        yield Problem(
+            f"{place}.memory_bytes",
+            f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has",
+        )
+    if stage.device_number is None:
+        yield Problem(f"{place}.device", f"is '{stage.device}' and must be a name and a number, such as 'RTX-3090:0'")
+
+
+def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterator[Problem]:
+    node = next((node for node in cluster.nodes if node.name == stage.node), None)
+    if node is None:
+        yield Problem(f"{place}.node", f"is '{stage.node}'; there are {', '.join(node.name for node in cluster.nodes)}")
+        return
+    number = stage.device_number
+    if number is not None and number >= len(node.devices):
+        yield Problem(f"{place}.device", f"is '{stage.device}', and {stage.node} has {len(node.devices)}, from 0 on")
+    elif number is not None and canonical(node.devices[number].name) != canonical(stage.device_name):
+        yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
+    elif number is not None and (limit := node.devices[number].memory) is not None and stage.memory_bytes > limit:
+        said = f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has"
+        yield Problem(f"{place}.memory_bytes", said)
+
+
+def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
+    """Faults of devices that several stages share, each of which would fit there alone."""
+    shared: dict[tuple[str, int], list[int]] = {}
+    for number, stage in enumerate(stages):
+        if (at := stage.device_number) is not None:
+            shared.setdefault((stage.node, at), []).append(number)
+    for numbers in shared.values():
+        limit = _limit([stages[number] for number in numbers], cluster)
+        taken = [stages[number].memory_bytes for number in numbers]
+        if limit is not None and max(taken) <= limit < sum(taken):
+            together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
+            said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
+            yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
+
+
+def _first_problems(
+    stages: Sequence[PlannedStage], place: str, cluster: Cluster | None, first_minibatch: int
+) -> Iterator[Problem]:
+    """Faults of the last stage's device, which runs the first minibatch of a fit whole."""
+    limit = _limit(stages[-1:], cluster)
+    if limit is not None and stages[-1].memory_bytes <= limit < first_minibatch:
+        yield Problem(
+            f"{place}[{len(stages) - 1}].memory_bytes",
+            f"is {in_bytes(first_minibatch)} in the first minibatch of a fit, which runs whole there in this release,"
+            f" {in_bytes(first_minibatch - limit)} more than {stages[-1].place} has",
+        )
+
+
+def _limit(stages: Sequence[PlannedStage], cluster: Cluster | None) -> int | None:
+    """Bytes of the one device of ``stages``, as they say and as ``cluster`` does; None for no limit."""
+    found = [stage.memory_limit_bytes for stage in stages]
+    for node in () if cluster is None else cluster.nodes:
+        found += (
+            device.memory
+            for number, device in enumerate(node.devices)
+            if any((stage.node, stage.device_number) == (node.name, number) for stage in stages)
+        )
+    return min((each for each in found if each is not None), default=None)
+
+
+def _worker(document: Document) -> PlannedWorker:
+    document.object(*(field.name for field in fields(PlannedWorker)))
+    stages = tuple(_stage(each) for each in document["stages"].entries())
+    return PlannedWorker(document["minibatches_per_second"].number(), stages)
+
+
+def _stage(document: Document) -> PlannedStage:
+    document.object(*(field.name for field in fields(PlannedStage)))
+    limit = document["memory_limit_bytes"]
+    return PlannedStage(
+        document["node"].text(),
+        document["device"].text(),
+        document["first_layer"].whole(),
+        document["last_layer"].whole(),
+        document["time_s"].number(),
+        document["memory_bytes"].whole(),
+        None if limit.value is None else limit.whole(1),
+    )

@@ -1,0 +1,109 @@
+"""Profiles as JSON files: ours, and those of the Sailor project (eth-easl/sailor, SOSP 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from lightning_hetpipe.planning.model import cluster
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.json_file import Document, write
+
+VERSION = 1
+
+_OURS = {
+    "devices": "devices",
+    "samples": "samples",
+    "parameters": "parameter_bytes",
+    "kept": "kept_bytes",
+    "output": "output_bytes",
+}
+_SAILORS = {**_OURS, "devices": "gpus", "samples": "microbatch", "kept": "activation_bytes"}
+
+
+def save(profile: Profile, path: str | PathLike[str]) -> None:
+    """Write ``profile``, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    write(path, as_json(profile))
+
+
+def load(path: str | PathLike[str]) -> Profile:
+    """Read a profile, in our form or in Sailor's, which has ``gpus``.
+
+    Raises:
+        SettingError: one sentence with the file, the key and what is wrong there.
+    """
+    document = Document.read(path)
+    if "schema_version" not in document and "gpus" in document:
+        document.object("model", "microbatch", "gpus", "layers")
+        return _profile(document, _SAILORS, {})
+    document.version(VERSION)
+    document.object("schema_version", "model", "samples", "layers", "devices", "estimated")
+    estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
+    return _profile(document, _OURS, estimated)
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """JSON value that ``save`` writes."""
+    return {
+        "schema_version": VERSION,
+        "model": profile.model,
+        "samples": profile.samples,
+        "layers": [
+            {
+                "name": layer.name,
+                "parameter_bytes": layer.parameters,
+                "kept_bytes": layer.kept,
+                "output_bytes": layer.output,
+                **({"input_bytes": layer.given} if layer.given else {}),
+            }
+            for layer in profile.layers
+        ],
+        "devices": {
+            name: {
+                **({"memory_bytes": profile.memory[name]} if name in profile.memory else {}),
+                "layers": [
+                    {"forward_s": each.forward, "backward_s": each.backward, "update_s": each.update} for each in times
+                ],
+            }
+            for name, times in profile.times.items()
+        },
+        "estimated": dict(profile.estimated),
+    }
+
+
+def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, str]) -> Profile:
+    layers = [_layer(each, keys) for each in document["layers"].entries()]
+    if not layers:
+        document["layers"].refuse("is empty; a profile has at least one layer")
+    times, memory = {}, {}
+    for name, device in document[keys["devices"]].items():
+        device.object("memory_bytes", "layers")
+        times[name] = [_times(each) for each in device["layers"].entries()]
+        if len(times[name]) != len(layers):
+            device["layers"].refuse(f"has {len(times[name])} entries, for {len(layers)} layers")
+        if "memory_bytes" in device:
+            memory[name] = device["memory_bytes"].whole(1)
+            if memory[name] < cluster.LEAST_MEMORY:
+                device["memory_bytes"].refuse(f"is {memory[name]} bytes, less than any device has; give bytes")
+    if not times:
+        document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
+    return Profile(document["model"].text(), document[keys["samples"]].whole(1), layers, times, memory, estimated)
+
+
+def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
+    counted = [keys["parameters"], keys["kept"], keys["output"]]
+    entry.object("name", *counted, "input_bytes")
+    if "input_bytes" in entry:
+        counted.append("input_bytes")
+    return LayerBytes(entry["name"].text(), *(entry[key].whole() for key in counted))
+
+
+def _times(entry: Document) -> Times:
+    entry.object("forward_s", "backward_s", "update_s")
+    update = entry["update_s"].number() if "update_s" in entry else 0.0
+    return Times(entry["forward_s"].number(), entry["backward_s"].number(), update)

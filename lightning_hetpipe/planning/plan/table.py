@@ -1,0 +1,108 @@
+"""A plan as a table, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.units import in_bytes
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
+
+ESTIMATE = "~"
+"""In front of figures that come from a data sheet."""
+BAD = "!"
+"""Behind a cell in which something is wrong; what, is said below."""
+
+_HEADER = ["stage", "device", "layers", "", "ms per minibatch", "memory", "of"]
+_CELLS = {"node": 1, "device": 1, "first_layer": 2, "last_layer": 2, "time_s": 4, "memory_bytes": 5}
+"""The column that shows a key of a stage."""
+
+
+def table(plan: Plan) -> str:
+    """Several lines: what to expect, then the stages of each virtual worker, the slowest and bad cells marked."""
+    many = len(plan.virtual_workers) > 1
+    lines = [_headline(plan)]
+    problems = list(plan.problems())
+    for index, worker in enumerate(plan.virtual_workers):
+        place = f"virtual_workers[{index}].stages"
+        rows = []
+        for number, stage in enumerate(worker.stages):
+            bad = {p.place.rpartition(".")[2] for p in problems if p.place.startswith(f"{place}[{number}].")}
+            rows.append(_row(number, stage, plan, {_CELLS[key] for key in bad}))
+        title = f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second"
+        lines += ["", *([title] if many else []), *_aligned([_HEADER, *rows])]
+    stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
+    notes = []
+    if any(stage.estimated for stage in stages):
+        notes.append(f"{ESTIMATE} is an estimate: of this device's times there are data sheets only, no measurements")
+    if any(stage.nominal for stage in stages):
+        notes.append(f"{ESTIMATE} before memory: the data sheet's, of which a driver leaves a little less")
+    last = [worker.stages[-1] for worker in plan.virtual_workers if len(worker.stages) > 1]
+    fits = not any("first minibatch" in problem.said for problem in problems)
+    if plan.first_minibatch_bytes and fits and any(stage.memory_limit_bytes is not None for stage in last):
+        where = " and ".join(f"{stage.node} {stage.place}" for stage in last)
+        takes = in_bytes(plan.first_minibatch_bytes)
+        notes.append(f"the first minibatch of a fit runs whole on the last stage's device: {takes} on {where}")
+    if any(len(worker.nodes) > 1 for worker in plan.virtual_workers):
+        notes.append("stages on several nodes are planned only: this release runs those of one node")
+    lines += ["", *notes] if notes else []
+    lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
+    return "\n".join(lines)
+
+
+def _where(place: str, many: bool) -> str:
+    """A key of ``plan.json`` in the words of the table."""
+    match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(\w+)", place)
+    if match is None:
+        return place
+    key = match[3].removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return f"{f'virtual worker {match[1]}, ' if many else ''}stage {match[2]}: {key}"
+
+
+def _headline(plan: Plan) -> str:
+    workers = len(plan.virtual_workers)
+    together = f"{workers} virtual workers, " if workers > 1 else ""
+    guess = any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages)
+    rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
+    return (
+        f"{plan.model}: {together}{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
+        f"{' forwards computed again (recompute),' if plan.recompute else ''} {rate} minibatches per second, simulated"
+    )
+
+
+def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[str]:
+    guess = ESTIMATE if stage.estimated else ""
+    gpu, limit = known(stage.device_name), stage.memory_limit_bytes
+    nominal = ESTIMATE if stage.nominal or (stage.estimated and gpu is not None and gpu.memory == limit) else ""
+    cells = [
+        str(number),
+        f"{stage.node} {stage.place}",
+        _span(plan.layers[stage.first_layer : stage.last_layer + 1]),
+        f"×{stage.last_layer - stage.first_layer + 1}",
+        f"{guess}{stage.time_s * 1000:,.1f}",
+        in_bytes(stage.memory_bytes),
+        "no limit" if limit is None else f"{nominal}{in_bytes(limit)}",
+    ]
+    cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
+    return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s else cells
+
+
+def _span(layers: Sequence[str]) -> str:
+    """The first and the last layer's name."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} – {layers[-1]}" if layers else ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return [
+        "  ".join(
+            f"{cell:>{width}}" if column >= 4 or column == 0 else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        + "".join(f"  {cell}" for cell in row[len(widths) :])
+        for row in rows
+    ]

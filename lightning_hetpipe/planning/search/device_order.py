@@ -1,0 +1,334 @@
+"""Device order: which device holds which stage, so that the slowest stage can be as fast as possible.
+
+Devices of one kind are interchangeable, so that an arrangement is a sequence of kinds. It is built from the last stage
+to the first. A *state* is what is left of each kind, and which kind (of group) was placed last. For a given T, a state
+knows for each boundary b the least that its foremost stage takes if it starts at b, all stages behind it take T at the
+most, and every stage has room: what this stage will receive from the one before it comes on top, and is not known until
+that one's device is. Placing another device needs only that least. So whether there is an arrangement for T is found in
+(states x kinds x layers) steps, and the least T by bisection over whole ticks: exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room, Ticks
+
+State: TypeAlias = tuple[Any, int]
+"""Remaining devices, as its rules have them, and the group of the kind that was placed last."""
+
+Rows: TypeAlias = NDArray[np.intp]
+
+MOST = 40_000_000
+"""Most states times layers that are looked through for one T: some seconds."""
+
+NEAR = 1 << 8
+"""Relative distance of the bounds, inverted, from which on an order is asked to beat the best one by a tick."""
+
+ANY = NEVER // 4
+"""More ticks than any stage takes."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """The ``kinds`` of the stages, from the first on, the first layer of each, and T_max in ticks."""
+
+    kinds: tuple[int, ...]
+    cuts: tuple[int, ...]
+    bottleneck: int
+
+
+class Rules:
+    """Which devices may stand where. ``start`` is what is left before any is placed."""
+
+    start: Any
+
+    def next(self, state: State) -> Iterable[tuple[int, Any]]:
+        """The kinds that may stand before ``state``, and what is left then."""
+        raise NotImplementedError
+
+
+class AnyOrder(Rules):
+    """Every order; as many of each kind as there are."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.start = tuple(len(kind.slots) for kind in costs.kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        left = state[0]
+        for kind, count in enumerate(left):
+            if count:
+                yield kind, (*left[:kind], count - 1, *left[kind + 1 :])
+
+
+class NodesTogether(AnyOrder):
+    """Every order in which those of a group, such as a node, stand together."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self._groups = [kind.group for kind in costs.kinds]
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        left, group = state
+        others = tuple(0 if own == group else count for own, count in zip(self._groups, left, strict=True))
+        for kind, own in enumerate(self._groups):
+            rest = left if own == group or left == self.start else others
+            if rest[kind]:
+                yield kind, (*rest[:kind], rest[kind] - 1, *rest[kind + 1 :])
+
+
+class GivenOrder(Rules):
+    """The order of the kinds, one device each; some may be left out."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.start = len(costs.kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        for kind in range(state[0]):
+            yield kind, kind
+
+
+class Fixed(Rules):
+    """These kinds, from the first stage on; of the first some may be left out."""
+
+    def __init__(self, kinds: Sequence[int]) -> None:
+        self.start = tuple(kinds)
+
+    def next(self, state: State) -> Iterator[tuple[int, Any]]:
+        if left := state[0]:
+            yield left[-1], left[:-1]
+
+
+class TooMany(Exception):
+    """There are more states than can be looked through."""
+
+
+@dataclass
+class _Step:
+    """Placements of a device of ``kind`` before the states of one depth."""
+
+    kind: int
+    width: int = 0
+    sources: dict[int, list[tuple[Rows, Rows]]] = field(default_factory=dict)
+    """Rows and their places among ``width``, by the group behind; twice to one place in different pairs only."""
+    targets: list[tuple[Rows, Rows]] = field(default_factory=list)
+    """Which of these goes to which row of the next depth."""
+
+
+class DeviceOrders:
+    """Orders that ``rules`` allow for stages with ``costs``; of so many ``stages``, unless that is None.
+
+    Raises:
+        TooMany: where there are too many states to look through.
+    """
+
+    def __init__(self, costs: Costs, rules: Rules, stages: int | None = None) -> None:
+        self.costs = costs
+        self.stages = stages
+        self._rules = rules
+        groups = [kind.group for kind in costs.kinds]
+        rows: dict[State, int] = {}
+        first: list[tuple[int, int]] = []
+        for kind, left in rules.next((rules.start, -1)):
+            first.append((kind, rows.setdefault((left, groups[kind]), len(rows))))
+        self._first = first
+        self._depths = [rows]
+        self._steps: list[list[_Step]] = []
+        count = len(rows)
+        while len(self._depths) != stages:
+            steps, after = _steps(rows, rules, groups)
+            if not after:
+                break
+            count += len(after)
+            if count * (costs.layers + 1) > MOST:
+                raise TooMany
+            self._steps.append(steps)
+            self._depths.append(after)
+            rows = after
+
+    def find(self, most: int, room: Room) -> Ordered | None:
+        """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
+        n = self.costs.layers
+        own = np.full((len(self._depths[0]), n + 1), NEVER)
+        for kind, row in self._first:
+            before = self.costs.before_last[kind]
+            take = before[-1] - before
+            reach = room.reach(kind, 0)
+            fits = take <= most if reach is None else (take <= most) & (reach == n)
+            own[row] = np.minimum(own[row], np.where(fits, take, NEVER))
+        own[:, n] = NEVER
+        found = [own]
+        for depth in range(len(self._depths)):
+            if self.stages in (None, depth + 1) and (found[-1][:, 0] <= most).any():
+                return self._trace(found, most, room)
+            if depth == len(self._steps) or not (found[-1] <= most).any():
+                return None
+            found.append(self._placed(found[-1], depth, most, room))
+        return None
+
+    def _placed(self, behind: Ticks, depth: int, most: int, room: Room) -> Ticks:
+        costs = self.costs
+        own = np.full((len(self._depths[depth + 1]), costs.layers + 1), NEVER)
+        for step in self._steps[depth]:
+            ends = np.full((step.width, costs.layers + 1), NEVER)
+            for group, pairs in step.sources.items():
+                hop = costs.hop(costs.kinds[step.kind].group, group)
+                here = costs.before[step.kind] + hop
+                for sources, places in pairs:
+                    take = np.where(behind[sources] <= most - hop, here, NEVER)
+                    ends[places] = np.minimum(ends[places], take)
+            starts = self._starts(ends, step.kind, depth + 1, most, room)
+            for places, targets in step.targets:
+                own[targets] = np.minimum(own[targets], starts[places])
+        return own
+
+    def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
+        """Least ticks of a stage by its start, over all ends that it may have."""
+        before = self.costs.before[kind]
+        reach = room.reach(kind, distance)
+        least = np.full_like(ends, NEVER)
+        longest = np.searchsorted(before, before + most, side="right") - 1
+        if reach is None or (reach >= longest).all():
+            least[:, :-1] = np.minimum.accumulate(ends[:, :0:-1], axis=1)[:, ::-1]
+        else:
+            _least_within(ends, np.minimum(reach, longest), least)
+        take = least - before
+        take[take > most] = NEVER
+        return take
+
+    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Ordered:
+        """The way to a state whose foremost stage starts at 0."""
+        groups = [kind.group for kind in self.costs.kinds]
+        row, start = int(np.argmin(found[-1][:, 0])), 0
+        kinds, cuts = [], [0]
+        for depth in range(len(found) - 1, 0, -1):
+            here, take = list(self._depths[depth])[row], int(found[depth][row, start])
+            kind, row, start = next(
+                (kind, source, end)
+                for state, source in self._depths[depth - 1].items()
+                for kind, left in self._rules.next(state)
+                if (left, groups[kind]) == here
+                for end in [self._end(found[depth - 1][source], kind, state[1], start, depth, take, most, room)]
+                if end is not None
+            )
+            kinds.append(kind)
+            cuts.append(start)
+        take, before = int(found[0][row, start]), self.costs.before_last
+        kinds.append(next(k for k, place in self._first if place == row and before[k][-1] - before[k][start] == take))
+        bottleneck = self.costs.bottleneck(kinds, cuts)
+        assert bottleneck <= most, "what was found takes what was asked for"
+        return Ordered(tuple(kinds), tuple(cuts), bottleneck)
+
+    def _end(
+        self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
+    ) -> int | None:
+        """End of the stage before ``behind``, if it starts at ``start`` and takes ``take`` ticks."""
+        reach, before = room.reach(kind, distance), self.costs.before[kind]
+        hop = self.costs.hop(self.costs.kinds[kind].group, group)
+        last = self.costs.layers if reach is None else int(reach[start])
+        window = slice(start + 1, last + 1)
+        good = (behind[window] <= most - hop[window]) & (before[window] + hop[window] - before[start] == take)
+        ends = np.flatnonzero(good)
+        return start + 1 + int(ends[0]) if len(ends) else None
+
+
+def _steps(rows: dict[State, int], rules: Rules, groups: Sequence[int]) -> tuple[list[_Step], dict[State, int]]:
+    """Placements of one more device before the states ``rows``, and the states that there are then."""
+    after: dict[State, int] = {}
+    by_kind: dict[int, tuple[dict[Any, int], dict[int, list[tuple[int, int]]]]] = {}
+    for state, source in rows.items():
+        for kind, left in rules.next(state):
+            places, pairs = by_kind.setdefault(kind, ({}, {}))
+            place = places.setdefault(left, len(places))
+            pairs.setdefault(state[1], []).append((source, place))
+    steps = []
+    for kind, (places, pairs) in by_kind.items():
+        targets = [(place, after.setdefault((left, groups[kind]), len(after))) for left, place in places.items()]
+        sources = {group: list(_apart(each)) for group, each in pairs.items()}
+        steps.append(_Step(kind, len(places), sources, list(_apart(targets))))
+    return steps, after
+
+
+def _apart(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[Rows, Rows]]:
+    """``pairs`` of rows as arrays, in none of which two go to the same row."""
+    rounds: list[dict[int, int]] = []
+    seen: dict[int, int] = {}
+    for source, target in pairs:
+        number = seen[target] = seen.get(target, -1) + 1
+        if number == len(rounds):
+            rounds.append({})
+        rounds[number][target] = source
+    for each in rounds:
+        yield np.array(list(each.values()), dtype=np.intp), np.array(list(each), dtype=np.intp)
+
+
+def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
+    """Put into ``least`` at b the least of ``values`` from b + 1 to ``last[b]``, where there are any.
+
+    From a table of the least of 1, 2, 4, ... neighbours, of which two cover any window.
+    """
+    counts = last - np.arange(len(last))
+    level, width, table = 0, 1, values
+    while (at := np.flatnonzero(counts >= width)).size:
+        if level:
+            half = width // 2
+            table = np.minimum(table[:, :-half], table[:, half:])
+        at = at[counts[at] < 2 * width]
+        least[:, at] = np.minimum(table[:, at + 1], table[:, last[at] - width + 1])
+        level, width = level + 1, 2 * width
+
+
+def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> Ordered | None:
+    """Find the order and cuts with the least T_max, by bisection; None if no stages have room.
+
+    Whenever an order is found, its own least T_max is looked for first, which is 30 times cheaper than all orders. The
+    best of an order is often the best of all, so that near the lower bound that is asked before the middle.
+
+    Args:
+        orders: Those to choose from.
+        room: Memory of each device.
+        at_least: Ticks known as a lower bound.
+    """
+    low = max(at_least, _bound(orders.costs)) - 1  # nothing is as fast as this
+    found, best, halve = orders.find(ANY, room), None, False
+    while True:
+        if found is not None:
+            best = _best_of_order(orders, room, low, found)
+        if best is None or low + 1 >= best.bottleneck:
+            return best
+        middle = (low + best.bottleneck) // 2
+        halve = best.bottleneck - low > low // NEAR or not halve
+        most = middle if halve else best.bottleneck - 1
+        found = orders.find(most, room)
+        if found is None:
+            low = most
+
+
+def _best_of_order(orders: DeviceOrders, room: Room, low: int, best: Ordered) -> Ordered:
+    """Improve the cuts of ``best`` in its own order, where more than ``low`` ticks are needed."""
+    own = DeviceOrders(orders.costs, Fixed(best.kinds), orders.stages)
+    while low + 1 < best.bottleneck:
+        middle = (low + best.bottleneck) // 2
+        found = own.find(middle, room)
+        low, best = (middle, best) if found is None else (low, found)
+    return best
+
+
+def _bound(costs: Costs) -> int:
+    """Lower bound of T_max in ticks: of the longest layer, and if work could be divided at will."""
+    takes = np.array([np.diff(before) for before in costs.before_last])
+    longest = int(takes.min(axis=0).max())
+    work = takes.mean(axis=0)
+    if not work.all():
+        return longest
+    # A device of this kind takes no less than so many ticks for a tick of work, whichever layers it gets.
+    slowness = (takes / work).min(axis=1)
+    if not slowness.all():
+        return longest
+    speed = sum(len(kind.slots) / slow for kind, slow in zip(costs.kinds, slowness, strict=True))
+    return max(longest, int(work.sum() / speed * (1 - 1e-9)))

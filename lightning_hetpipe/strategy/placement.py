@@ -1,0 +1,150 @@
+"""Device placement and discovery: the devices of one virtual worker, as planning and as torch know them."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
+from lightning_hetpipe.planning.plan.document import Plan
+
+CPU = torch.device("cpu")
+
+
+def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
+    """Discover one node with ``devices``, by default all GPUs, or the CPU where there are none.
+
+    A GPU has the catalogue's name, or torch's where that does not know it, and its memory as torch says; a CPU's memory
+    is no limit, and nothing has to travel there.
+    """
+    if devices is None:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    link = PCIE if any(device.type == "cuda" for device in devices) else NO_LINK
+    return Cluster([Node(socket.gethostname() or "here", [_discovered(device) for device in devices], link)])
+
+
+def _discovered(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(canonical(properties.name), properties.total_memory)
+
+
+@dataclass(frozen=True)
+class DevicePlacement:
+    """Devices that the stages of one virtual worker may lie on.
+
+    Attributes:
+        cluster: As declared over what was found; memory that neither says is the catalogue's.
+        devices: Torch's, one for each of ``cluster.slots``.
+        declared: Whether the cluster was declared: its names are what the user knows.
+        emulated: Whether the devices are not here, so that stages on a CPU take as long as they would.
+    """
+
+    cluster: Cluster
+    devices: Sequence[torch.device]
+    declared: bool = False
+    emulated: bool = False
+
+    @classmethod
+    def of(cls, declared: Cluster | None, devices: Sequence[torch.device], plan: Plan | None = None) -> DevicePlacement:
+        """Place stages on ``devices``, those that the Trainer was given.
+
+        A CPU stands for any number of devices: of those that are ``declared``, or of as many as a ``plan`` has.
+
+        Raises:
+            SettingError: where accelerators are declared otherwise than they are there.
+        """
+        on_cpu = all(device.type == "cpu" for device in devices)
+        if declared is None:
+            if on_cpu and plan is not None:
+                numbers = [stage.device_number or 0 for worker in plan.virtual_workers for stage in worker.stages]
+                devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
+            return cls(_named_as_in(plan, discovered_cluster(devices)), devices)
+        if not on_cpu:
+            return cls(_as_measured(declared.over(discovered_cluster(devices))), devices, declared=True)
+        emulated = any(slot.device.name != "cpu" or slot.device.speed != 1.0 for slot in declared.slots)
+        return cls(declared.with_memory({}), [CPU] * len(declared.slots), declared=True, emulated=emulated)
+
+    def planned(self, plan: Plan) -> list[torch.device]:
+        """Device of each stage of ``plan``.
+
+        Raises:
+            SettingError: where the plan has devices that are not here.
+        """
+        nodes = plan.virtual_workers[0].nodes
+        if len(nodes) > 1 and not self.emulated:
+            raise SettingError(
+                f"the plan for {plan.model} has stages on several nodes ({', '.join(nodes)}), and this release runs"
+                " those of one; plan for the devices of one node, or give the cluster, too, to emulate them on a CPU"
+            )
+        if found := list(plan.problems(self.cluster)):
+            way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
+            raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")
+        return [self.device(slot) for slot in plan.slots(0, self.cluster)]
+
+    def device(self, slot: DeviceSlot) -> torch.device:
+        """Torch's device for ``slot``."""
+        return self.devices[self.cluster.slots.index(slot)]
+
+    @property
+    def roomiest(self) -> torch.device:
+        """The device with the most memory, of several the last one: where a minibatch of the whole model fits best."""
+        memory = [math.inf if slot.device.memory is None else slot.device.memory for slot in self.cluster.slots]
+        return self.devices[max(range(len(memory)), key=lambda index: (memory[index], index))]
+
+    def memory_of(self, device: torch.device) -> int | None:
+        """The most bytes that ``device`` has, as declared or found; None for no limit, and where it is not here."""
+        pairs = zip(self.cluster.slots, self.devices, strict=True)
+        limits = [slot.device.memory for slot, there in pairs if there == device]
+        return None if self.emulated or None in limits else max((each for each in limits if each), default=None)
+
+    @property
+    def types(self) -> dict[str, torch.device]:
+        """One device of each type that is here, by its name."""
+        if self.emulated:
+            return {"cpu": CPU}
+        found: dict[str, torch.device] = {}
+        for slot, device in zip(self.cluster.slots, self.devices, strict=True):
+            if slot.device.speed == 1.0:
+                found.setdefault(slot.device.name, device)
+        return found
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all devices are of one type; that one has a few MiB less, for a screen, is no difference."""
+        return len({slot.device.name for slot in self.cluster.slots}) == 1
+
+    def name(self, slot: DeviceSlot) -> str:
+        """Name of the device, as tables have it."""
+        where = f"{self.cluster.nodes[slot.node].name} " if len(self.cluster.nodes) > 1 else ""
+        return f"{where}{slot.device.name}:{slot.number}"
+
+
+def _as_measured(cluster: Cluster) -> Cluster:
+    """Make speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
+    speeds: dict[str, float] = {}
+    for device in (slot.device for slot in cluster.slots):
+        speeds[device.name] = 1.0 if device.speed == 1.0 else speeds.get(device.name, device.speed)
+    nodes = [
+        Node(node.name, [replace(each, speed=each.speed / speeds[each.name]) for each in node.devices], node.link)
+        for node in cluster.nodes
+    ]
+    return Cluster(nodes, cluster.link)
+
+
+def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
+    """Name the one discovered node as the plan's only one: machines have other names than people give them."""
+    if plan is None:
+        return found
+    names = {stage.node for worker in plan.virtual_workers for stage in worker.stages}
+    if len(names) != 1:
+        return found
+    (node,) = found.nodes
+    return Cluster([Node(names.pop(), node.devices, node.link)], found.link)

@@ -1,0 +1,281 @@
+"""A plan fits as simulated, is as fast as any that fits, and says what would help where none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
+from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
+from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
+from tests.planning.instances import bottleneck, clusters, divisions, profiles
+
+MEMORY = 1000
+
+
+def even(
+    layers: int = 12, kept: int = 50, parameters: int = 10, memory: int | None = MEMORY
+) -> tuple[Profile, Cluster]:
+    """Layers and devices that are all the same: three devices on one node."""
+    profile = Profile(
+        "even",
+        1,
+        [LayerBytes(str(number), parameters, kept, 0) for number in range(layers)],
+        {"gpu": [Times(1.0, 2.0)] * layers},
+        {},
+    )
+    return profile, Cluster([Node("box", [Device("gpu", memory)] * 3)])
+
+
+def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> None:
+    profile, cluster = even(memory=None)
+    found = best_plan(profile, cluster)
+    assert [(stage.first, stage.last) for stage in found.stages] == [(0, 3), (4, 7), (8, 11)]
+    assert found.bottleneck == 12.0
+    assert found.in_flight == 3  # of three equal stages: fewer leave bubbles
+    assert found.rate * 12.0 == pytest.approx(1.0)
+    assert found.fits
+    assert found.idle == ()
+    assert [each.in_flight for each in found.tried] == [1, 2, 3]
+    assert "slowest" in found.reasons[0]
+
+
+def test_synchronisation_asks_for_more_in_flight() -> None:
+    """A wait of one stage time is hidden by about twice as many as there are stages (DESIGN, section 9)."""
+    profile, cluster = even(memory=None)
+    assert best_plan(profile, cluster, synchronise=12.0).in_flight > best_plan(profile, cluster).in_flight
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(5), cluster=clusters(3), optimizer=st.sampled_from([0.0, 2.0]), recompute=st.booleans())
+def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
+    profile: Profile, cluster: Cluster, optimizer: float, recompute: bool
+) -> None:
+    """Every stage holds one minibatch then, and one gradient waits at least: the first bound is all there is."""
+    found = best_plan(profile, cluster, optimizer=optimizer, in_flight=1, recompute=recompute)
+    every: dict[float, list[float]] = {}
+    for stages in divisions(len(profile.layers), cluster.slots, ordered=False):
+        slots, cuts = [slot for slot, *_ in stages], [first for _, first, _ in stages]
+        look = estimate(profile, cluster, slots, cuts, 1, state=optimizer, recompute=recompute)
+        if look.fits:
+            every.setdefault(bottleneck(profile, cluster, stages, recompute), []).append(look.rate)
+    assert found.fits == bool(every)
+    if every:
+        assert found.rate * (1 + NEGLIGIBLE) >= min(every[min(every)])
+        assert found.help is None
+    else:
+        assert found.help is not None
+        assert found.help.in_flight is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(5), cluster=clusters(4, limited=False), stages=st.integers(1, 4), ordered=st.booleans())
+def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
+    profile: Profile, cluster: Cluster, stages: int, ordered: bool
+) -> None:
+    """The strategy took the first devices in their order, whichever were faster."""
+    stages = min(stages, len(profile.layers), len(cluster.slots))
+    found = best_plan(profile, cluster, in_flight=24, stages=stages, ordered=ordered)  # which leave no bubbles
+    assert len(found.stages) == stages
+    all_of_them = divisions(len(profile.layers), cluster.slots, ordered)
+    assert found.bottleneck == min(bottleneck(profile, cluster, each) for each in all_of_them if len(each) == stages)
+
+
+def test_more_stages_than_there_are_devices_cannot_be_planned() -> None:
+    profile, cluster = even()
+    with pytest.raises(SettingError, match="stages=4 cannot be planned for 3 devices and 12 layers"):
+        best_plan(profile, cluster, stages=4)
+
+
+def test_a_given_number_of_stages_that_does_not_fit() -> None:
+    """Also the plan that lacks the least, and what would help, have so many."""
+    profile, cluster = even()
+    found = best_plan(profile, cluster, stages=1)
+    assert len(found.stages) == 1
+    assert found.help is not None
+    assert found.help.lacking
+
+
+def test_one_stage_has_nothing_to_overlap() -> None:
+    """A second minibatch in flight would hide Lightning's step in the simulation, and make weights stale for it."""
+    profile, cluster = even(memory=None)
+    slow_updates = replace(profile, times={"gpu": [Times(1.0, 2.0, 1.0)] * 12})
+    assert best_plan(slow_updates, cluster, stages=1).in_flight == 1
+    assert best_plan(slow_updates, cluster, stages=3).in_flight > 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(6), cluster=clusters(3), in_flight=st.integers(2, 4), recompute=st.booleans())
+def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight: int, recompute: bool) -> None:
+    found = best_plan(profile, cluster, in_flight=in_flight, recompute=recompute)
+    assert found.in_flight == in_flight
+    assert [stage.first for stage in found.stages] == [0, *(stage.last + 1 for stage in found.stages[:-1])]
+    assert found.stages[-1].last == len(profile.layers) - 1
+    assert found.simulation.held == tuple(stage.held for stage in found.stages)
+    if found.fits:
+        assert found.help is None
+    else:
+        assert found.help is not None
+        assert found.help.lacking == {i: stage.overflow for i, stage in enumerate(found.stages) if stage.overflow}
+
+
+@settings(max_examples=12, deadline=None)
+@given(profile=profiles(5), cluster=clusters(3))
+def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Cluster) -> None:
+    found = best_plan(profile, cluster)
+    if not found.fits:
+        assert found.in_flight == 1
+        return
+    fast = {each.in_flight: each.rate for each in found.tried if each.rate is not None}
+    assert found.in_flight == min(n for n, rate in fast.items() if rate >= ENOUGH * max(fast.values()))
+    assert found.rate == fast[found.in_flight]
+    assert all(best_plan(profile, cluster, in_flight=n).fits for n in fast)
+
+
+def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
+    profile, cluster = even(kept=80)
+    found = best_plan(profile, cluster, watched=False)
+    assert found.fits
+    assert found.in_flight == 2
+    assert any("no plan was found that fits at Nm = 3" in reason for reason in found.reasons)
+    assert any("recompute=True would be" in reason for reason in found.reasons)
+
+
+def test_where_nothing_fits_it_says_what_would_help() -> None:
+    profile, cluster = even(kept=80)
+    found = best_plan(profile, cluster, in_flight=6, watched=False)
+    assert not found.fits
+    assert found.help is not None
+    assert found.help.in_flight == 2
+    assert found.help.recompute == 6
+    worst = max(found.help.lacking.values())
+    assert "no plan was found that fits at Nm = 6" in found.reasons[0]
+    # With as much memory more it does fit, so that the advice is right.
+    larger = Cluster([Node("box", [Device("gpu", MEMORY + worst)] * 3)])
+    assert best_plan(profile, larger, in_flight=6, watched=False).fits
+    # And the nearest lacks no more than twice what any must.
+    smaller = Cluster([Node("box", [Device("gpu", MEMORY + worst // 2)] * 3)])
+    assert not best_plan(profile, smaller, in_flight=6, watched=False).fits
+
+
+def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Nm below what was asked for was planned in turn: for 1,000 that took minutes."""
+    profile, cluster = even(kept=80)
+    tried: set[int] = set()
+    plan = _Search.plan
+
+    def noted(self: _Search, in_flight: int) -> Estimate:
+        tried.add(in_flight)
+        return plan(self, in_flight)
+
+    monkeypatch.setattr(_Search, "plan", noted)
+    found = best_plan(profile, cluster, in_flight=30, watched=False)
+    assert found.help is not None
+    assert found.help.in_flight == 2
+    assert found.help.recompute is not None
+    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True, watched=False).fits
+    assert len(tried) < 15
+
+
+def test_the_last_device_holds_the_first_minibatch() -> None:
+    """A fit runs it whole on the last stage's device: plans promised what ended for want of memory there."""
+    profile, _ = even(kept=80)
+    whole = 12 * (10 + 10 + 20) + 12 * 80 + 80  # weights, gradients, Adam's state; activations and a workspace
+    boxes = [
+        Cluster([Node("box", [Device("gpu", memory) for memory in (largest, 1000, 1000)])])
+        for largest in (whole, whole - 1)
+    ]
+    found, nothing = [best_plan(profile, cluster) for cluster in boxes]
+    assert found.fits
+    assert len(found.stages) == 3
+    assert found.stages[-1].slot.number == 0
+    assert [stage.first_minibatch for stage in found.stages] == [0, 0, whole]
+    assert best_plan(profile, boxes[0], ordered=True).stages[-1].slot.number == 0  # alone, as nothing may follow it
+    assert not nothing.fits
+    assert nothing.help is not None
+    assert (nothing.help.in_flight, nothing.help.recompute) == (None, None)
+    assert "smaller batches, of which the first takes no more than 1.5 KiB" in ways_out(nothing)
+    more = {nothing.stages[index].slot.number: lack for index, lack in nothing.help.lacking.items()}
+    limits = [(slot.device.memory or 0) + more.get(slot.number, 0) for slot in boxes[1].slots]
+    assert best_plan(profile, Cluster([Node("box", [Device("gpu", limit) for limit in limits])])).fits
+    assert best_plan(profile, boxes[1], watched=False).fits
+
+
+def test_what_fits_on_no_device_at_all() -> None:
+    profile, cluster = even(kept=5000)
+    found = best_plan(profile, cluster)
+    assert not found.fits
+    assert found.in_flight == 1
+    assert found.help is not None
+    assert (found.help.in_flight, found.help.recompute) == (None, None)
+
+
+def test_devices_that_do_not_help_are_named() -> None:
+    layers = [LayerBytes("only", 1, 1, 0)]
+    profile = Profile("one layer", 1, layers, {"gpu": [Times(1.0, 1.0)]}, {})
+    cluster = Cluster([Node("box", [Device("gpu", speed=0.5), Device("gpu")])])
+    found = best_plan(profile, cluster)
+    assert [stage.slot.number for stage in found.stages] == [1]
+    assert [slot.number for slot in found.idle] == [0]
+
+
+def test_given_an_order_stages_keep_it() -> None:
+    profile, cluster = even(memory=None)
+    cluster = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 3.0, 2.0)])])
+    found = best_plan(profile, cluster, ordered=True)
+    assert [stage.slot.number for stage in found.stages] == [0, 1, 2]
+
+
+def test_lightnings_step_is_simulated() -> None:
+    profile, cluster = even(memory=None)
+    slow = replace(profile, times={"gpu": [Times(1.0, 2.0, 3.0)] * 12})
+    assert best_plan(slow, cluster, in_flight=3).rate < best_plan(profile, cluster, in_flight=3).rate
+
+
+def test_no_more_is_promised_than_the_slowest_stage_allows() -> None:
+    """Versions come in bunches: counted from the end of one to the end of another, it was 102% of what is possible."""
+    layers = [LayerBytes(name, 1, 1, 0) for name in "ab"]
+    profile = Profile("two", 1, layers, {"gpu": [Times(3.0, 11.0), Times(5.0, 8.0)]}, {})
+    found = best_plan(profile, Cluster([Node("box", ["gpu", "gpu"])]), in_flight=7)
+    assert found.rate == 1 / 14
+    assert "stage 0 on gpu is the slowest, with 14 s for each minibatch; Nm = 7 reaches 100%" in found.reasons[0]
+
+
+class TestMemory:
+    LAYERS = (LayerBytes("a", 8, 30, 10), LayerBytes("b", 4, 25, 10), LayerBytes("c", 2, 40, 5))
+
+    def test_what_crosses_between_layers_of_a_stage_counts_once(self) -> None:
+        assert Sizes.of(self.LAYERS, 0, 2) == Sizes(14, 30 + (25 - 10) + (40 - 10), 0, 40)
+        assert Sizes.of(self.LAYERS, 1, 2) == Sizes(6, 25 + (40 - 10), 10, 40)
+
+    def test_each_term(self) -> None:
+        found = stage_memory(
+            Sizes.of(self.LAYERS, 1, 1), 3, [StageLoad(3, 0), StageLoad(2, 2), StageLoad(1, 2)], state=2
+        )
+        # Weights 4; held together heaviest: 3 x 25 and the last step's gradients.
+        assert (found.weights, found.versions, found.optimizer) == (4, 12, 8)
+        assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
+        assert found.total == 4 + 12 + 8 + 75 + 4 + 25
+        assert found.counted == 12 + 75
+
+    def test_computed_again_only_inputs_stay(self) -> None:
+        sizes = Sizes.of(self.LAYERS, 1, 1)
+        found = stage_memory(sizes, 3, [StageLoad(3, 0, 1)], recompute=True)
+        assert found.activations == 3 * 10 + (25 - 10)
+        assert stage_memory(sizes, 3, [StageLoad(3, 0, 0)], recompute=True).activations == 3 * 10
+
+    def test_optimizers(self) -> None:
+        assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] == 2
+        assert optimizer_state(1.5) == 1.5
+        with pytest.raises(SettingError, match="optimizer='sgdm' is none whose state is known; give one of sgd,"):
+            optimizer_state("sgdm")
+        with pytest.raises(SettingError, match="optimizer=-1 must be"):
+            optimizer_state(-1)

@@ -1,0 +1,123 @@
+"""The partition is contiguous and optimal: checked against every partition there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.estimate import stage_times_on
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search.division import cuts_in_order, partition, stage_times
+from tests.planning.instances import clusters, profiles
+
+
+def all_partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *others) for others in combinations(range(1, layers), stages - 1)]
+
+
+def bottleneck(times: Sequence[float], cuts: Sequence[int]) -> float:
+    return max(sum(times[a:b]) for a, b in zip(cuts, [*cuts[1:], len(times)], strict=True))
+
+
+def preferred(times: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Of the best partitions the one whose last cut is earliest, and before that cut the same again."""
+    if stages == 1:
+        return (0,)
+    candidates = all_partitions(len(times), stages)
+    best = min(bottleneck(times, cuts) for cuts in candidates)
+    last = min(cuts[-1] for cuts in candidates if bottleneck(times, cuts) == best)
+    return (*preferred(times[:last], stages - 1), last)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[list[float], int]:
+    """Up to nine layers and some stages. Whole numbers, so that sums are exact and ties are ties."""
+    times = draw(st.lists(st.integers(0, 12), min_size=1, max_size=9))
+    return [float(t) for t in times], draw(st.integers(1, len(times)))
+
+
+@settings(deadline=None)
+@given(workloads())
+def test_it_is_the_best_of_all(case: tuple[list[float], int]) -> None:
+    times, stages = case
+    cuts = partition(times, stages)
+    assert cuts in all_partitions(len(times), stages)
+    assert bottleneck(times, cuts) == min(bottleneck(times, other) for other in all_partitions(len(times), stages))
+
+
+@settings(deadline=None)
+@given(workloads())
+def test_ties_are_settled_by_the_earliest_last_cut(case: tuple[list[float], int]) -> None:
+    assert partition(*case) == preferred(*case)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=8), st.integers(1, 8))
+def test_measured_times_up_to_rounding(times: list[float], stages: int) -> None:
+    stages = min(stages, len(times))
+    best = min(bottleneck(times, other) for other in all_partitions(len(times), stages))
+    assert bottleneck(times, partition(times, stages)) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("times", "stages", "cuts"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 2, (0, 2)),
+        ([5.0, 1.0, 1.0, 1.0], 2, (0, 1)),
+        ([1.0, 1.0, 1.0, 5.0], 3, (0, 1, 3)),
+        ([0.0, 0.0, 0.0], 2, (0, 1)),  # every cut is as good: the earliest
+        ([3.0, 1.0, 2.0], 3, (0, 1, 2)),
+        ([3.0, 1.0, 2.0], 1, (0,)),
+    ],
+)
+def test_examples(times: list[float], stages: int, cuts: tuple[int, ...]) -> None:
+    assert partition(times, stages) == cuts
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(3, 0), (3, -1), (3, 4), (0, 1)])
+def test_what_cannot_be_divided_is_refused(layers: int, stages: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot divide {layers} layers among {stages} stages"):
+        partition([1.0] * layers, stages)
+
+
+@settings(deadline=None)
+@given(workloads())
+def test_stage_times_are_the_sums_of_their_layers(case: tuple[list[float], int]) -> None:
+    times, stages = case
+    cuts = partition(times, stages)
+    found = stage_times(times, cuts)
+    assert len(found) == stages
+    assert max(found) == bottleneck(times, cuts)
+    assert sum(found) == sum(times)
+
+
+def test_stage_times_of_an_example() -> None:
+    assert stage_times([1.0, 2.0, 4.0, 8.0], (0, 1, 3)) == [1.0, 6.0, 8.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=profiles(6), cluster=clusters(3), recompute=st.booleans())
+def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
+    profile: Profile, cluster: Cluster, recompute: bool
+) -> None:
+    slots = cluster.slots[: len(profile.layers)]
+
+    def slowest(cuts: Sequence[int]) -> float:
+        return max(each.total for each in stage_times_on(profile, cluster, slots, cuts, recompute))
+
+    cuts = cuts_in_order(profile, cluster, slots, recompute)
+    every = all_partitions(len(profile.layers), len(slots))
+    assert cuts in every
+    assert slowest(cuts) == pytest.approx(min(map(slowest, every)), rel=1e-9)
+
+
+def test_more_stages_on_given_devices_than_layers() -> None:
+    one = Profile("m", 1, [LayerBytes("0", 1, 1, 0)], {"gpu": [Times(1.0, 1.0)]}, {})
+    cluster = Cluster([Node("box", ["gpu", "gpu"])])
+    with pytest.raises(ValueError, match="cannot divide 1 layers among 2 stages"):
+        cuts_in_order(one, cluster, cluster.slots)
