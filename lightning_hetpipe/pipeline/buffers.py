@@ -38,28 +38,28 @@ def may_change(module: nn.Module, name: str) -> bool:
 
 
 class Buffers:
-    """The buffers of one segment: the ``live`` ones, and those of the last Nm forwards on ``device``.
+    """The buffers of one segment: those of the last Nm forwards on ``device``.
 
     Args:
-        live: The live layers.
+        layers: Name them, and show of what size they are.
         in_flight: Nm.
         device: Where forwards run.
         recompute: Whether forwards are computed again, until their backward.
     """
 
     def __init__(
-        self, live: Sequence[nn.Module], in_flight: int, device: torch.device, *, recompute: bool = False
+        self, layers: Sequence[nn.Module], in_flight: int, device: torch.device, *, recompute: bool = False
     ) -> None:
-        self._live = places(live)
+        self._names = [(name, type(module).__name__) for module, name in places(layers)]
         self._ahead = in_flight > 1
         kept = in_flight + recompute
-        self._left = [[_tensor(place).to(device, copy=True) for place in self._live] for _ in range(kept)]
+        self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(kept)]
 
-    def begin(self, minibatch: int) -> None:
-        """Takes the live buffers as what forward ``minibatch`` left: the pipeline starts empty behind it."""
+    def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
+        """Takes the ``live`` buffers as what forward ``minibatch`` left: the pipeline starts empty behind it."""
         left = self._of(minibatch)
-        for index, place in enumerate(self._live):
-            left[index] = _tensor(place).to(left[index].device, copy=True)
+        for index, tensor in enumerate(live):
+            left[index] = tensor.to(left[index].device, copy=True)
 
     def let_go(self) -> None:
         """Forgets what forwards have left."""
@@ -71,7 +71,7 @@ class Buffers:
 
     def before_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Hands to ``layers`` the buffers for forward ``minibatch``: copies of what the forward before it left."""
-        if not self._live:
+        if not self._names:
             return
         own, previous = self._of(minibatch), self._of(minibatch - 1)
         if own is not previous:
@@ -89,18 +89,18 @@ class Buffers:
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of forward ``minibatch``."""
-        if not self._live:
+        if not self._names:
             return
         for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
             setattr(module, name, tensor)
 
     def changes(self, minibatch: int) -> list[int]:
         """How often each buffer of forward ``minibatch`` was changed in place so far."""
-        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._live else []
+        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what forward ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
-        if not self._live:
+        if not self._names:
             return
         own = self._of(minibatch)
         for index, (module, name) in enumerate(layers):
@@ -108,21 +108,12 @@ class Buffers:
             if left is not own[index]:
                 own[index] = left.detach()
 
-    def show(self, minibatch: int) -> None:
-        """Copies into the live buffers what forward ``minibatch`` left."""
-        if not self._live:
-            return
-        for place, left in zip(self._live, self._of(minibatch), strict=True):
-            if not may_change(*place):
-                continue
-            live = _tensor(place)
-            if live.shape == left.shape and live.dtype == left.dtype:
-                live.copy_(left)
-            else:
-                setattr(*place, left.to(live.device, copy=True))
+    def left(self, minibatch: int) -> Sequence[Tensor]:
+        """What forward ``minibatch`` left."""
+        return self._of(minibatch) if self._names else ()
 
-    def publish(self, minibatch: int) -> bool:
-        """Takes over what callbacks did to the live buffers after ``minibatch``, or refuses it by name.
+    def publish(self, minibatch: int, live: Sequence[Tensor]) -> bool:
+        """Takes over what callbacks did to the ``live`` buffers after ``minibatch``, or refuses it by name.
 
         Returns:
             Whether they did anything.
@@ -130,27 +121,27 @@ class Buffers:
         Raises:
             SettingError: where later forwards have started from the unchanged buffers already.
         """
-        if not self._live:
+        if not self._names:
             return False
-        pairs = [(_tensor(p).to(left.device), left) for p, left in zip(self._live, self._of(minibatch), strict=True)]
+        pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
         if all_equal(pairs):
             return False
-        for index, (place, (live, left)) in enumerate(zip(self._live, pairs, strict=True)):
-            if equal(live, left):
+        for index, ((name, owner), (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
+            if equal(now, left):
                 continue
             if self._ahead:
                 raise SettingError(
-                    f"the buffer {place[1]!r} of a pipelined {type(place[0]).__name__} was changed by hand after"
+                    f"the buffer {name!r} of a pipelined {owner} was changed by hand after"
                     f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"
                     " at the end of an epoch"
                 )
-            self._of(minibatch)[index] = live.to(left.device, copy=True)
+            self._of(minibatch)[index] = now.to(left.device, copy=True)
         return True
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]
 
 
-def _tensor(place: Place) -> Tensor:
+def tensor_at(place: Place) -> Tensor:
     tensor: Tensor = getattr(*place)
     return tensor.detach()

@@ -35,7 +35,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.chance import counters, generator_of
 from lightning_hetpipe.pipeline.graph_draws import NoDropout, refuse_other_draws, register
 from lightning_hetpipe.pipeline.graph_layer import here, set_here
-from lightning_hetpipe.pipeline.ring import Flags
+from lightning_hetpipe.pipeline.messages import Flags
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.private import CompilerError, CompilerLimit, compiled
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.buffers import Place
-from lightning_hetpipe.pipeline.lanes import Outside
 
 _SOURCES = ("_orig", "_g", "_v")
 
@@ -30,26 +29,20 @@ def computed_places(layers: Iterable[nn.Module]) -> list[Place]:
 
 
 class Computed:
-    """The computed weights of one segment: the ``live`` ones, and those of the last ``kept`` forwards."""
+    """The computed weights of one segment: those of the last ``kept`` forwards."""
 
-    def __init__(self, live: Sequence[nn.Module], kept: int) -> None:
-        self._live = computed_places(live)
-        self._left: list[list[Tensor]] = [[] for _ in range(kept)]
+    def __init__(self, kept: int) -> None:
+        self._left: list[Sequence[Tensor]] = [()] * kept
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what forward ``minibatch`` has computed in ``layers``, without its graph."""
         if layers:
             self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
 
+    def left(self, minibatch: int) -> Sequence[Tensor]:
+        """What forward ``minibatch`` has computed."""
+        return self._left[minibatch % len(self._left)]
+
     def let_go(self) -> None:
         """Forgets what forwards have computed."""
-        self._left = [[] for _ in self._left]
-
-    def show(self, minibatch: int, outside: Outside) -> None:
-        """Lets the live layers hold what forward ``minibatch`` has computed, for whoever is ``outside``."""
-        if not self._live:
-            return
-        found = self._left[minibatch % len(self._left)]
-        outside.join(None, found)
-        for (module, name), left in zip(self._live, found, strict=True):
-            vars(module)[name] = left.to(vars(module)[name].device)
+        self._left = [() for _ in self._left]

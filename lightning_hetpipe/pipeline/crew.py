@@ -10,34 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, Protocol, TypeVar
-
-import torch
+from typing import Generic, TypeVar
 
 from lightning_hetpipe.pipeline.flight import Flight
 from lightning_hetpipe.pipeline.lanes import WaitingLane
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
 from lightning_hetpipe.pipeline.quiet import Quiet
+from lightning_hetpipe.pipeline.stage_thread import StageThread
 from lightning_hetpipe.pipeline.threads import Patience, Worker
 
 F = TypeVar("F", bound=Flight)
 
 JOIN_SECONDS = 5.0
 """How long closing waits for a thread before it says that the thread is stuck."""
-
-
-class StageThread(Protocol):
-    """A stage, as far as its thread goes."""
-
-    device: torch.device
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def join(self, seconds: float) -> bool: ...
-
-    def describe(self) -> str: ...
 
 
 class Crew(Generic[F]):
@@ -179,9 +164,11 @@ class Crew(Generic[F]):
             stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
             if stuck:
                 warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
-            ran, self._runners, self.minibatches = bool(self._runners), [], {}
-            if ran and not stuck:
-                self._let_go()
+            ran, self._runners = bool(self._runners), []
+            if not stuck:  # else what a stage makes of them, late, still ends them
+                self.minibatches = {}
+                if ran:
+                    self._let_go()
 
     def describe(self) -> str:
         """What every stage and every minibatch in flight does, for people."""

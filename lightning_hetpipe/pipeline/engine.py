@@ -10,24 +10,26 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.buffers import may_change
 from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.lanes import Lanes, Mark
-from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
+from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, Sum
+from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.piece_call import PieceCall
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.pipeline.stage import Layer, Loss, Stage, StageSettings, Task
-from lightning_hetpipe.pipeline.values import Gradients
+from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.view import View, Weights
-from lightning_hetpipe.rules.schedule import Work, route, segments
+from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
 
@@ -62,14 +64,16 @@ class Engine(Crew[Minibatch]):
         self.lanes = lanes or Lanes()
         self.root_device = devices[-1]
         self.piece_names = [name for name, _ in pieces]
-        layers = [layer for _, own in pieces for layer in own]
+        self._layers = layers = [layer for _, own in pieces for layer in own]
         self._parts = segments([len(own) for _, own in pieces], cuts)
         _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
-        self._route = route(self._parts)
-        self._steps = {(step.work, step.segment.index): index for index, step in enumerate(self._route)}
-        pieces_of = [step.segment.piece for step in self._route]
-        self._goes_on = [*map(operator.eq, pieces_of, pieces_of[1:]), False]
-        """Whether, after each step, the minibatch goes on to the next one by itself."""
+        # By what was done at which segment: where the minibatch goes on by itself; None where user code goes on.
+        self._following: dict[tuple[Work, int], Segment | None] = {(Work.FORWARD, self._parts[-1].index): None}
+        steps = route(self._parts)
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
+            work = Work.FORWARD if step.work is Work.FORWARD else Work.BACKWARD
+            goes_on = after is not None and after.segment.piece == step.segment.piece
+            self._following[work, step.segment.index] = after.segment if goes_on and after is not None else None
         self.stages = [
             Stage(
                 index,
@@ -87,7 +91,8 @@ class Engine(Crew[Minibatch]):
         ]
         self._root = root if root is not None else nn.Module()
         self._changing = changing
-        self._outside: list[Ring] = []
+        self._outside: list[tuple[Live, Ring]] = []
+        self._find_layers()
         self._find_weights()
         self._empty_at = 0
 
@@ -103,10 +108,10 @@ class Engine(Crew[Minibatch]):
         self.discard()
         self._find_weights()
         self._empty_at = version
-        for stage in self.stages:
-            stage.begin(version, version if forwards is None else forwards)
-        for ring in self._outside:
-            ring.begin(version)
+        for stage, live in zip(self.stages, self.live, strict=True):
+            stage.begin(live.version(version), version if forwards is None else forwards)
+        for live, ring in self._outside:
+            ring.begin(version, live.parameters, live.flags())
 
     def discard(self) -> None:
         super().discard()
@@ -118,6 +123,7 @@ class Engine(Crew[Minibatch]):
         self.discard()
         for stage in self.stages:
             stage.copy_layers()
+        self._find_layers()
 
     def versioned(self) -> set[int]:
         """The ``id`` of each live parameter that has versions."""
@@ -131,52 +137,76 @@ class Engine(Crew[Minibatch]):
 
     def finish(self, number: int) -> Minibatch:
         minibatch = super().finish(number)
-        if minibatch.marks:
+        found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
+        for weight, sum in minibatch.sums.items():
+            (last if weight in minibatch.continued else found)[weight] = sum.gradient
+        marks = [sum.mark for sum in minibatch.sums.values() if sum.mark is not None]
+        for stage, live in zip(reversed(self.stages), reversed(self.live), strict=True):
+            taken = stage.take(number)
+            found.update((live.parameters[number], gradient) for number, gradient in taken.gradients.items())
+            marks += taken.marks
+        found.update(last)
+        if marks:
             with self.unlocked():
-                for mark in minibatch.marks:
+                for mark in marks:
                     mark.synchronize()
-            self.lanes.outside.join(None, minibatch.gradients.values())
-        for stage in self.stages:
-            stage.memory.take(number)
+            self.lanes.outside.join(None, found.values())
         return minibatch
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
         with self.computing():  # copying is no user code, and losses must not wait for it
-            for stage in self.stages:
-                stage.publish(version)
-            for ring in self._outside:
-                ring.publish(version)
+            for stage, live in zip(self.stages, self.live, strict=True):
+                stage.publish(live.version(version))
+            for live, ring in self._outside:
+                ring.publish(version, live.parameters, live.flags())
 
     def show(self, number: int) -> None:
         """Makes the live buffers and computed weights what forward ``number`` left."""
-        for stage in self.stages:
-            stage.show(number)
+        for stage, live in zip(self.stages, self.live, strict=True):
+            live.show(stage.state(number), self.lanes.outside)
 
     def _let_go(self) -> None:
         for stage in self.stages:
             stage.let_go()
-        for ring in self._outside:
+        for _, ring in self._outside:
             ring.let_go()
+
+    def _find_layers(self) -> None:
+        """Finds the live layers of each stage, and which weights are used in several segments."""
+        self.live = [Live([self._modules(part) for part in stage.segments]) for stage in self.stages]
+        numbers = [{weight: number for number, weight in enumerate(live.parameters)} for live in self.live]
+        self._weights_of = [
+            {weight: numbers[part.stage][weight] for weight in nn.ModuleList(self._modules(part)).parameters()}
+            for part in self._parts
+        ]
+        self._handed_on: list[tuple[int, ...]] = []
+        for part, own in zip(self._parts, self._weights_of, strict=True):
+            before = self._parts[: part.index]
+            last = {weight: earlier.stage for earlier in before for weight in self._weights_of[earlier.index]}
+            self._handed_on.append(tuple([own[w] for w in own if last.get(w, part.stage) != part.stage]))
+
+    def _modules(self, part: Segment) -> list[nn.Module]:
+        return [self._layers[number].module for number in part.layers]
 
     def _find_weights(self) -> None:
         """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings.
 
         Whenever the pipeline starts empty, as there may be other parameters than before.
         """
-        rings = [stage.ring for stage in self.stages]
-        inside = {id(parameter) for ring in rings for parameter in ring.parameters}
+        inside = {id(parameter) for live in self.live for parameter in live.parameters}
         outside: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in self._root.parameters():
             if parameter.requires_grad and id(parameter) not in inside:
                 outside.setdefault(parameter.device, []).append(parameter)
-        before = [id(parameter) for ring in self._outside for parameter in ring.parameters]
+        before = [id(parameter) for live, _ in self._outside for parameter in live.parameters]
         if before != [id(parameter) for parameters in outside.values() for parameter in parameters]:
-            self._outside = [
-                Ring(nn.ModuleList([nn.ParameterList(parameters)]), self.in_flight, device)
-                for device, parameters in outside.items()
-            ]
-        layers = [layer.module for stage in self.stages for layer in stage.layers]
+            self._outside = []
+            for device, parameters in outside.items():
+                own = nn.ParameterList(parameters)
+                self._outside.append((Live([[own]]), Ring(nn.ModuleList([own]), self.in_flight, device)))
+        rings = [(live, stage.ring) for live, stage in zip(self.live, self.stages, strict=True)]
+        layers = [layer.module for layer in self._layers]
         self._weights = Weights(self._root, [*rings, *self._outside], layers, self._changing)
 
     # The runners' side.
@@ -184,38 +214,76 @@ class Engine(Crew[Minibatch]):
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
         first = next(part for part in self._parts if part.piece == call.piece)
-        work = Work.TURN if first is self._parts[-1] else Work.FORWARD
         mark = self.lanes.outside.mark(tensor.device for tensor in call.inputs.tensors)
-        self._send(self._steps[work, first.index], minibatch, call.inputs, mark)
+        self._forward(minibatch, first, call.inputs, mark)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """The outputs of a piece are with the user: if it is the last one, the loss begins."""
         if call.piece != self._parts[-1].piece:
             return None
-        return self.stages[self._parts[-1].stage].loss(minibatch.number)
+        return self.stages[-1].loss(minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         last = [part for part in self._parts if part.piece == call.piece][-1]
         if last is self._parts[-1]:
             minibatch.loss_ends(call.collected)
-            minibatch.turn.put((gradients, call.collected))
-        else:
-            self._send(self._steps[Work.BACKWARD, last.index], minibatch, gradients, call.collected)
+        self._backward(minibatch, last, gradients, call.collected)
 
-    # The stages' side.
+    def abandon(self, minibatch: Minibatch) -> None:
+        """Nobody waits for ``minibatch`` any more: stages forget it."""
+        for stage in self.stages:
+            stage.put(Parcel(Cancel(minibatch.number)))
 
-    def _send(self, step: int, minibatch: Minibatch, payload: Any, mark: Mark | None) -> None:
-        instruction = self._route[step]
-        self.stages[instruction.segment.stage].put(Task(step, instruction, minibatch, payload, mark))
+    def _cancel(self) -> None:
+        super()._cancel()
+        for minibatch in self.minibatches.values():
+            self.abandon(minibatch)
 
-    def _done(self, task: Task, result: Any, mark: Mark | None) -> None:
-        """Sends a minibatch on: along its route to the next stage, or at the end of a piece to its runner."""
-        following = task.step + 1
-        if self._goes_on[task.step]:
-            self._send(following, task.minibatch, result, mark)
-        else:
-            task.minibatch.deliver(result, mark)
+    # Messages.
+
+    def _forward(self, minibatch: Minibatch, part: Segment, value: Value, mark: Mark | None) -> None:
+        turn, autocast = part is self._parts[-1], minibatch.autocast(part.piece)
+        message = Forward(minibatch.number, part.index, value, minibatch.version, autocast, turn)
+        self.stages[part.stage].put(Parcel(message, mark))
+
+    def _backward(self, minibatch: Minibatch, part: Segment, gradients: Gradients, mark: Mark | None) -> None:
+        sums: dict[int, Tensor] = {}
+        wanted, marks = self._handed_on[part.index], tuple[Mark, ...]()
+        if minibatch.sums or minibatch.continued:
+            own = self._weights_of[part.index]
+            found = {own[weight]: minibatch.sums.pop(weight) for weight in [*minibatch.sums] if weight in own}
+            sums = {number: sum.gradient for number, sum in found.items()}
+            marks = tuple([sum.mark for sum in found.values() if sum.mark is not None])
+            wanted = tuple({*wanted, *(own[weight] for weight in minibatch.continued if weight in own)})
+        apart = minibatch.has_later_uses(part.piece)
+        message = Backward(minibatch.number, part.index, gradients, sums, wanted, apart)
+        self.stages[part.stage].put(Parcel(message, mark, marks))
+
+    def _done(self, result: Result, mark: Mark | None) -> None:
+        """Sends a minibatch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
+        minibatch = self.minibatches.get(result.minibatch)
+        if minibatch is None:  # it has failed, and nobody waits for it
+            return
+        if isinstance(result, Failure):
+            minibatch.deliver(result.error)
+        elif minibatch.cancelled:
+            minibatch.deliver(Discarded())
+        elif isinstance(result, Output):
+            following = self._following[Work.FORWARD, result.segment]
+            if following is None:
+                minibatch.deliver(result.value, mark)
+            else:
+                self._forward(minibatch, following, result.value, mark)
+        elif isinstance(result, InputGradients):
+            if result.sums:
+                weights = self.live[self._parts[result.segment].stage].parameters
+                minibatch.sums.update((weights[number], Sum(each, mark)) for number, each in result.sums.items())
+            following = self._following[Work.BACKWARD, result.segment]
+            if following is None:
+                minibatch.deliver(result.gradients, mark)
+            else:
+                self._backward(minibatch, following, result.gradients, mark)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

@@ -6,10 +6,8 @@ likes, in any order: each call goes through the piece's stages once, and comes b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +19,16 @@ from lightning_hetpipe.pipeline.chance import Chance, attached
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.crew import Crew
 from lightning_hetpipe.pipeline.flight import Flight, running
-from lightning_hetpipe.pipeline.lanes import WaitingLane, move
+from lightning_hetpipe.pipeline.lanes import Mark, WaitingLane, move
+from lightning_hetpipe.pipeline.messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
+from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.quiet import Quiet
-from lightning_hetpipe.pipeline.stage import Layer, Pass, StageSettings
+from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
 from lightning_hetpipe.pipeline.stretch import Stretch
-from lightning_hetpipe.pipeline.threads import Worker
+from lightning_hetpipe.pipeline.threads import Patience
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.rules.schedule import Segment, segments
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One call of a piece, on its way through the stages.
-
-    Attributes:
-        flight: Who called.
-        segment: Where it is.
-        value: What the segment is given.
-        autocast: What autocast did where the piece was called.
-        inference: Whether that was in ``torch.inference_mode``.
-    """
-
-    flight: EvaluationFlight
-    segment: Segment
-    value: Any
-    autocast: Autocast
-    inference: bool
 
 
 class EvaluationFlight(Flight):
@@ -66,6 +48,8 @@ class EvaluationFlight(Flight):
         self._around = context
         self._inference = torch.is_inference_mode_enabled()  # in Lightning's thread, which submits it
         self._gradients = torch.is_grad_enabled()
+        self.called: Evaluate
+        """The call that is on its way."""
 
     def call(self, piece: int, name: str, value: Any) -> Any:
         """Runs piece number ``piece`` in the pipeline on ``value``; called where user code calls the module."""
@@ -121,8 +105,20 @@ class Evaluator(Crew[EvaluationFlight]):
         self._attached = ExitStack()
         parts = segments([len(own) for _, own in pieces], cuts)
         self._parts = [[part for part in parts if part.piece == piece] for piece in range(len(pieces))]
+        pairs = zip(parts, [*parts[1:], None], strict=True)
+        self._following = [after if after is not None and after.piece == part.piece else None for part, after in pairs]
         self.stages = [
-            ForwardStage(index, device, WaitingLane(device, devices), settings, self.quiet, self._done, tag)
+            ForwardStage(
+                index,
+                device,
+                WaitingLane(device, devices),
+                settings,
+                self.quiet,
+                self.patience,
+                self._done,
+                [part.layers for part in parts],
+                tag,
+            )
             for index, device in enumerate(devices)
         ]
 
@@ -150,23 +146,37 @@ class Evaluator(Crew[EvaluationFlight]):
 
     def forward(self, flight: EvaluationFlight, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``flight``."""
-        first = self._parts[piece][0]
-        self._send(Forward(flight, first, value, Autocast.current(), torch.is_inference_mode_enabled()))
+        first, inference = self._parts[piece][0], torch.is_inference_mode_enabled()
+        flight.called = Evaluate(flight.number, first.index, value, Autocast.current(), inference)
+        self._send(first, flight.called)
 
-    def _send(self, task: Forward) -> None:
-        self.stages[task.segment.stage].put(task)
+    def _send(self, segment: Segment, message: Evaluate) -> None:
+        self.stages[segment.stage].put(Parcel(message))
 
-    def _done(self, task: Forward, value: Any) -> None:
-        own = self._parts[task.segment.piece]
-        following = own[own.index(task.segment) + 1 :]
-        self.patience.moved()
-        if following:
-            self._send(Forward(task.flight, following[0], value, task.autocast, task.inference))
+    def _cancel(self) -> None:
+        super()._cancel()
+        for number in self.minibatches:
+            for stage in self.stages:
+                stage.put(Parcel(Cancel(number)))
+
+    def _done(self, result: Result, mark: Mark | None) -> None:
+        flight = self.minibatches.get(result.minibatch)
+        if flight is None:
+            return
+        if isinstance(result, Failure):
+            flight.deliver(result.error)
+            return
+        assert isinstance(result, Evaluated)
+        following = self._following[result.segment]
+        if following is None:
+            flight.deliver(moved(result.value, self.stages[-1].device))
+        elif flight.cancelled:
+            flight.deliver(Discarded())
         else:
-            task.flight.deliver(moved(value, self.stages[-1].device))
+            self._send(following, flight.called._replace(segment=following.index, value=result.value))
 
 
-class ForwardStage:
+class ForwardStage(StageThread):
     """A thread that runs forwards of its segments, first in, first out."""
 
     def __init__(
@@ -176,77 +186,41 @@ class ForwardStage:
         lane: WaitingLane,
         settings: StageSettings,
         quiet: Quiet,
-        done: Callable[[Forward, Any], None],
+        patience: Patience,
+        done: Done,
+        layers: Sequence[range],
         tag: str,
     ) -> None:
-        self.index = index
-        self.device = device
-        self.lane = lane
+        name = f"hetpipe-evaluation-stage-{index}"
+        super().__init__(name, index, device, lane, settings.torch_threads, patience, done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings
         self._quiet = quiet
-        self._done = done
+        self._layers = layers
         self._tag = tag
-        self._doing: tuple[Forward, float] | None = None
-        self._worker: Worker[Forward] | None = None
 
-    def start(self) -> None:
-        name = f"hetpipe-evaluation-stage-{self.index}"
-        self._worker = Worker(name, self._run, self._settings.torch_threads, self.lane.enter)
+    def _told(self, message: Message) -> str:
+        assert isinstance(message, Evaluate)
+        names = [self.calls[number][0] for number in self._layers[message.segment]]
+        return f"has evaluated batch {message.minibatch} (layers {names[0]} to {names[-1]})"
 
-    def put(self, task: Forward) -> None:
-        assert self._worker is not None
-        self._worker.put(task)
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-    def join(self, seconds: float) -> bool:
-        return self._worker is None or self._worker.join(seconds)
-
-    def describe(self) -> str:
-        """What the stage does right now, for people."""
-        doing = self._doing
-        if doing is None:
-            return f"stage {self.index} is idle"
-        task, since = doing
-        names = [self.calls[number][0] for number in task.segment.layers]
-        return (
-            f"stage {self.index} has evaluated batch {task.flight.number} (layers {names[0]} to {names[-1]}) for"
-            f" {time.monotonic() - since:.1f} s"
-        )
-
-    def _run(self, task: Forward) -> None:
-        if task.flight.cancelled:
-            task.flight.deliver(Discarded())
-            return
-        self._doing = (task, time.monotonic())
-        try:
-            with Pass(self, self._quiet, self._settings.before_pass, "evaluate", task.flight.number):
-                value = self._evaluate(task)
-        except BaseException as error:
-            self._doing = None
-            task.flight.deliver(error)
-            return
-        self._doing = None
-        self._done(task, value)
-
-    def _evaluate(self, task: Forward) -> Any:
-        with self._around(task):
+    def _compute(self, parcel: Parcel) -> tuple[Result, Mark | None]:
+        task = parcel.message
+        assert isinstance(task, Evaluate)
+        with Pass(self, self._quiet, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
             value = moved(task.value, self.device)
-            for number in task.segment.layers:
+            for number in self._layers[task.segment]:
                 value = self.calls[number][1](value)
-        return value
+        return Evaluated(task.minibatch, task.segment, value), None
 
     @contextmanager
-    def _around(self, task: Forward) -> Iterator[None]:
+    def _around(self, task: Evaluate) -> Iterator[None]:
         chance: Chance = self._settings.chance
         with (
             torch.inference_mode(task.inference),
             torch.no_grad(),
-            chance.minibatch(f"{self._tag} {task.flight.number}"),
+            chance.minibatch(f"{self._tag} {task.minibatch}"),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
         ):

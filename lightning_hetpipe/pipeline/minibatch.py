@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, SettingError
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.flight import Flight, running
-from lightning_hetpipe.pipeline.lanes import Mark, Outside, move
+from lightning_hetpipe.pipeline.lanes import Mark, move
 from lightning_hetpipe.pipeline.piece_call import Leaf, PieceCall, below
 from lightning_hetpipe.pipeline.stretch import Stretch
-from lightning_hetpipe.pipeline.values import Gradients, Value, tensors_in, tensors_of
+from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
 from lightning_hetpipe.pipeline.view import Used, View
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
-    from lightning_hetpipe.pipeline.stage import Loss
+    from lightning_hetpipe.pipeline.passes import Loss
 
 
 @dataclass
@@ -45,19 +44,34 @@ class Step:
     entered: Callable[[], None] = lambda: None
 
 
+@dataclass(slots=True)
+class Sum:
+    """The gradient of a weight so far.
+
+    Attributes:
+        gradient: The sum of its uses, the latest first.
+        mark: Behind which it is computed.
+    """
+
+    gradient: Tensor
+    mark: Mark | None
+
+
 class Minibatch(Flight):
     """Minibatch ``number`` in flight, on the weights of ``version``.
 
-    At its turn the last stage waits for the runner.
+    Attributes:
+        gradients: Of live parameters, once it is done.
+        sums: Gradients that no stage keeps, as user code has found them or goes on with them.
+        continued: The parameters that user code has used before the piece whose backward runs.
     """
 
     def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
         super().__init__(engine, number, step.stretch, step.entered)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self.turn: queue.SimpleQueue[tuple[Gradients, Mark | None] | Discarded] = queue.SimpleQueue()
-        self.marks: list[Mark] = []
-        """Behind each backward of a stage, and each of user code that has found gradients of parameters."""
+        self.sums: dict[nn.Parameter, Sum] = {}
+        self.continued: set[nn.Parameter] = set()
         self._engine = engine
         self._step = step
         self._view = view
@@ -65,7 +79,7 @@ class Minibatch(Flight):
         self._in_backward = False
         self._loss: Loss | None = None
 
-    # The stages' side.
+    # The engine's side.
 
     def autocast(self, piece: int) -> Autocast:
         """What ``training_step`` had autocast do where it called ``piece``."""
@@ -74,14 +88,6 @@ class Minibatch(Flight):
     def has_later_uses(self, piece: int) -> bool:
         """Whether inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
         return any(gradient is not None for gradient in self._calls[piece].later_gradients)
-
-    def earlier_gradient(self, parameter: nn.Parameter, lane: Outside) -> Tensor | None:
-        """The sum of the gradients of ``parameter`` so far, to be used in ``lane``."""
-        earlier = self.gradients.get(parameter)
-        if earlier is not None:
-            for mark in self.marks:  # whoever has found it may be on a device of which the last mark says nothing
-                lane.join(mark, [earlier])
-        return earlier
 
     # The runner's side.
 
@@ -108,7 +114,7 @@ class Minibatch(Flight):
             call.close()
         self._view.close()
         if failure is not None:
-            self.turn.put(Discarded())
+            self._engine.abandon(self)
             self.end(failure)
 
     def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
@@ -148,6 +154,9 @@ class Minibatch(Flight):
             waits = not first or (not before and bool(self._view.leaves(0)))
             gradients, found = call.collect(total, above, self._leaves(direct), self._view, keep_graph=waits)
             self._add(direct, found)
+            self.continued = {
+                used.live for region in range(before, call.piece + 1) for used in self._view.leaves(region)
+            }
             start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
                 found = self._through_pipeline(start, f"the backward of piece {call.piece}")
@@ -163,19 +172,19 @@ class Minibatch(Flight):
 
     def _leaves(self, direct: Sequence[Used]) -> list[Leaf]:
         """The leaves that stand for the parameters of ``direct``, with the gradients of later uses."""
-        outside = self._engine.lanes.outside
         found = []
         for used in direct:
-            earlier = self.earlier_gradient(used.live, outside)
-            found.append(Leaf(used.copy, used.seen, None if earlier is None else move(earlier, used.seen.device)))
+            later = None
+            if (earlier := self.sums.get(used.live)) is not None:
+                self._engine.lanes.outside.join(earlier.mark, [earlier.gradient])
+                later = move(earlier.gradient, used.seen.device)
+            found.append(Leaf(used.copy, used.seen, later))
         return found
 
     def _add(self, direct: Sequence[Used], gradients: Sequence[Tensor | None]) -> None:
         found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
-        self.gradients.update(found)
         mark = self._engine.lanes.outside.mark(gradient.device for gradient in found.values()) if found else None
-        if mark is not None:
-            self.marks.append(mark)
+        self.sums.update((live, Sum(gradient, mark)) for live, gradient in found.items())
 
     def _check_calls(self) -> None:
         missing = self._engine.piece_names[len(self._calls) :]

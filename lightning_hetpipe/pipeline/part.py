@@ -15,10 +15,11 @@ from lightning_hetpipe.pipeline.chance import attach
 from lightning_hetpipe.pipeline.compilation import Compiled, Kind
 from lightning_hetpipe.pipeline.computed import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.lanes import move
 from lightning_hetpipe.pipeline.memory import Counter, Kept
-from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.ring import Ring
-from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
+from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
 from lightning_hetpipe.private import version_counter
 
 if TYPE_CHECKING:
@@ -30,49 +31,47 @@ class Left:
     """What a forward leaves for its backward.
 
     Attributes:
+        version: The weights that it ran on.
         inputs: Leaves of its graph.
         outputs: Its ends.
         kept: The bytes of both, and of what the graph has saved.
         kind: Of the call, where layers are compiled.
+        again: What is to be computed again, without the tensors that it is given; None where the graph is kept.
+        changes: How often each input had been changed in place, where it is not.
     """
 
+    version: int
     inputs: list[Tensor]
     outputs: list[Tensor]
     kept: Kept
-    kind: Kind = None
-
-
-class LeftInputs:
-    """What is left of ``left`` without its graph, which is to be computed again; ``value`` is what it was given.
-
-    Attributes:
-        value: The structure of the inputs.
-        changes: How often each input was changed in place before.
-    """
-
-    def __init__(self, left: Left, value: Value) -> None:
-        self.inputs = left.inputs
-        self.kept = left.kept
-        self.kind = left.kind
-        self.value = replace(value, tensors=())
-        self.changes = [version_counter(tensor) for tensor in left.inputs]
+    kind: Kind
+    again: Forward | None = None
+    changes: Sequence[int] = ()
 
 
 class Part:
-    """The layers of one segment: in every slot, and with their own buffers."""
+    """The layers of one segment: in every slot, and with their own buffers.
+
+    Args:
+        layers: The layers.
+        start: How many of the stage's layers come before them.
+        ring: The stage's versions.
+        settings: What all stages share.
+        device: Where they run.
+    """
 
     def __init__(
-        self, layers: Sequence[Layer], piece: int, start: int, ring: Ring, settings: StageSettings, device: torch.device
+        self, layers: Sequence[Layer], start: int, ring: Ring, settings: StageSettings, device: torch.device
     ) -> None:
         self.layers = list(layers)
-        self._piece = piece
-        live = [layer.module for layer in layers]
-        copies = [list(slot.layers[start : start + len(live)]) for slot in ring.slots]
-        self.buffers = Buffers(live, settings.in_flight, device, recompute=settings.recompute)
-        self.computed = Computed(live, settings.in_flight)
-        self.parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
-        uses = [name for name, _ in nn.ModuleList(copies[0]).named_parameters()]
-        self.live_parameters = [nn.ModuleList(live).get_parameter(use) for use in uses]
+        copies = [list(slot.layers[start : start + len(layers)]) for slot in ring.slots]
+        self.buffers = Buffers(copies[0], settings.in_flight, device, recompute=settings.recompute)
+        self.computed = Computed(settings.in_flight)
+        numbers = {id(parameter): number for number, parameter in enumerate(ring.slots[0].parameters)}
+        self.weights = [numbers[id(parameter)] for parameter in nn.ModuleList(copies[0]).parameters()]
+        """The numbers of its weights among those of the stage."""
+        self._parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
+        self._device = device
         self._ring = ring
         self._settings = settings
         self._calls = [
@@ -88,12 +87,12 @@ class Part:
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
-    def kind(self, minibatch: Minibatch, value: Value) -> Kind:
+    def kind(self, task: Forward) -> Kind:
         """What tells calls apart that torch compiles; None where it compiles none."""
         if self.compiled is None:
             return None
-        slot = self._ring.place(minibatch.version)
-        return self.compiled.kind(slot, value, self._ring.slots[slot].flags, minibatch.autocast(self._piece))
+        slot = self._ring.place(task.version)
+        return self.compiled.kind(slot, task.value, self._ring.slots[slot].flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
         """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
@@ -102,25 +101,64 @@ class Part:
         new = self.compiled.is_new(kind)  # a backward may compute its forward again
         return (self.compiled.begins_backward(kind) or new) if backward else new
 
-    def forward(self, minibatch: Minibatch, value: Value, inputs: list[Tensor], kind: Kind) -> tuple[Value, Left]:
-        """The forward of ``minibatch``: what it gives to the next segment, and what its backward needs."""
-        index = self._ring.place(minibatch.version)
-        self.buffers.before_forward(minibatch.number, self._places[index])
+    def forward(self, task: Forward, kind: Kind) -> tuple[Value, Left]:
+        """The forward: what it gives to the next segment, and what its backward needs."""
+        number, index = task.minibatch, self._ring.place(task.version)
+        inputs = task.value.leaves(self._device)
+        self.buffers.before_forward(number, self._places[index])
         kept = self.counter.known(inputs)
         if kept is not None:
-            result = self._compute(minibatch, index, value, inputs, kind)
+            result = self._compute(task, index, inputs, kind)
         else:
             result, kept = self.counter.kept(
                 inputs,
-                lambda: self._compute(minibatch, index, value, inputs, kind),
-                lambda: [*self.parameters[index], *(getattr(*place) for place in self._places[index])],
+                lambda: self._compute(task, index, inputs, kind),
+                lambda: [*self._parameters[index], *(getattr(*place) for place in self._places[index])],
             )
-        self.buffers.after_forward(minibatch.number, self._places[index])
-        self.computed.after_forward(minibatch.number, self._computed_places[index])
-        return Value.of(result), Left(inputs, tensors_of(result), kept, kind)
+        self.buffers.after_forward(number, self._places[index])
+        self.computed.after_forward(number, self._computed_places[index])
+        if not self._settings.recompute or task.turn:  # whose backward follows at once: nothing is gained
+            return Value.of(result), Left(task.version, inputs, tensors_of(result), kept, kind)
+        again = task._replace(value=replace(task.value, tensors=()))
+        changes = [version_counter(tensor) for tensor in inputs]
+        return Value.of(result), Left(task.version, inputs, [], kept, kind, again, changes)
 
-    def again(self, minibatch: Minibatch, left: LeftInputs) -> list[Tensor]:
-        """The outputs of the forward that has left ``left``, computed once more: on the same weights, buffers, random
+    def backward(self, task: Backward, left: Left, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
+        """The backward of what has ``left`` this: the gradients of the inputs, and of :attr:`weights`.
+
+        Args:
+            sums: The gradients of weights that were used later, which autograd goes on with. A plain backward adds the
+                uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
+                would give other last bits. What is given for a leaf itself, autograd adds before all else.
+        """
+        index = self._ring.place(left.version)
+        own = self._parameters[index]
+        given = [moved(gradient, self._device) for gradient in task.gradients]
+        outputs = [*left.outputs] if left.again is None else self._again(left.again, left, index)
+        self.buffers.bind(task.minibatch, self._places[index])
+        before = self.buffers.changes(task.minibatch)
+        if sums:
+            for number, weight in zip(self.weights, own, strict=True):
+                if number in sums and weight.requires_grad:
+                    outputs.append(weight)
+                    given.append(move(sums[number], self._device))
+        below: Gradients
+        if task.apart:
+            below, found = gradients_apart(outputs, given, left.inputs, own)
+        else:
+            both = gradients(outputs, given, [*left.inputs, *own])
+            below, found = [*both[: len(left.inputs)]], both[len(left.inputs) :]
+        del left, outputs
+        if before != self.buffers.changes(task.minibatch):
+            raise SettingError(
+                f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
+                " does), which the next minibatches' forwards have read already; leave such layers out of the"
+                " checkpoint"
+            )
+        return below, found
+
+    def _again(self, task: Forward, left: Left, index: int) -> list[Tensor]:
+        """The outputs of the forward that has ``left`` this, computed once more: on the same weights, buffers, random
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """
         if left.changes != [version_counter(tensor) for tensor in left.inputs]:
@@ -128,12 +166,11 @@ class Part:
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
-        index = self._ring.place(minibatch.version)
-        self.buffers.before_again(minibatch.number, self._places[index])
-        return tensors_of(self._compute(minibatch, index, left.value, left.inputs, left.kind))
+        self.buffers.before_again(task.minibatch, self._places[index])
+        return tensors_of(self._compute(task, index, left.inputs, left.kind))
 
-    def _compute(self, minibatch: Minibatch, index: int, value: Value, inputs: list[Tensor], kind: Kind) -> Any:
-        """What the layers in slot ``index`` make of ``inputs``, with the structure of ``value``."""
+    def _compute(self, task: Forward, index: int, inputs: list[Tensor], kind: Kind) -> Any:
+        """What the layers in slot ``index`` make of ``inputs``, with the structure of what ``task`` gives them."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
             raise SettingError(
@@ -142,12 +179,12 @@ class Part:
             )
         own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
-        current = value.tree(own)
+        current = task.value.tree(own)
         if not torch.is_grad_enabled():  # a layer has left it so
             torch.set_grad_enabled(True)
-        autocast = minibatch.autocast(self._piece)
+        autocast = task.autocast
         with (
-            self._settings.chance.minibatch(minibatch.number),
+            self._settings.chance.minibatch(task.minibatch),
             autocast.opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):
@@ -162,20 +199,6 @@ class Part:
                 " let it do so always, or never"
             )
         return current
-
-    def bind_left(self, minibatch: Minibatch) -> list[int]:
-        """Before a backward: the layers hold the buffers that their forward left; gives how often they were changed."""
-        self.buffers.bind(minibatch.number, self._places[self._ring.place(minibatch.version)])
-        return self.buffers.changes(minibatch.number)
-
-    def check_left(self, minibatch: Minibatch, before: list[int]) -> None:
-        """After a backward: it must have left the buffers alone."""
-        if before != self.buffers.changes(minibatch.number):
-            raise SettingError(
-                f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
-                " does), which the next minibatches' forwards have read already; leave such layers out of the"
-                " checkpoint"
-            )
 
     def describe(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.messages import Flags
 from lightning_hetpipe.pipeline.values import all_equal
 from lightning_hetpipe.private import foreach_copy_, version_counter
 from lightning_hetpipe.rules.versions import last_reader
-
-Flags = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""``requires_grad`` of every parameter and ``training`` of every module: callbacks change them, version by version."""
 
 
 class Slot:
@@ -32,7 +30,7 @@ class Slot:
         self.parameters = list(self.layers.parameters())
         self.flags: Flags | None = None
 
-    def take(self, live: Sequence[nn.Parameter], flags: Flags) -> None:
+    def take(self, live: Sequence[Tensor], flags: Flags) -> None:
         """Copies the live weights, and where they changed the flags."""
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -40,9 +38,9 @@ class Slot:
         else:
             foreach_copy_(self.parameters, live)
         if self.flags != flags:
-            for parameter, wanted in zip(self.parameters, flags[0], strict=True):
+            for parameter, wanted in zip(self.parameters, flags.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
-            for module, training in zip(self.modules, flags[1], strict=True):
+            for module, training in zip(self.modules, flags.training, strict=True):
                 module.training = training
             self.flags = flags
 
@@ -54,10 +52,9 @@ class Ring:
     """
 
     def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
-        self.parameters: list[nn.Parameter] = list(live.parameters())
         self.slots = [Slot(live, device) for _ in range(slots)]
-        self._slot_bytes = sum(parameter.nbytes for parameter in self.parameters)
-        self._modules = list(live.modules())
+        self.bytes = [parameter.nbytes for parameter in self.slots[0].parameters]
+        self._slot_bytes = sum(self.bytes)
         self._place: dict[int, int] = {}
         self._counters: list[int] = []
 
@@ -66,23 +63,22 @@ class Ring:
         """Of the slots that hold a version."""
         return self._slot_bytes * len(set(self._place.values()))
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, live: Sequence[Tensor], flags: Flags) -> None:
         """Forgets every version and publishes ``version``: the pipeline starts empty."""
         self._place.clear()
-        self.publish(version)
+        self.publish(version, live, flags)
 
-    def publish(self, version: int) -> None:
-        """Copies the live weights as ``version``, where they differ from the version before."""
+    def publish(self, version: int, live: Sequence[Tensor], flags: Flags) -> None:
+        """Copies the ``live`` weights as ``version``, where they differ from the version before."""
         while self._place and last_reader(oldest := next(iter(self._place)), len(self.slots)) <= version:
             del self._place[oldest]  # they stand in order
-        flags: Flags = (tuple([p.requires_grad for p in self.parameters]), tuple([m.training for m in self._modules]))
-        counters = [version_counter(p) for p in self.parameters]
+        counters = [version_counter(p) for p in live]
         last = self._place.get(version - 1)
-        if last is not None and self._same(last, flags, counters):
+        if last is not None and self._same(last, live, flags, counters):
             self._place[version] = last
             return
         free = next(index for index in range(len(self.slots)) if index not in self._place.values())
-        self.slots[free].take(self.parameters, flags)
+        self.slots[free].take(live, flags)
         self._place[version] = free
         self._counters = counters
 
@@ -100,13 +96,13 @@ class Ring:
         """The copy of the live parameter number ``index`` in ``version``."""
         return self.slots[self._place[version]].parameters[index]
 
-    def _same(self, last: int, flags: Flags, counters: list[int]) -> bool:
-        """Whether the live weights are still what slot ``last`` holds. Counters miss changes through ``.data``."""
+    def _same(self, last: int, live: Sequence[Tensor], flags: Flags, counters: list[int]) -> bool:
+        """Whether the ``live`` weights are still what slot ``last`` holds. Counters miss changes through ``.data``."""
         slot = self.slots[last]
         if slot.flags != flags or counters != self._counters:
             return False
-        pairs = zip(slot.parameters, self.parameters, strict=True)
-        return all_equal([(held.detach(), live.detach().to(held.device)) for held, live in pairs])
+        pairs = zip(slot.parameters, live, strict=True)
+        return all_equal([(held.detach(), now.detach().to(held.device)) for held, now in pairs])
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -6,6 +6,7 @@ import contextvars
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -29,6 +30,7 @@ class Worker(Generic[T]):
         self, name: str, handle: Callable[[T], None], torch_threads: int, enter: Callable[[], None] = lambda: None
     ) -> None:
         self._inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._aside: deque[T | None] = deque()
         self._handle = handle
         self._torch_threads = torch_threads
         self._enter = enter
@@ -43,6 +45,18 @@ class Worker(Generic[T]):
     def put(self, item: T) -> None:
         self._inbox.put(item)
 
+    def take(self, wanted: Callable[[T], bool], seconds: float) -> T | None:
+        """Takes the next item that is ``wanted`` ahead of its turn, for ``handle``; None if none comes in that time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                item = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if item is not None and wanted(item):
+                return item
+            self._aside.append(item)
+
     def close(self) -> None:
         """Lets the thread end when its inbox is empty."""
         self._inbox.put(None)
@@ -55,7 +69,7 @@ class Worker(Generic[T]):
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)
         self._enter()
-        while (item := self._inbox.get()) is not None:
+        while (item := self._aside.popleft() if self._aside else self._inbox.get()) is not None:
             self._handle(item)
             del item  # an idle thread must not keep the last minibatch's activations
 

@@ -54,7 +54,7 @@ class Value:
             return Value((tree.detach(),), (tree.requires_grad,), _ALONE, _LEAF)
         leaves, spec = pytree.tree_flatten(tree)
         tensors = _distinct(leaves)
-        places = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
+        places = {id(tensor): Nth(index) for index, tensor in enumerate(tensors)}
         return Value(
             tensors=tuple(tensor.detach() for tensor in tensors),
             requires_grad=tuple(tensor.requires_grad for tensor in tensors),
@@ -66,7 +66,7 @@ class Value:
         """The original nesting, around ``tensors``."""
         if self.others is _ALONE:
             return tensors[0]
-        leaves = [tensors[other.index] if isinstance(other, _Place) else other for other in self.others]
+        leaves = [tensors[other.index] if isinstance(other, Nth) else other for other in self.others]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def on(self, device: torch.device) -> Value:
@@ -80,13 +80,13 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Nth:
     """The place of a tensor among a value's leaves; ``index`` counts the tensors."""
 
     index: int
 
 
-_ALONE = (_Place(0),)
+_ALONE = (Nth(0),)
 _LEAF = pytree.tree_structure(0)
 """What a single tensor's leaves and its structure are."""
 

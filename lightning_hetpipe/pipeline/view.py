@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.private import (
     behind_functorch,
@@ -72,18 +73,22 @@ class Weights:
 
     Args:
         root: Names them.
-        rings: Hold the versions.
+        rings: Hold the versions, of these live parameters.
         layers: The live layers, whose buffers are copied.
         changing: The ``id`` of each live buffer that forwards change.
     """
 
     def __init__(
-        self, root: nn.Module, rings: Sequence[Ring], layers: Sequence[nn.Module], changing: Collection[int] = ()
+        self,
+        root: nn.Module,
+        rings: Sequence[tuple[Live, Ring]],
+        layers: Sequence[nn.Module],
+        changing: Collection[int] = (),
     ) -> None:
         names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self.known: dict[int, _Weight | _Buffer] = {}
-        for ring in rings:
-            for place, live in enumerate(ring.parameters):
+        for of_ring, ring in rings:
+            for place, live in enumerate(of_ring.parameters):
                 self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, ring, place))
         for buffer in (buffer for layer in layers for buffer in layer.buffers()):
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)

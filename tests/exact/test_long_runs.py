@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.captured_models import GPT, Words
 from tests.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
 from tests.strategy.ahead import Memory
@@ -63,30 +64,38 @@ class Looks(L.Callback):
 
 
 class Nothing:
-    """A task, or a minibatch, that comes to nothing: who handles it has let go of what it handled before."""
-
-    number, cancelled = 0, True
+    """A batch in flight that comes to nothing: who handles it has let go of what it handled before."""
 
     def __init__(self) -> None:
-        self.minibatch = self
         self.context = contextvars.copy_context()
         self.handled = threading.Event()
 
     def run(self) -> None:
         self.handled.set()
 
-    def deliver(self, outcome: object) -> None:
+
+class Unknown:
+    """A message that comes to nothing: a stage that asks whose it is has let go of what it handled before."""
+
+    def __init__(self) -> None:
+        self.handled = threading.Event()
+
+    @property
+    def minibatch(self) -> int:
         self.handled.set()
+        return 0
 
 
 def let_go(engine: Engine) -> None:
     """Waits until no thread holds the end of its last minibatch, which may be complete a moment before."""
-    puts: list[Callable[[Any], None]] = [stage.put for stage in engine.stages]
-    puts += [runner.put for runner in engine._runners]
-    for put in puts:
+    for runner in engine._runners:
         nothing = Nothing()
-        put(nothing)
+        runner.put(nothing)  # type: ignore[arg-type]
         assert nothing.handled.wait(60)
+    for stage in engine.stages:
+        unknown = Unknown()
+        stage.put(Parcel(unknown))  # type: ignore[arg-type]
+        assert unknown.handled.wait(60)
 
 
 def kinds() -> Counter[str]:

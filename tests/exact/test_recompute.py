@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.messages import Forward
 from lightning_hetpipe.pipeline.part import Part
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_equal, expect, fit
@@ -118,13 +118,13 @@ def computed(monkeypatch: pytest.MonkeyPatch, fail_at: tuple[str, int] | None = 
     times: Counter[tuple[str, int]] = Counter()
     compute = Part._compute
 
-    def counted(part: Part, minibatch: Minibatch, *args: Any) -> Any:
-        where = part.describe(), minibatch.number
+    def counted(part: Part, task: Forward, *args: Any) -> Any:
+        where = part.describe(), task.minibatch
         times[where] += 1
         counts[where[0]] += 1
         if where == fail_at and times[where] == 2:
             raise ArithmeticError("in the second forward")
-        return compute(part, minibatch, *args)
+        return compute(part, task, *args)
 
     monkeypatch.setattr(Part, "_compute", counted)
     return counts

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
+from lightning_hetpipe.pipeline.lanes import OutsideLane
+from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.messages import State
 
 CPU = torch.device("cpu")
 
@@ -56,7 +59,17 @@ class Segment:
         self.copies = [copy.deepcopy(self.live) for _ in range(slots)]
         self.places = [places(modules) for modules in self.copies]
         self.buffers = Buffers(self.live, slots, CPU)
-        self.buffers.begin(0)
+        self.of_live = Live([self.live])
+        self.begin(0)
+
+    def begin(self, minibatch: int) -> None:
+        self.buffers.begin(minibatch, self.of_live.version(0).buffers[0])
+
+    def publish(self, minibatch: int) -> None:
+        self.buffers.publish(minibatch, self.of_live.version(minibatch).buffers[0])
+
+    def show(self, minibatch: int) -> None:
+        self.of_live.show(State([self.buffers.left(minibatch)], [()]), OutsideLane())
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x
@@ -96,7 +109,7 @@ def test_outsiders_see_those_of_their_minibatch_while_later_forwards_have_run(in
         segment.forward(minibatch, 0)
     assert counter.count.tolist() == [0, 0]
     for minibatch in (1, 2, 3):
-        segment.buffers.show(minibatch)
+        segment.show(minibatch)
         assert counter.count.tolist() == [minibatch, minibatch]
 
 
@@ -122,7 +135,7 @@ def test_the_live_buffers_stay_the_same_tensors() -> None:
     before = list(norm.buffers())
     segment = Segment(norm, slots=2)
     segment.forward(1, 0, torch.randn(4, 2))
-    segment.buffers.show(1)
+    segment.show(1)
     assert all(one is other for one, other in zip(norm.buffers(), before, strict=True))
     assert norm.num_batches_tracked is not None
     assert norm.num_batches_tracked.item() == 1
@@ -133,9 +146,9 @@ def test_buffers_whose_shape_changes() -> None:
     segment = Segment(layer, slots=2)
     for minibatch in range(1, 5):
         segment.forward(minibatch, minibatch % 2, torch.full((3,), float(minibatch)))
-        segment.buffers.show(minibatch)
+        segment.show(minibatch)
         assert layer.history.tolist() == [float(p) for p in range(1, minibatch + 1)]
-        segment.buffers.publish(minibatch)
+        segment.publish(minibatch)
 
 
 def test_beginning_takes_the_live_buffers() -> None:
@@ -144,7 +157,7 @@ def test_beginning_takes_the_live_buffers() -> None:
     for minibatch in (1, 2, 3):
         segment.forward(minibatch, 0)
     counter.count.fill_(100)  # at the end of an epoch, or by loading a checkpoint
-    segment.buffers.begin(3)
+    segment.begin(3)
     assert segment.forward(4, 1).tolist() == [101, 101]
 
 
@@ -152,10 +165,10 @@ def test_a_discarded_forward_leaves_no_trace() -> None:
     counter = Counter()
     segment = Segment(counter, slots=3)
     segment.forward(1, 0)
-    segment.buffers.show(1)
+    segment.show(1)
     segment.forward(2, 1)
     segment.forward(3, 2)
-    segment.buffers.begin(1)
+    segment.begin(1)
     assert segment.forward(2, 1).tolist() == [2, 2]
 
 
@@ -165,7 +178,7 @@ def changed(how: str, forwards: int) -> Segment:
     segment = Segment(counter, slots=forwards)
     for minibatch in range(1, forwards + 1):
         segment.forward(minibatch, 0)
-    segment.buffers.show(1)
+    segment.show(1)
     if how == "in place":
         counter.count.add_(10)
     elif how == "through data":
@@ -181,7 +194,7 @@ CHANGES = ["in place", "through data", "replaced"]
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_callbacks_change_is_taken_over_where_nothing_has_run_ahead(how: str) -> None:
     segment = changed(how, forwards=1)
-    segment.buffers.publish(1)
+    segment.publish(1)
     assert segment.forward(2, 0).tolist() == [12, 12]
 
 
@@ -189,7 +202,7 @@ def test_a_callbacks_change_is_taken_over_where_nothing_has_run_ahead(how: str) 
 def test_a_callbacks_change_is_refused_where_later_forwards_have_run(how: str) -> None:
     segment = changed(how, forwards=2)
     with pytest.raises(SettingError, match=r"the buffer 'count' of a pipelined Counter .* minibatch 1.*in_flight=1"):
-        segment.buffers.publish(1)
+        segment.publish(1)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -199,8 +212,8 @@ def test_publishing_without_a_change_does_nothing(slots: int) -> None:
     segment = Segment(counter, slots=slots)
     for minibatch in (1, 2):
         segment.forward(minibatch, 0)
-        segment.buffers.show(minibatch)
-        segment.buffers.publish(minibatch)
+        segment.show(minibatch)
+        segment.publish(minibatch)
     assert counter.count.isnan().all()
 
 
@@ -217,5 +230,5 @@ def test_nothing_is_allocated_for_buffers_that_keep_their_shape() -> None:
 def test_a_segment_without_buffers() -> None:
     segment = Segment(nn.Tanh(), nn.Linear(2, 2), slots=2)
     segment.forward(1, 1)
-    segment.buffers.show(1)
-    segment.buffers.publish(1)
+    segment.show(1)
+    segment.publish(1)

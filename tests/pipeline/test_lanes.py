@@ -17,7 +17,8 @@ from lightning_hetpipe.pipeline.evaluator import Evaluator
 from lightning_hetpipe.pipeline.lanes import CudaLane, HostLane, Lane, Lanes, OutsideLane, WaitingLane
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.minibatch import Step
-from lightning_hetpipe.pipeline.stage import Layer, Loss, StageSettings
+from lightning_hetpipe.pipeline.passes import Loss
+from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from tests.pipeline.streams import FakeLane, Streams
 from tests.waits import Waits
 

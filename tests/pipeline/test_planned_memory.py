@@ -78,7 +78,7 @@ def test_plans_agree_with_what_the_engine_counts(cuts: tuple[int, ...], in_fligh
     run = simulate(times, in_flight, minibatches)
     expected = planned(profiled(layers, x), cuts, run, in_flight, recompute)
 
-    timetable = Timetable(run, len(cuts))
+    timetable = Timetable(run)
 
     def at_the_end(stage: int, work: str, minibatch: int) -> None:
         """Has what a task takes and leaves counted when it ends: a pass that is padded would do so as it begins."""

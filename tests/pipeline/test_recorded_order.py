@@ -71,14 +71,13 @@ def test_a_run_has_the_simulations_order(stages: int, in_flight: int) -> None:
     simulation = simulate(times, in_flight, count)
     expected = Timeline.simulated(simulation, times, in_flight)
     ends = sorted(expected.spans, key=lambda span: span.end)
-    # The first Nm minibatches are queued at once. A pass then leads to one more task, but within a turn to none, and so
-    # does the last backward of a minibatch that nobody waits for.
+    # The first Nm minibatches are queued at once. A pass then leads to one more task, but for the last backward of a
+    # minibatch that nobody waits for.
     queued, wanted = min(in_flight, count), []
     for span in ends:
         wanted.append(queued)
-        within_a_turn = span.row == stages - 1 and span.work == "forward"
         over = span.row == 0 and span.work == "backward" and span.minibatch + in_flight > count
-        queued += not within_a_turn and not over
+        queued += not over
     conductor = Conductor([(int(span.row), span.work, span.minibatch) for span in ends], wanted)
 
     recorder = Recorder(Window())

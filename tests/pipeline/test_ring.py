@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.rules.versions import version_of
 
@@ -22,10 +23,20 @@ def live_layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)])
 
 
+def begin(ring: Ring, live: nn.ModuleList, version: int) -> None:
+    now = Live([list(live)]).version(version)
+    ring.begin(version, now.parameters, now.flags)
+
+
+def publish(ring: Ring, live: nn.ModuleList, version: int) -> None:
+    now = Live([list(live)]).version(version)
+    ring.publish(version, now.parameters, now.flags)
+
+
 def begun(slots: int) -> tuple[nn.ModuleList, Ring]:
     live = live_layers()
     ring = Ring(live, slots, CPU)
-    ring.begin(0)
+    begin(ring, live, 0)
     return live, ring
 
 
@@ -57,7 +68,7 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
     published = {0: copies(live)}
     for version in (1, 2):
         step(live)
-        ring.publish(version)
+        publish(ring, live, version)
         published[version] = copies(live)
     step(live)
     for version, weights in published.items():
@@ -72,12 +83,12 @@ def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: li
     live = nn.ModuleList([nn.Linear(2, 1)])
     ring = Ring(live, in_flight, CPU)
     before = addresses(ring)
-    ring.begin(empty_at)
+    begin(ring, live, empty_at)
     weights = {empty_at: copies(live)}
     for version, changed in enumerate(changes, start=empty_at + 1):
         if changed:
             step(live)
-        ring.publish(version)
+        publish(ring, live, version)
         weights[version] = copies(live)
         for minibatch in range(version + 1, version + 1 + in_flight):
             uses = version_of(minibatch, in_flight, empty_at)
@@ -94,11 +105,11 @@ def test_nothing_is_allocated_after_the_start(in_flight: int) -> None:
     before, slots = addresses(ring), list(ring.slots)
     assert len(slots) == in_flight
     assert len({address for slot in before for address in slot}) == in_flight * len(list(live.parameters()))
-    ring.begin(0)
+    begin(ring, live, 0)
     for version in range(1, 20):
         step(live)
-        ring.publish(version)
-    ring.begin(19)
+        publish(ring, live, version)
+    begin(ring, live, 19)
     assert addresses(ring) == before
     assert ring.slots == slots
 
@@ -113,10 +124,10 @@ def test_slots_share_no_memory_with_the_live_weights() -> None:
 def test_a_version_without_a_change_shares_the_slot() -> None:
     live, ring = begun(3)
     for version in range(1, 10):
-        ring.publish(version)
+        publish(ring, live, version)
         assert ring.place(version) == ring.place(version - 1)
     step(live)
-    ring.publish(10)
+    publish(ring, live, 10)
     assert ring.place(10) != ring.place(9)
 
 
@@ -127,7 +138,7 @@ def test_changes_through_data_are_noticed() -> None:
     counter = first._version
     first.data.mul_(2.0)
     assert first._version == counter
-    ring.publish(1)
+    publish(ring, live, 1)
     assert ring.place(1) != ring.place(0)
     assert same(held(ring, 1), copies(live))
 
@@ -136,16 +147,16 @@ def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
     live, ring = begun(2)
     first = next(live.parameters())
     first.data = torch.full_like(first, 5.0)
-    ring.publish(1)
+    publish(ring, live, 1)
     assert same(held(ring, 1), copies(live))
 
 
 def test_beginning_anew_forgets_older_versions() -> None:
     live, ring = begun(2)
     step(live)
-    ring.publish(1)
+    publish(ring, live, 1)
     step(live)
-    ring.begin(1)
+    begin(ring, live, 1)
     assert same(held(ring, 1), copies(live))
     with pytest.raises(KeyError):
         ring.place(0)
@@ -155,10 +166,10 @@ def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
     live, ring = begun(3)
     live[0].requires_grad_(False)
     live[1].eval()
-    ring.publish(1)
+    publish(ring, live, 1)
     assert ring.place(1) != ring.place(0)
     live[0].requires_grad_(True)
-    ring.publish(2)
+    publish(ring, live, 2)
     flags = []
     for version in range(3):
         layers = ring.slots[ring.place(version)].layers
@@ -172,16 +183,17 @@ def test_slots_follow_the_flags_when_they_are_used_again() -> None:
     ring = Ring(live, 1, CPU)
     for version, training in enumerate([True, False, True]):
         live.train(training)
-        ring.begin(version) if version == 0 else ring.publish(version)
-        assert all(module.training == training for module in ring.slots[0].layers.modules())
+        begin(ring, live, version) if version == 0 else publish(ring, live, version)
+        assert all(m.training == training for layer in ring.slots[0].layers for m in layer.modules())
 
 
 def test_tied_weights_stay_tied() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
-    ring = Ring(nn.ModuleList([first, second]), 2, CPU)
+    live = nn.ModuleList([first, second])
+    ring = Ring(live, 2, CPU)
     first.weight.requires_grad_(False)
-    ring.begin(0)
+    begin(ring, live, 0)
     slot = ring.slots[ring.place(0)]
     one, other = (layer.get_parameter("weight") for layer in slot.layers)
     assert one is other
@@ -204,6 +216,6 @@ def test_the_live_layers_are_not_changed() -> None:
     live = live_layers()
     state = copy.deepcopy(live.state_dict())
     ring = Ring(live, 2, CPU)
-    ring.begin(0)
-    ring.publish(1)
+    begin(ring, live, 0)
+    publish(ring, live, 1)
     assert all(torch.equal(tensor, state[name]) for name, tensor in live.state_dict().items())

@@ -23,10 +23,9 @@ class Timetable:
 
     Args:
         simulation: Of one piece.
-        stages: k.
     """
 
-    def __init__(self, simulation: Simulation, stages: int) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         # When, stage, whether it is a backward, minibatch; a turn has one of each.
         self._ends = sorted(
             (span.end if backward else span.forwarded, span.stage, backward, span.minibatch)
@@ -35,7 +34,6 @@ class Timetable:
             if span.work is not (Work.FORWARD if backward else Work.BACKWARD)
         )
         assert len({end for end, *_ in self._ends}) == len(self._ends), "two tasks end at the same time"
-        self._last = stages - 1
         self._changed = threading.Condition()
         self._begun: set[tuple[int, bool, int]] = set()
         self._released: set[tuple[int, bool, int]] = set()
@@ -76,8 +74,7 @@ class Timetable:
                 with engine.unlocked():
                     self._end(stage, backward, number)
                     done = backward and stage == 0
-                    turns = stage == self._last and not backward
-                    expected += 0 if done or turns else 1
+                    expected += 0 if done else 1
                     self._arrived(expected)
                 if done:
                     engine.finish(number)

@@ -1,0 +1,54 @@
+"""The live layers of one stage, as Lightning's thread has them: versions are made of them, outsiders look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
+from lightning_hetpipe.pipeline.computed import computed_places
+from lightning_hetpipe.pipeline.lanes import Outside
+from lightning_hetpipe.pipeline.messages import Flags, State, Version
+
+
+class Live:
+    """Those of one stage, or parameters that no stage holds.
+
+    Args:
+        segments: The layers of each segment.
+    """
+
+    def __init__(self, segments: Sequence[Sequence[nn.Module]]) -> None:
+        layers = nn.ModuleList([layer for segment in segments for layer in segment])
+        self.parameters: list[nn.Parameter] = list(layers.parameters())
+        self._modules = list(layers.modules())
+        self._buffers = [places(segment) for segment in segments]
+        self._computed = [computed_places(segment) for segment in segments]
+
+    def version(self, number: int) -> Version:
+        """What they are now, as version ``number``."""
+        return Version(number, self.parameters, self.flags(), [[*map(tensor_at, own)] for own in self._buffers])
+
+    def flags(self) -> Flags:
+        return Flags(
+            tuple([parameter.requires_grad for parameter in self.parameters]),
+            tuple([module.training for module in self._modules]),
+        )
+
+    def show(self, state: State, outside: Outside) -> None:
+        """Makes the buffers and computed weights what a forward has left, for whoever is ``outside``."""
+        for own, left in zip(self._buffers, state.buffers, strict=True):
+            for place, tensor in zip(own, left, strict=True):
+                if not may_change(*place):
+                    continue
+                live = tensor_at(place)
+                if live.shape == tensor.shape and live.dtype == tensor.dtype:
+                    live.copy_(tensor)
+                else:
+                    setattr(*place, tensor.to(live.device, copy=True))
+        for own, left in zip(self._computed, state.computed, strict=True):
+            if own:
+                outside.join(None, left)
+                for (module, name), tensor in zip(own, left, strict=True):
+                    vars(module)[name] = tensor.to(vars(module)[name].device)

@@ -1,0 +1,163 @@
+"""Messages between a stage and the rest of its virtual worker: plain data, nothing that is only true of threads.
+
+    to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
+    from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
+    between tasks   Version (begin, publish), State, gradients of a minibatch
+
+No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
+order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and
+:mod:`~lightning_hetpipe.pipeline.message_code` makes bytes of them. Weights and layers are known by number: ``segment``
+is a segment's index, and a weight's number is its place among all parameters of its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.values import Gradients, Value
+
+Sums = Mapping[int, Tensor]
+"""Gradients of weights, by number."""
+
+
+class Flags(NamedTuple):
+    """What callbacks change of layers, version by version.
+
+    Attributes:
+        requires_grad: Of every parameter.
+        training: Of every module.
+    """
+
+    requires_grad: tuple[bool, ...]
+    training: tuple[bool, ...]
+
+
+class Version(NamedTuple):
+    """The live layers of a stage as they are now, to be a version.
+
+    Attributes:
+        number: v.
+        parameters: All of the stage, in order; a shared one once.
+        flags: Of its parameters and modules.
+        buffers: Of each of its segments.
+    """
+
+    number: int
+    parameters: Sequence[Tensor]
+    flags: Flags
+    buffers: Sequence[Sequence[Tensor]]
+
+
+class State(NamedTuple):
+    """What a minibatch's forward has left in the layers of a stage: for each of its segments the tensors in order.
+
+    Attributes:
+        buffers: Its buffers.
+        computed: The weights that ``torch.nn.utils`` computes.
+    """
+
+    buffers: Sequence[Sequence[Tensor]]
+    computed: Sequence[Sequence[Tensor]]
+
+
+class Forward(NamedTuple):
+    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs.
+
+    Attributes:
+        value: What the segment is given.
+        version: The weights to run on.
+        autocast: What autocast did where the piece was called.
+        turn: Whether the segment is the last one: the minibatch's backward is the next thing that the stage does.
+    """
+
+    minibatch: int
+    segment: int
+    value: Value
+    version: int
+    autocast: Autocast
+    turn: bool = False
+
+
+class Backward(NamedTuple):
+    """Run the backward of ``minibatch`` at ``segment``.
+
+    The gradient of a weight with uses elsewhere travels with the backward, as autograd adds uses one by one, the latest
+    first: who has the earlier use goes on with the sum so far, and who has the earliest one keeps it.
+
+    Attributes:
+        gradients: Of the segment's outputs.
+        sums: The gradients so far of weights that were used after this segment.
+        wanted: The weights that somebody else has used before it, whose gradients are to be handed on.
+        apart: Whether the inputs were used after the piece, too: each use of them within it is then an addend.
+    """
+
+    minibatch: int
+    segment: int
+    gradients: Gradients
+    sums: Sums
+    wanted: Sequence[int]
+    apart: bool
+
+
+class Evaluate(NamedTuple):
+    """Run ``segment`` for the batch ``minibatch`` of an evaluation, on the live layers, and keep nothing.
+
+    Attributes:
+        value: What the segment is given, any nesting of tensors.
+        autocast: What autocast did where the piece was called.
+        inference: Whether that was in ``torch.inference_mode``.
+    """
+
+    minibatch: int
+    segment: int
+    value: Any
+    autocast: Autocast
+    inference: bool
+
+
+class Cancel(NamedTuple):
+    """Nothing of ``minibatch`` is needed any more. It overtakes what else is in the inbox."""
+
+    minibatch: int
+
+
+Message = Forward | Backward | Evaluate | Cancel
+
+
+class Output(NamedTuple):
+    """What a segment has computed for ``minibatch``."""
+
+    minibatch: int
+    segment: int
+    value: Value
+
+
+class InputGradients(NamedTuple):
+    """The gradients of what a segment was given for ``minibatch``, and of the weights that were ``wanted``."""
+
+    minibatch: int
+    segment: int
+    gradients: Gradients
+    sums: Sums
+
+
+class Evaluated(NamedTuple):
+    """What a segment has made of the batch ``minibatch`` of an evaluation."""
+
+    minibatch: int
+    segment: int
+    value: Any
+
+
+class Failure(NamedTuple):
+    """What a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
+
+    minibatch: int
+    error: BaseException
+
+
+Result = Output | InputGradients | Evaluated | Failure

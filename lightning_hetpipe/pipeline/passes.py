@@ -1,0 +1,75 @@
+"""What is wrapped around a task of a stage, from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_hetpipe.pipeline.lanes import Lane, Mark
+from lightning_hetpipe.pipeline.quiet import Quiet
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import BeforePass
+
+
+class Computes(Protocol):
+    """A stage, as far as a :class:`Pass` goes."""
+
+    index: int
+    lane: Lane
+
+
+class Pass:
+    """Around what ``stage`` computes at once: never while somebody is alone; counted as busy, padded if that is asked.
+
+    A class, as a generator would cost as much as a small layer.
+    """
+
+    def __init__(self, stage: Computes, quiet: Quiet, before: BeforePass | None, work: str, minibatch: int) -> None:
+        self._stage = stage
+        self._quiet = quiet
+        self._before = before
+        self._work = work
+        self._minibatch = minibatch
+        self._after: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self._quiet.begin()
+        self._since = self._stage.lane.now()
+        if self._before is not None:
+            try:
+                self._after = self._before(self._stage.index, self._work, self._minibatch)
+            except BaseException:
+                self._quiet.end()
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                lane = self._stage.lane
+                if self._after is not None:  # who looks at a clock wants to know when it is computed
+                    lane.synchronize()
+                    self._after()
+                lane.spent(self._since)
+        finally:
+            self._quiet.end()
+
+
+class Loss:
+    """What user code computes of a minibatch between the forward and the backward of the last stage, as part of it.
+
+    It begins here, in the minibatch's thread.
+    """
+
+    def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
+        self._stage = stage
+        self._after = None if before is None else before(stage.index, "loss", minibatch)
+        self._since = stage.lane.now()
+
+    def end(self, mark: Mark | None) -> None:
+        """What user code has given to its device stands before ``mark``."""
+        if self._after is not None:
+            if mark is not None:
+                mark.synchronize()
+            self._after()
+        self._stage.lane.spent(self._since)

@@ -1,0 +1,134 @@
+"""A stage's thread: takes one message after the other out of its inbox, and hands on the result of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.lanes import Lane, Mark
+from lightning_hetpipe.pipeline.messages import Cancel, Failure, Forward, Message, Result
+from lightning_hetpipe.pipeline.threads import Patience, Worker
+
+
+class Parcel(NamedTuple):
+    """A message on its way between threads.
+
+    Attributes:
+        message: What is to be done.
+        mark: Behind it in streams stands what the message brings.
+        others: Behind these stand the sums that it brings.
+    """
+
+    message: Message
+    mark: Mark | None = None
+    others: tuple[Mark, ...] = ()
+
+
+Done = Callable[[Result, Mark | None], None]
+"""Takes a result, and the mark behind which it is computed."""
+
+
+class StageThread:
+    """Stage ``index`` on ``device``.
+
+    Args:
+        name: Of the thread.
+        lane: In which it computes.
+        torch_threads: Threads of each torch operation.
+        patience: Of its waits.
+        done: Called in the thread with each result.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        device: torch.device,
+        lane: Lane,
+        torch_threads: int,
+        patience: Patience,
+        done: Done,
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.lane = lane
+        self._name = name
+        self._torch_threads = torch_threads
+        self._patience = patience
+        self._done = done
+        self._worker: Worker[Parcel] | None = None
+        self._cancelled: set[int] = set()
+        self._doing: tuple[Message, float] | None = None
+
+    # Whoever sends.
+
+    def start(self) -> None:
+        self._worker = Worker(self._name, self._run, self._torch_threads, self.lane.enter)
+
+    def put(self, parcel: Parcel) -> None:
+        assert self._worker is not None
+        if isinstance(parcel.message, Cancel):
+            self._cancelled.add(parcel.message.minibatch)
+        self._worker.put(parcel)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def join(self, seconds: float) -> bool:
+        return self._worker is None or self._worker.join(seconds)
+
+    def describe(self) -> str:
+        """What the stage does right now, for people."""
+        doing = self._doing
+        if doing is None:
+            return f"stage {self.index} is idle"
+        message, since = doing
+        return f"stage {self.index} {self._told(message)} for {time.monotonic() - since:.1f} s"
+
+    # Its thread.
+
+    def _run(self, parcel: Parcel) -> None:
+        again: Parcel | None = parcel
+        while again is not None:
+            again = self._answer(again)
+
+    def _answer(self, parcel: Parcel) -> Parcel | None:
+        """Does what ``parcel`` asks for, and hands the result on; gives what is to be done before all else."""
+        message = parcel.message
+        number = message.minibatch
+        if isinstance(message, Cancel):
+            self._cancelled.discard(number)
+            self._forget(number)
+            return None
+        self._doing = message, time.monotonic()
+        mark: Mark | None
+        try:
+            if number in self._cancelled:
+                raise Discarded
+            result, mark = self._compute(parcel)
+        except BaseException as error:
+            self._forget(number)
+            result, mark = Failure(number, error), None
+        self._doing = None
+        self._patience.moved()
+        self._done(result, mark)
+        return self._next_of(number) if isinstance(message, Forward) and message.turn else None
+
+    def _next_of(self, minibatch: int) -> Parcel | None:
+        """The next message of ``minibatch``, whose loss is being computed; what else arrives waits."""
+
+    def _compute(self, parcel: Parcel) -> tuple[Result, Mark | None]:
+        """The result of what ``parcel`` asks for, and the mark behind which it is computed."""
+        raise NotImplementedError
+
+    def _forget(self, minibatch: int) -> None:
+        """Nothing of ``minibatch`` is needed any more."""
+
+    def _told(self, message: Message) -> str:
+        """What the stage does with ``message``, for people."""
+        raise NotImplementedError
