@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,18 @@ WIDTH = 6
 Made = Callable[[nn.Module], nn.Module]
 
 
-@pytest.fixture(autouse=True)
-def _as_written() -> Iterator[None]:
-    """Operators are neither profiled nor fused: from its second run on, a script would compute other last bits."""
+def as_written() -> AbstractContextManager[None]:
+    """In this thread, operators are neither profiled nor fused: a script would compute other last bits from its second
+    run on."""
     optimized: Any = getattr(torch.jit, "optimized_execution")  # noqa: B009  # which torch does not export
-    with optimized(False):
+    context: AbstractContextManager[None] = optimized(False)
+    return context
+
+
+@pytest.fixture(autouse=True)
+def _all_as_written() -> Iterator[None]:
+    """In the thread of the test, also the backward pass of a script; pipelines have threads of their own."""
+    with as_written():
         yield
 
 
@@ -101,9 +109,14 @@ class Beside(Learner):
         self.side = made(side)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.side(x) if self.where == "before" else x
+        x = self.sides(x) if self.where == "before" else x
         x = self.net(x)
-        return self.side(x) if self.where == "after" else x
+        return self.sides(x) if self.where == "after" else x
+
+    def sides(self, x: Tensor) -> Tensor:
+        with as_written():
+            y: Tensor = self.side(x)
+        return y
 
     def compute(self, batch: Batch) -> Outputs:
         found = self.forward(batch[0])
