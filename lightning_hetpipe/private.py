@@ -30,6 +30,7 @@ __all__ = [
     "Carried",
     "CompilerError",
     "CompilerLimit",
+    "HigherOrderOperator",
     "OperatorOverload",
     "ThreadDispatchMode",
     "arguments_of",
@@ -76,6 +77,9 @@ def outputs_of(graph: fx.GraphModule) -> Any:
 
 OperatorOverload = torch._ops.OpOverload
 """One operator of torch, as graphs call it."""
+
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""One that is given a region of the graph."""
 
 
 def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]]:

@@ -464,6 +464,7 @@ def test_exported_graphs() -> None:
     aten = torch.ops.aten
     broken = "a value that is changed in place could cross a cut"
     assert isinstance(aten.relu_.default, private.OperatorOverload), broken
+    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, private.HigherOrderOperator), broken
     assert private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
     assert private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
 

@@ -144,7 +144,7 @@ class Captured:
                 )
             if not self._variants:
                 held.take(tensors)
-            held.code.add(part.run, part.own, part.changes, part.text)
+            held.code.add_graph(part.graph, part.own, part.changes)
         self._variants.append(variant)
 
     def _tensors(self, part: Part, graph: fx.GraphModule) -> dict[str, Tensor]:

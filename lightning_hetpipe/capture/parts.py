@@ -13,8 +13,8 @@ from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.chance import drawn
-from lightning_hetpipe.pipeline.graph_layer import Run, here
-from lightning_hetpipe.private import OperatorOverload, arguments_of, outputs_of, pytree
+from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
+from lightning_hetpipe.private import OperatorOverload, arguments_of, outputs_of
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Part:
         kind: The class of the module at that path.
         own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
         changes: Those of them that it changes in place.
-        run: Computes it; see :data:`~lightning_hetpipe.pipeline.graph_layer.Run`.
-        text: What it computes, as code.
+        graph: What it computes.
     """
 
     call: str | None
@@ -36,8 +35,7 @@ class Part:
     kind: str
     own: Sequence[str]
     changes: Sequence[str]
-    run: Run
-    text: str
+    graph: LayerGraph
 
 
 def parts(
@@ -82,10 +80,7 @@ def parts(
         path = ".".join(part for part in (name, group.block) if part)
         names[path] = names.get(path, 0) + 1
         maker = _Maker(graph, given, group, name, owners, ordinals, device)
-        if index < last:
-            run = _passing_on(maker.function(tuple(kept)))
-        else:
-            run = _nested(maker.function(output.args[0]), outputs_of(graph))
+        made_of = (tuple(kept), None) if index < last else (output.args[0], outputs_of(graph))
         kind = type(module.get_submodule(group.block)).__name__
         made.append(
             Part(
@@ -94,8 +89,7 @@ def parts(
                 kind,
                 maker.own,
                 list(changed_buffers(group.nodes)),
-                run,
-                maker.text,
+                maker.graph(*made_of),
             )
         )
         given = kept
@@ -126,7 +120,6 @@ class _Maker:
         device: torch.device,
     ) -> None:
         self.own: list[str] = []
-        self.text = ""
         self._regions: list[fx.GraphModule] = []
         self._name = name
         self._owners = owners  # the first path of the module at each, as a shared one has several
@@ -152,12 +145,10 @@ class _Maker:
         for node in group.nodes:
             self._new[node] = self._copied(node)
 
-    def function(self, result: Any) -> Run:
+    def graph(self, result: Any, outputs: Any = None) -> LayerGraph:
         self._graph.output(self._mapped(result))
         self._graph.lint()
-        module = fx.GraphModule({}, self._graph)
-        self.text = "\n".join(each.code for each in (module, *self._regions))
-        return functools.partial(module.forward, *self._regions)
+        return LayerGraph(fx.GraphModule({}, self._graph), self._regions, outputs)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         args, kwargs = self._mapped(node.args), self._mapped(_with_dtype(node))
@@ -236,17 +227,3 @@ def _may_draw(node: fx.Node) -> bool:
     target: Any = node.target
     inactive: Any = _INACTIVE.get(target)
     return inactive is None or not inactive(*node.args, **node.kwargs)
-
-
-def _passing_on(run: Run) -> Run:
-    def passing_on(variant: int, *values: Any) -> Any:
-        return (variant, *run(*values))
-
-    return passing_on
-
-
-def _nested(run: Run, outputs: Any) -> Run:
-    def nested(variant: int, *values: Any) -> Any:
-        return pytree.tree_unflatten(list(run(*values)), outputs)
-
-    return nested

@@ -128,7 +128,7 @@ def code_of(module: nn.Module) -> str:
     parts = [repr(module)]
     for each in module.modules():
         if isinstance(each, GraphLayer):
-            parts += each.code.texts
+            parts += [graph.text for graph in each.code.graphs]
         else:
             parts.append(_attributes(each))
             try:

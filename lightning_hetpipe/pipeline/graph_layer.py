@@ -6,13 +6,17 @@ code of a layer is shared by its copies; weights and buffers are each copy's own
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from typing_extensions import Self
+
+from lightning_hetpipe.private import pytree
 
 Run = Callable[..., Any]
 """Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
@@ -39,30 +43,66 @@ def set_here(device: torch.device) -> None:
     _here.device = device
 
 
+@dataclass(frozen=True)
+class LayerGraph:
+    """What a layer computes, as a graph.
+
+    Attributes:
+        module: Takes the ``regions``, the device, the layer's own tensors and the values from before.
+        regions: Parts of the graph that operators are given, such as what runs under ``torch.no_grad()``.
+        outputs: Of the last layer, how the outputs are nested; None where the next layer takes them as they are.
+    """
+
+    module: fx.GraphModule
+    regions: Sequence[fx.GraphModule]
+    outputs: Any = None
+
+    @property
+    def text(self) -> str:
+        """As code."""
+        return "\n".join(each.code for each in (self.module, *self.regions))
+
+    def run(self) -> Run:
+        """Computes it."""
+        run, outputs = functools.partial(self.module.forward, *self.regions), self.outputs
+
+        def passing_on(variant: int, *values: Any) -> Any:
+            return (variant, *run(*values))
+
+        def nested(variant: int, *values: Any) -> Any:
+            return pytree.tree_unflatten(list(run(*values)), outputs)
+
+        return passing_on if outputs is None else nested
+
+
 class Code:
     """What a layer and its copies run.
 
     Attributes:
         variants: For each variant of the graph the function, and the names of the layer's tensors that it takes.
         changes: The names of the buffers that one of them changes in place.
-        texts: What each computes, as code.
+        graphs: What each variant computes, where that is a graph.
     """
 
     def __init__(self) -> None:
         self.variants: list[tuple[Run, Sequence[str]]] = []
         self.changes: set[str] = set()
-        self.texts: list[str] = []
+        self.graphs: list[LayerGraph] = []
 
     def clear(self) -> None:
         self.variants.clear()
         self.changes.clear()
-        self.texts.clear()
+        self.graphs.clear()
 
-    def add(self, run: Run, own: Sequence[str], changes: Sequence[str], text: str = "") -> None:
+    def add_graph(self, graph: LayerGraph, own: Sequence[str], changes: Sequence[str]) -> None:
         """Adds a variant; paths are those in the captured module."""
+        self.graphs.append(graph)
+        self.add(graph.run(), own, changes)
+
+    def add(self, run: Run, own: Sequence[str], changes: Sequence[str]) -> None:
+        """Adds one that is a function."""
         self.variants.append((run, [own_name(path) for path in own]))
         self.changes.update(own_name(path) for path in changes)
-        self.texts.append(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -113,3 +153,8 @@ def own_name(path: str) -> str:
     """The name under which a layer holds what the captured module holds at ``path``: it allows no dots, and must not be
     that of an attribute of the layer's own."""
     return "/" + path.replace(".", "/")
+
+
+def own_path(name: str) -> str:
+    """The path of :func:`own_name` ``name``."""
+    return name[1:].replace("/", ".")

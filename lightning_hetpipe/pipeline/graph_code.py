@@ -1,0 +1,198 @@
+"""Layers as data: the graph of each, with operators by name, and the tensors that it holds.
+
+Whoever decodes it runs no code but torch's operators, a few functions of Python's and ours, and arithmetic: each of
+these is known by a name in a table, or is an operator that torch has registered.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from lightning_hetpipe.pipeline.chance import drawn
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, LayerGraph, here, own_path
+from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.private import HigherOrderOperator, OperatorOverload
+
+_OPERATORS: tuple[str, ...] = ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg")
+_OPERATORS += ("and_", "or_", "not_", "eq", "ne", "lt", "le", "gt", "ge")
+_OF_TORCH = ("sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_sum", "sym_ite", "_check")
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "drawn": drawn,
+    "here": here,
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
+    **{f"builtins.{name}": getattr(builtins, name) for name in ("max", "min", "round", "abs")},
+    **{f"torch.{name}": getattr(torch, name) for name in _OF_TORCH},
+}
+"""What graphs call besides operators."""
+
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+_CODE = PlainCode()
+
+
+def encode_layers(layers: list[Layer]) -> bytes:
+    """``layers``, which are parts of captured graphs, with the tensors that they hold now.
+
+    Raises:
+        NotPlain: for a layer that has no graph, or whose graph calls what is no registered operator.
+    """
+    tensors: dict[int, Tensor] = {}
+    written = [_layer(layer, tensors) for layer in layers]
+    held = [(tensor, isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors.values()]
+    return _CODE.encode([written, held])
+
+
+def decode_layers(data: bytes) -> list[Layer]:
+    """The layers that :func:`encode_layers` was given; what they shared they share again.
+
+    Raises:
+        NotPlain: if ``data`` is nothing that :func:`encode_layers` gives.
+    """
+    written, held = _CODE.decode(data)
+    tensors = [nn.Parameter(tensor, wanted) if parameter else tensor for tensor, parameter, wanted in held]
+    return [_read_layer(each, tensors) for each in written]
+
+
+def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
+    module = layer.module
+    if not isinstance(module, GraphLayer) or len(module.code.graphs) != len(module.code.variants):
+        raise NotPlain(f"layer {layer.name} is a {type(module).__name__}, which has no graph")
+    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for _, tensor in held:
+        tensors.setdefault(id(tensor), tensor)
+    places = {key: place for place, key in enumerate(tensors)}
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "device": module.device,
+        "training": module.training,
+        "held": {own_path(name): places[id(tensor)] for name, tensor in held},
+        "changes": [own_path(name) for name in sorted(module.code.changes)],
+        "variants": [
+            {
+                "own": [own_path(name) for name in own],
+                "graph": _graph(graph.module),
+                "regions": [_graph(region) for region in graph.regions],
+                "outputs": graph.outputs,
+            }
+            for graph, (_, own) in zip(module.code.graphs, module.code.variants, strict=True)
+        ],
+    }
+
+
+def _read_layer(written: Mapping[str, Any], tensors: list[Tensor]) -> Layer:
+    module = GraphLayer(written["device"])
+    module.take({path: tensors[place] for path, place in written["held"].items()})
+    module.train(written["training"])
+    for each in written["variants"]:
+        graph = LayerGraph(
+            _read_graph(each["graph"]), [_read_graph(region) for region in each["regions"]], each["outputs"]
+        )
+        module.code.add_graph(graph, each["own"], written["changes"])
+    return Layer(written["name"], module, kind=written["kind"])
+
+
+def _graph(module: fx.GraphModule) -> dict[str, Any]:
+    """A graph's nodes in order, and what it holds."""
+    nodes, held = [], dict[str, Any]()
+    for node in module.graph.nodes:
+        target = _target(node.target) if node.op == "call_function" else str(node.target)
+        if node.op == "get_attr":
+            value = _attribute(module, target)
+            held[target] = {"graph": _graph(value)} if isinstance(value, fx.GraphModule) else value
+        elif node.op not in ("placeholder", "output", "call_function"):
+            raise NotPlain(f"a graph that has a node of kind {node.op} has no place in a message")
+        nodes.append([node.op, node.name, target, _written(list(node.args)), _written(dict(node.kwargs))])
+    return {"nodes": nodes, "held": held}
+
+
+def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    held = {
+        path: _read_graph(value["graph"]) if isinstance(value, dict) else value
+        for path, value in written["held"].items()
+    }
+    for op, name, target, args, kwargs in written["nodes"]:
+        if op not in ("placeholder", "output", "call_function", "get_attr"):
+            raise NotPlain(f"a graph has a node of kind {op}")
+        called = _read_target(target) if op == "call_function" else target
+        if op != "call_function" and not all(part.isidentifier() for part in target.split(".")):
+            raise NotPlain(f"a graph has a node {target!r}")
+        arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)
+        nodes[name] = graph.create_node(op, called, *arguments, name=name)
+    graph.lint()
+    return fx.GraphModule(held, graph)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    *owners, name = path.split(".")
+    return getattr(module.get_submodule(".".join(owners)), name)
+
+
+def _target(function: Any) -> str:
+    if isinstance(function, OperatorOverload):
+        return str(function.name())  # type: ignore[no-untyped-call]  # torch has no types here
+    if isinstance(function, HigherOrderOperator):
+        return f"higher_order::{function.__name__}"
+    if (name := _NAMES.get(function)) is not None:
+        return name
+    raise NotPlain(f"a graph that calls {function} has no place in a message, as that is no operator of torch's")
+
+
+def _read_target(name: str) -> Any:
+    namespace, found, path = name.partition("::")
+    if not found:
+        return _FUNCTIONS[name]
+    packet, _, overload = path.partition(".")
+    target = getattr(getattr(torch.ops, namespace), packet)
+    if namespace != "higher_order":
+        target = getattr(target, overload or "default")
+    if not isinstance(target, OperatorOverload | HigherOrderOperator):
+        raise NotPlain(f"{name} is no operator of torch's")
+    return target
+
+
+def _written(value: Any) -> Any:
+    """An argument as plain data: nodes, operators and what may be mistaken for these become dicts."""
+
+    def leaf(each: Any) -> Any:
+        if isinstance(each, fx.Node):
+            return {"node": each.name}
+        if isinstance(each, OperatorOverload):
+            return {"operator": _target(each)}
+        return each
+
+    return _plain(map_aggregate(value, leaf))
+
+
+def _plain(value: Any) -> Any:
+    """The same, of Python's own lists, tuples and dicts: a graph has its own."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(_plain(each) for each in value)
+    return value
+
+
+def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"node"}:
+            return nodes[value["node"]]
+        if set(value) == {"operator"}:
+            return _read_target(value["operator"])
+        return {key: _read(each, nodes) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_read(each, nodes) for each in value)
+    if isinstance(value, slice):
+        return slice(*(_read(each, nodes) for each in (value.start, value.stop, value.step)))
+    return value
