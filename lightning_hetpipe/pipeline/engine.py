@@ -11,6 +11,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +68,13 @@ class Engine(Crew[Minibatch]):
         self._layers = layers = [layer for _, own in pieces for layer in own]
         self._parts = segments([len(own) for _, own in pieces], cuts)
         _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
-        # By what was done at which segment: where the minibatch goes on by itself; None where user code goes on.
-        self._following: dict[tuple[Work, int], Segment | None] = {(Work.FORWARD, self._parts[-1].index): None}
-        steps = route(self._parts)
-        for step, after in zip(steps, [*steps[1:], None], strict=True):
-            work = Work.FORWARD if step.work is Work.FORWARD else Work.BACKWARD
-            goes_on = after is not None and after.segment.piece == step.segment.piece
-            self._following[work, step.segment.index] = after.segment if goes_on and after is not None else None
+        # Where a minibatch goes on by itself after the forward and the backward of each segment; None: user code does.
+        self._after_forward: list[Segment | None] = [None] * len(self._parts)
+        self._after_backward: list[Segment | None] = [None] * len(self._parts)
+        for step, after in pairwise(route(self._parts)):
+            if step.segment.piece == after.segment.piece:
+                found = self._after_forward if step.work is Work.FORWARD else self._after_backward
+                found[step.segment.index] = after.segment
         self.stages = [
             Stage(
                 index,
@@ -164,7 +165,8 @@ class Engine(Crew[Minibatch]):
     def show(self, number: int) -> None:
         """Makes the live buffers and computed weights what forward ``number`` left."""
         for stage, live in zip(self.stages, self.live, strict=True):
-            live.show(stage.state(number), self.lanes.outside)
+            if live.shows:
+                live.show(stage.state(number), self.lanes.outside)
 
     def _let_go(self) -> None:
         for stage in self.stages:
@@ -270,7 +272,7 @@ class Engine(Crew[Minibatch]):
         elif minibatch.cancelled:
             minibatch.deliver(Discarded())
         elif isinstance(result, Output):
-            following = self._following[Work.FORWARD, result.segment]
+            following = self._after_forward[result.segment]
             if following is None:
                 minibatch.deliver(result.value, mark)
             else:
@@ -279,7 +281,7 @@ class Engine(Crew[Minibatch]):
             if result.sums:
                 weights = self.live[self._parts[result.segment].stage].parameters
                 minibatch.sums.update((weights[number], Sum(each, mark)) for number, each in result.sums.items())
-            following = self._following[Work.BACKWARD, result.segment]
+            following = self._after_backward[result.segment]
             if following is None:
                 minibatch.deliver(result.gradients, mark)
             else:

@@ -25,6 +25,8 @@ class Live:
         self._modules = list(layers.modules())
         self._buffers = [places(segment) for segment in segments]
         self._computed = [computed_places(segment) for segment in segments]
+        self.shows = any(self._buffers) or any(self._computed)
+        """Whether forwards leave anything in them."""
 
     def version(self, number: int) -> Version:
         """What they are now, as version ``number``."""

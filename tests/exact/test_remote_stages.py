@@ -118,7 +118,10 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Rem
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("name", ["unet", "resnet", "dropout", "translator", "towers", "vae"])
+@pytest.mark.parametrize(
+    "name",
+    ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "resnet", "translator", "towers", "vae"))],
+)
 def test_a_stage_in_another_process(name: str, index: int, remote: Callable[[int], list[RemoteStage]]) -> None:
     """Among them buffers, dropout, weights that are tied across stages, several pieces and several inputs."""
     _, loader, layers = CASES[name]
