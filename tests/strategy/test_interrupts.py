@@ -87,10 +87,11 @@ def hanging_step(gate: Gate, at: int, after_the_call: bool) -> Any:
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
         if batch_idx == at and not after_the_call:
             gate.hang()
-        loss = plain_step(module, x, y, batch_idx)
-        if batch_idx == at and after_the_call:
-            gate.hang()
-        return loss
+        try:
+            return plain_step(module, x, y, batch_idx)
+        finally:  # also where the call ends because the minibatch is discarded
+            if batch_idx == at and after_the_call:
+                gate.hang()
 
     return step
 
