@@ -25,7 +25,7 @@ from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.quiet import Quiet
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.stretch import UserSection
 from lightning_hetpipe.pipeline.threads import Patience
 from lightning_hetpipe.private import pytree
 from lightning_hetpipe.rules.schedule import Segment, segments
@@ -40,7 +40,7 @@ class EvaluationFlight(Flight):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: Stretch | None,
+        stretch: UserSection | None,
     ) -> None:
         super().__init__(evaluator, number, stretch)
         self._evaluator = evaluator
@@ -139,7 +139,7 @@ class Evaluator(Crew[EvaluationFlight]):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: Stretch | None,
+        stretch: UserSection | None,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
         self.launch(EvaluationFlight(self, number, run, context, stretch))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.lanes import Mark
 from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.stretch import UserSection
 from lightning_hetpipe.pipeline.threads import Patience
 from lightning_hetpipe.private import Carried
 
@@ -34,15 +34,13 @@ class Flight:
         pipeline: Where it is.
         number: Its number; among those that wait for the lock over user code, lower ones go first.
         stretch: Swaps in the process-wide state that its stretches of user code run with; None leaves the process's.
-        entered: Called where a stretch begins.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         number: int,
-        stretch: Stretch | None = None,
-        entered: Callable[[], None] = lambda: None,
+        stretch: UserSection | None = None,
     ) -> None:
         self.number = number
         self.output: Any = None
@@ -56,7 +54,6 @@ class Flight:
         self._ended_at = self._began_at
         self._pipeline = pipeline
         self._stretch = stretch
-        self._entered = entered
         self._arrived: Any = None
         self.arrived_after: Mark | None = None
         """What has last arrived is computed where this mark is."""
@@ -181,7 +178,6 @@ class Flight:
         self.in_user_code = True
         if self._stretch is not None:
             self._stretch.enter()
-        self._entered()
 
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:

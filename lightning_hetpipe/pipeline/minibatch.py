@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.flight import Flight, running
 from lightning_hetpipe.pipeline.lanes import Mark, move
 from lightning_hetpipe.pipeline.piece_call import Leaf, PieceCall, below
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.stretch import UserSection
 from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
 from lightning_hetpipe.pipeline.view import Used, View
 
@@ -34,14 +34,12 @@ class Step:
             raise.
         context: Opened once around all of it, in the minibatch's thread.
         stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
-        entered: Called where a stretch of it begins.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    stretch: Stretch | None
-    entered: Callable[[], None] = lambda: None
+    stretch: UserSection | None
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ class Minibatch(Flight):
     """
 
     def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
-        super().__init__(engine, number, step.stretch, step.entered)
+        super().__init__(engine, number, step.stretch)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}

@@ -10,13 +10,37 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.random import BitGenerator, SeedSequence
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
+
+
+class UserSection(Protocol):
+    """State that is swapped in and out around each section of one minibatch's user code."""
+
+    def enter(self) -> None: ...
+
+    def leave(self, for_good: bool = False) -> None:
+        """The section is over; ``for_good`` where it was the minibatch's last one."""
+
+
+class UserSections:
+    """Several sections as one; the last one to enter is the first to leave."""
+
+    def __init__(self, sections: Sequence[UserSection]) -> None:
+        self._sections = sections
+
+    def enter(self) -> None:
+        for section in self._sections:
+            section.enter()
+
+    def leave(self, for_good: bool = False) -> None:
+        for section in reversed(self._sections):
+            section.leave(for_good)
 
 
 class Stretch:

@@ -7,7 +7,7 @@ is there, and until then lets the user's step run in Lightning's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -84,8 +84,8 @@ class Driver(Generic[F, C]):
         self.extensions.epoch_ends()
         self.discard()
 
-    def finish(self, number: int) -> F:
-        """Lightning's loop is at step ``number``, which is in flight; waits for it."""
+    def finish(self, number: int, args: Sequence[Any]) -> F:
+        """Lightning's loop is at step ``number``, which is in flight, with ``args``; waits for it."""
         assert self.crew is not None
         try:
             with self.extensions.waiting(number):
@@ -93,6 +93,7 @@ class Driver(Generic[F, C]):
         finally:  # what it has set before it failed is there, as in a plain run
             self.extensions.arrived(number)
         self.crew.show(number)
+        self.extensions.finished(flight, args)
         return flight
 
     def publish(self, version: int) -> None:

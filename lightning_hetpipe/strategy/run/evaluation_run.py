@@ -69,9 +69,7 @@ class EvaluationRun:
         self._steps += 1
         crew = self._driver.crew
         if crew is not None and self._steps in crew.minibatches:
-            flight = self._driver.finish(self._steps)
-            self._driver.extensions.finished(flight, args)
-            return flight.output
+            return self._driver.finish(self._steps, args).output
         return self._first(hook, native, *args) if self._steps == 1 else native(*args)
 
     def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:

@@ -179,8 +179,7 @@ class Fit:
         if number not in driver.crew.minibatches:
             driver.publish(number - 1)
             self._submit(number, args)
-        self._finished = minibatch = driver.finish(number)
-        driver.extensions.finished(minibatch, args)
+        self._finished = minibatch = driver.finish(number, args)
         return without_graph(minibatch.output)
 
     def backward(self, native: Callable[[], None]) -> None:

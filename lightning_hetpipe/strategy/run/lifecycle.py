@@ -37,22 +37,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hetpipe.pipeline.flight import Flight
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.stretch import UserSection, UserSections
 
 Around = AbstractContextManager[Any]
 NOTHING: Around = nullcontext()
-
-
-class Section(Protocol):
-    """What is swapped in and out around each section of one minibatch's user code."""
-
-    def enter(self) -> None: ...
-
-    def leave(self, for_good: bool = False) -> None:
-        """The section is over; ``for_good`` where it was the minibatch's last one."""
 
 
 class Extension:
@@ -71,7 +62,7 @@ class Extension:
     def user_step(self, minibatch: int) -> Around:
         return NOTHING
 
-    def section(self, minibatch: int) -> Section | None:
+    def section(self, minibatch: int) -> UserSection | None:
         return None
 
     def submitted(self, minibatch: int, version: int) -> None: ...
@@ -134,9 +125,9 @@ class Extensions(Extension):
     def user_step(self, minibatch: int) -> Around:
         return self._around(lambda extension: extension.user_step(minibatch))
 
-    def section(self, minibatch: int) -> Sections | None:
+    def section(self, minibatch: int) -> UserSections | None:
         found = [section for extension in self.all if (section := extension.section(minibatch)) is not None]
-        return Sections(found) if found else None
+        return UserSections(found) if found else None
 
     def submitted(self, minibatch: int, version: int) -> None:
         for extension in self.all:
@@ -214,18 +205,3 @@ class _All:
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
-
-
-class Sections(Stretch):
-    """Several sections as one; the last one to enter is the first to leave."""
-
-    def __init__(self, sections: Sequence[Section]) -> None:
-        self._sections = sections
-
-    def enter(self) -> None:
-        for section in self._sections:
-            section.enter()
-
-    def leave(self, for_good: bool = False) -> None:
-        for section in reversed(self._sections):
-            section.leave(for_good)

@@ -13,12 +13,12 @@ from typing import Any
 import lightning as L
 
 from lightning_hetpipe.pipeline.flight import Flight
-from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
+from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch, UserSection, UserSections
 from lightning_hetpipe.strategy.private import counters, counters_ahead, set_counters
 from lightning_hetpipe.strategy.run.extensions.attributes import Attributes
 from lightning_hetpipe.strategy.run.extensions.outside import Outside
 from lightning_hetpipe.strategy.run.extensions.replay import Record, Replay
-from lightning_hetpipe.strategy.run.lifecycle import Around, Extension, Section, Sections
+from lightning_hetpipe.strategy.run.lifecycle import Around, Extension
 
 
 class Observers(Extension):
@@ -57,8 +57,8 @@ class Observers(Extension):
             self._records[minibatch] = record
             yield
 
-    def section(self, minibatch: int) -> Section:
-        return Sections([Stretch(self._state(minibatch)), _AttributesSection(self._attributes, minibatch)])
+    def section(self, minibatch: int) -> UserSection:
+        return UserSections([Stretch(self._state(minibatch)), _AttributesSection(self._attributes, minibatch)])
 
     def arrived(self, minibatch: int) -> None:
         self._attributes.show(minibatch)
@@ -104,7 +104,7 @@ class TrainerObservers(Extension):
         finally:
             set_counters(self._trainer, loops)
 
-    def section(self, minibatch: int) -> Section:
+    def section(self, minibatch: int) -> UserSection:
         self._sections[minibatch] = section = _TrainerSection(self._trainer, minibatch)
         return section
 

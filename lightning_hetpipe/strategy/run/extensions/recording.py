@@ -14,11 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.stretch import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
 from lightning_hetpipe.strategy.private import begun_minibatches
 from lightning_hetpipe.strategy.run.extensions.sections import Sections, observed
-from lightning_hetpipe.strategy.run.lifecycle import Around, Extension, Section
+from lightning_hetpipe.strategy.run.lifecycle import Around, Extension
 
 
 class Recording(Extension):
@@ -48,7 +49,7 @@ class Recording(Extension):
     def transferring(self, minibatch: int) -> Around:
         return self.sections.look_ahead(minibatch)
 
-    def section(self, minibatch: int) -> Section | None:
+    def section(self, minibatch: int) -> UserSection | None:
         return None if self.recorder is None else self.recorder.section(minibatch)
 
     def submitted(self, minibatch: int, version: int) -> None:

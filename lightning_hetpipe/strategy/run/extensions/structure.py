@@ -7,8 +7,9 @@ from collections.abc import Callable
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.minibatch import Minibatch
+from lightning_hetpipe.pipeline.stretch import UserSection
 from lightning_hetpipe.strategy.run.driver import Driver
-from lightning_hetpipe.strategy.run.lifecycle import NOTHING, Around, Extension, Section
+from lightning_hetpipe.strategy.run.lifecycle import NOTHING, Around, Extension
 from lightning_hetpipe.strategy.run.piece_calls import PieceCalls
 
 
@@ -37,7 +38,7 @@ class Structure(Extension):
     def epoch_begins(self, first: int) -> None:
         self._calls.epoch_begins(first)
 
-    def section(self, minibatch: int) -> Section:
+    def section(self, minibatch: int) -> UserSection:
         return _Modes(self._calls)
 
     def stepped(self, version: int) -> None:
