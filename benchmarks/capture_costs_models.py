@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.captured_models import (
+from tests.oracle import Batch, Outputs
+from tests.support.captured_models import (
     GPT,
     Autoencodes,
     Contrasts,
@@ -18,8 +19,7 @@ from tests.captured_models import (
     Whole,
     Words,
 )
-from tests.models import ADAMW, CLASSES, WORDS, Learner
-from tests.oracle import Batch, Outputs
+from tests.support.models import ADAMW, CLASSES, WORDS, Learner
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.capture_costs_models import LARGE, TIMED, Model
 from benchmarks.harness import Measurement, announce
+from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.rehearsal import measure
 from lightning_hetpipe.capture.watch import Watch
-from lightning_hetpipe.pipeline.chance import Chance, attach
-from tests.models import Learner
+from lightning_hetpipe.pipeline.random.generators import Chance, attach
+from lightning_hetpipe.redirect import Redirect
 from tests.oracle import Batch
+from tests.support.models import Learner
 
 WARM_UP = 3
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

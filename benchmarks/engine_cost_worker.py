@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.harness import Measurement, announce
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.pipeline.line import Line
-from lightning_hetpipe.pipeline.minibatch import Step
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.user.minibatch import Step
 
 PARTS = ("resumed", "user code", "loss", "backward")
 """Of the hand-over, each until what it is called: from the last stage's output to its backward."""

@@ -22,7 +22,7 @@ from benchmarks.hugging_face_models import ARCHITECTURES, Batch
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests import oracle
-from tests.models import ADAMW
+from tests.support.models import ADAMW
 
 UPDATES = 5
 

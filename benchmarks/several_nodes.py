@@ -18,7 +18,7 @@ from benchmarks.harness import (
 )
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.several_nodes_worker import Task
-from tests.namespaces import Unavailable, network
+from tests.support.namespaces import Unavailable, network
 
 NAME = "several_nodes"
 WORKER = "benchmarks.several_nodes_worker"

@@ -23,7 +23,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.results import block_in
 from benchmarks.staleness_training import Recipe, accuracy, batches, by_loop, by_strategy, digits, equal
 from lightning_hetpipe.rules.staleness import bearable_rate, steps_behind
-from lightning_hetpipe.strategy.staleness import momenta
+from lightning_hetpipe.run.staleness_warning import momenta
 
 RESULTS = ROOT / "benchmarks" / "staleness.json"
 DOCS = ROOT / "docs" / "staleness.md"

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Measurement, announce, wait_for_others
-from lightning_hetpipe.server.client import Client
-from lightning_hetpipe.server.frames import CHUNK as MESSAGE
-from lightning_hetpipe.server.grpc_import import grpc
-from lightning_hetpipe.server.grpc_server import LIMITS, GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Parameter, Signature
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.service import Service
-from lightning_hetpipe.server.shared_memory import memory
-from lightning_hetpipe.server.transport import Reply
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.transport.frames import CHUNK as MESSAGE
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_server import LIMITS, GrpcServer
+from lightning_hetpipe.server.transport.interface import Reply
+from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.shared_memory import memory
 
 CHUNK = 4 << 20
 GIB = 1 << 30

@@ -9,19 +9,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_hetpipe.strategy import lifeline, registration
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.strategy import registration
 
 if TYPE_CHECKING:
     from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
     from lightning_hetpipe.planning.plan.document import Plan
-    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
-    from lightning_hetpipe.strategy.wsp import WSPCallback
+    from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
+    from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 else:
     _MODULES = {
         **dict.fromkeys(("Cluster", "Device", "Link", "Node"), "planning.model.cluster"),
         "Plan": "planning.plan.document",
-        "HetPipeStrategy": "strategy.strategy",
-        "WSPCallback": "strategy.wsp",
+        "HetPipeStrategy": "strategy.hetpipe_strategy",
+        "WSPCallback": "strategy.wsp_callback",
     }
 
     def __getattr__(name: str) -> object:
@@ -35,5 +36,5 @@ else:
 
 __all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
 
-lifeline.started()
+parent_watch.started()
 registration.register()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.random.generators import Chance
 
 Batch = Any
 Outputs = dict[str, Tensor]

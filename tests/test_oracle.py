@@ -10,7 +10,8 @@ from torch import nn
 
 from tests import oracle
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import (
+from tests.oracle import Recipe
+from tests.support.models import (
     ADAMW,
     SGD,
     Learner,
@@ -28,7 +29,6 @@ from tests.models import (
     two_groups,
     vectors,
 )
-from tests.oracle import Recipe
 
 
 @pytest.mark.parametrize("recipe", [SGD, ADAMW, Recipe(two_groups)], ids=["sgd", "adamw", "two_groups"])

@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import lightning_hetpipe
-from lightning_hetpipe import HetPipeStrategy, private
-from lightning_hetpipe.strategy import private as of_lightning
-from tests.strategy.refusing import Learner, batches, quiet_trainer
+from lightning_hetpipe import HetPipeStrategy, torch_private
+from lightning_hetpipe import lightning_private as of_lightning
+from tests.support.small import Learner, batches, quiet_trainer
 
-FILES = ["private.py", "strategy/private.py"]
+FILES = ["torch_private.py", "lightning_private.py"]
 GUARDED: set[str] = set()
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -51,47 +51,55 @@ def guards(*names: str) -> Callable[[Test], Test]:
 @guards("_foreach_copy_")
 def test_foreach_copy() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
-    private.foreach_copy_(targets, sources)
+    torch_private.foreach_copy_(targets, sources)
     same = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
-    assert same == [True, True], "weights would not reach their version's slot: copy them one by one in private.py"
-    private.foreach_copy_([], [])
+    assert same == [True, True], (
+        "weights would not reach their version's slot: copy them one by one in torch_private.py"
+    )
+    torch_private.foreach_copy_([], [])
 
 
 @guards("_version")
 def test_version_counter() -> None:
     tensor = torch.zeros(2)
-    before = private.version_counter(tensor)
+    before = torch_private.version_counter(tensor)
     tensor.add_(1)
-    after = private.version_counter(tensor)
+    after = torch_private.version_counter(tensor)
     assert after == before + 1, "in-place changes of inputs, and of what lies outside the pieces, would go unnoticed"
     tensor.detach().add_(1)
-    assert private.version_counter(tensor) == after + 1, "in-place changes through a detached view would go unnoticed"
+    assert torch_private.version_counter(tensor) == after + 1, (
+        "in-place changes through a detached view would go unnoticed"
+    )
 
 
 @guards("_base")
 def test_viewed() -> None:
     tensor = torch.zeros(2, requires_grad=True) * 1.0
-    assert private.viewed(tensor[:1]) is tensor, "changes in place of what a tensor is a view of would go unnoticed"
-    assert private.viewed(tensor) is tensor
+    assert torch_private.viewed(tensor[:1]) is tensor, (
+        "changes in place of what a tensor is a view of would go unnoticed"
+    )
+    assert torch_private.viewed(tensor) is tensor
 
 
 @guards("_unsafe_preserve_version_counter")
 def test_unseen_change() -> None:
     tensor = torch.zeros(2)
-    before = private.version_counter(tensor)
-    with private.unseen_change(tensor):
+    before = torch_private.version_counter(tensor)
+    with torch_private.unseen_change(tensor):
         tensor.add_(1)
-    assert private.version_counter(tensor) == before, "views of a tensor changed in place could not be differentiated"
+    assert torch_private.version_counter(tensor) == before, (
+        "views of a tensor changed in place could not be differentiated"
+    )
 
 
 @guards("_pytree")
 def test_pytree() -> None:
     tree = {"b": [torch.ones(1), None], "a": (1, "text")}
-    leaves, spec = private.pytree.tree_flatten(tree)
+    leaves, spec = torch_private.pytree.tree_flatten(tree)
     broken = "values could not be taken apart at a cut, and put together behind it"
-    assert private.pytree.tree_unflatten(leaves, spec) == tree, broken
-    assert len(private.pytree.tree_leaves(tree)) == len(leaves), broken
-    doubled = private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
+    assert torch_private.pytree.tree_unflatten(leaves, spec) == tree, broken
+    assert len(torch_private.pytree.tree_leaves(tree)) == len(leaves), broken
+    doubled = torch_private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
     assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
 
 
@@ -100,13 +108,13 @@ def test_parts_of_sparse_tensors() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1, 1])).sum().backward()
     assert table.weight.grad is not None
-    indices, values = private.strided_parts(table.weight.grad)
+    indices, values = torch_private.strided_parts(table.weight.grad)
     broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
     assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
-    assert private.strided_parts(values) == (values,), broken
+    assert torch_private.strided_parts(values) == (values,), broken
     for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
-        parts = private.strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
+        parts = torch_private.strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
         assert [part.layout for part in parts] == [torch.strided] * 3, "a GPU refuses such an input of a module"
 
 
@@ -114,7 +122,7 @@ def test_parts_of_sparse_tensors() -> None:
 @pytest.mark.parametrize("gpu", [False, True])
 def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
-    held: private.Carried[str] = private.Carried("test")
+    held: torch_private.Carried[str] = torch_private.Carried("test")
     broken = "a GPU's hooks would not know their minibatch"
     assert held.get() is None, broken
     held.set("mine")
@@ -130,7 +138,7 @@ def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_ANOTHER_THREAD = """
 import os, threading, torch
-from lightning_hetpipe.private import Carried
+from lightning_hetpipe.torch_private import Carried
 
 torch.cuda.is_initialized = lambda: True  # as where a GPU is used
 held = Carried("test")
@@ -176,13 +184,13 @@ def test_run_backward() -> None:
     plain = torch.autograd.grad([x.sin() * w], [x, w, other], grad_outputs=[given], allow_unused=True)
     y = x.sin() * w
     for keep_graph in (True, False):
-        found = private.run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
-        broken = "stages would compute other gradients: call torch.autograd.grad in private.py instead"
+        found = torch_private.run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
+        broken = "stages would compute other gradients: call torch.autograd.grad in torch_private.py instead"
         assert found[2] is None, broken
         assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True) if a is not None), broken
     assert x.grad is None, "gradients would be added to live parameters, by several threads at once"
     with pytest.raises(RuntimeError, match="second time"):
-        private.run_backward([y], [given], [x])
+        torch_private.run_backward([y], [given], [x])
 
 
 class Sees(TorchFunctionMode):
@@ -198,20 +206,20 @@ class Sees(TorchFunctionMode):
 @guards("_get_current_function_mode")
 def test_function_modes_can_be_left() -> None:
     outer, inner = Sees(), Sees()
-    private.enter_function_mode(outer)
+    torch_private.enter_function_mode(outer)
     try:
         with inner:
-            assert not private.leave_function_mode(outer), "a mode that is not the innermost one must stay"
-            assert private.leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
+            assert not torch_private.leave_function_mode(outer), "a mode that is not the innermost one must stay"
+            assert torch_private.leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
             torch.ones(1)
-            private.enter_function_mode(inner)
+            torch_private.enter_function_mode(inner)
             torch.ones(1)
     finally:
-        assert private.leave_function_mode(outer)
+        assert torch_private.leave_function_mode(outer)
     assert (outer.count, inner.count) == (2, 1)
 
 
-class Counts(private.ThreadDispatchMode):
+class Counts(torch_private.ThreadDispatchMode):
     """Counts the operators that it sees."""
 
     def __init__(self) -> None:
@@ -268,18 +276,18 @@ def test_dispatch_modes_can_be_suspended() -> None:
 )
 def test_hooks_of_modules(register: str) -> None:
     module = nn.Linear(2, 2)
-    assert not private.has_hooks(module)
+    assert not torch_private.has_hooks(module)
     handle = getattr(module, register)(lambda *_: None)
-    assert private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
+    assert torch_private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
     handle.remove()
-    assert not private.has_hooks(module)
+    assert not torch_private.has_hooks(module)
 
 
 @guards("_parameters", "_buffers")
 def test_contents() -> None:
     module = nn.BatchNorm1d(2)
-    before = private.contents(module)
-    assert all(map(operator.is_, before, private.contents(module)))
+    before = torch_private.contents(module)
+    assert all(map(operator.is_, before, torch_private.contents(module)))
     for change in (
         lambda: setattr(module, "eps", 0.5),
         lambda: setattr(module, "weight", nn.Parameter(torch.ones(2))),
@@ -289,7 +297,7 @@ def test_contents() -> None:
         lambda: module.eval(),
     ):
         change()
-        after = private.contents(module)
+        after = torch_private.contents(module)
         same = len(after) == len(before) and all(map(operator.is_, before, after))
         assert not same, "stages would not follow a change of the live module"
         before = after
@@ -302,7 +310,7 @@ def test_hooks_taken_away_for_a_while() -> None:
     module.register_forward_hook(lambda module, args, output: output * 2)
     x = torch.ones(1, 2)
     expected = module(x)
-    with private.without_hooks(module):
+    with torch_private.without_hooks(module):
         module.register_forward_hook(lambda module, args, output: output * 100)
         found = module(x) / 100
     assert torch.allclose(found * 2, expected), "a graph would hold what hooks do, which the live module's call does"
@@ -314,7 +322,7 @@ def test_hooks_of_torch_itself() -> None:
     normed: Any = nn.utils.weight_norm
     module = normed(nn.Linear(2, 2))
     assert module._forward_pre_hooks, "this no longer tests anything: weight_norm has no hook any more"
-    assert not private.has_hooks(module), "layers with weight norm would be refused"
+    assert not torch_private.has_hooks(module), "layers with weight norm would be refused"
 
 
 @guards("_has_any_global_hook")
@@ -323,9 +331,9 @@ def test_hooks_of_torch_itself() -> None:
     ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
 )
 def test_hooks_of_all_modules(register: str) -> None:
-    assert not private.has_global_hooks()
+    assert not torch_private.has_global_hooks()
     handle = getattr(nn.modules.module, register)(lambda *_: None)
-    found = private.has_global_hooks()
+    found = torch_private.has_global_hooks()
     handle.remove()
     assert found, "hooks on all modules would run in stages, at the same time as other user code"
 
@@ -333,21 +341,21 @@ def test_hooks_of_all_modules(register: str) -> None:
 @guards("_compiled_call_impl", "_call_impl")
 def test_modules_compiled_in_place() -> None:
     module = nn.Linear(2, 2)
-    assert vars(module).get(private.COMPILED_CALL) is None
+    assert vars(module).get(torch_private.COMPILED_CALL) is None
     expected = module(torch.ones(1, 2))
     module.compile(backend="eager")
-    assert vars(module).get(private.COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
-    assert torch.equal(private.call_uncompiled(module, torch.ones(1, 2)), expected)
+    assert vars(module).get(torch_private.COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
+    assert torch.equal(torch_private.call_uncompiled(module, torch.ones(1, 2)), expected)
 
 
 @guards("_orig_mod", "_modules")
 def test_compiled_modules() -> None:
     plain = nn.Sequential(nn.Linear(2, 2))
-    assert list(private.children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
+    assert list(torch_private.children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
     compiled: Any = torch.compile(plain, backend="eager")
-    assert private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
+    assert torch_private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
     plain.compile(backend="eager")
-    assert private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
+    assert torch_private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
 
 
 @guards("_dynamo")
@@ -355,13 +363,13 @@ def test_graphs_of_compiled_code_are_checked() -> None:
     seen: list[int] = []
 
     def check(graph: fx.GraphModule) -> None:
-        private.run_without_data(graph)
+        torch_private.run_without_data(graph)
         seen.append(1)
 
     def compute(x: Tensor) -> Tensor:
         return x * 2 + torch.arange(3)
 
-    function = private.compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
+    function = torch_private.compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
     assert torch.equal(function(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -382,28 +390,28 @@ def test_errors_of_the_compiler() -> None:
         raise ArithmeticError("not this one")
 
     # Else a layer that cannot be compiled would end training instead of running as it is.
-    for function, check in ((breaks, private.run_without_data), (torch.tanh, refuse)):
-        compiled = private.compiled(function, {"backend": "eager"}, check)
-        with pytest.raises(private.CompilerError):
+    for function, check in ((breaks, torch_private.run_without_data), (torch.tanh, refuse)):
+        compiled = torch_private.compiled(function, {"backend": "eager"}, check)
+        with pytest.raises(torch_private.CompilerError):
             compiled(torch.ones(2))
 
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    compiled = private.compiled(double, {"backend": "eager", "dynamic": False}, private.run_without_data)
+    compiled = torch_private.compiled(double, {"backend": "eager", "dynamic": False}, torch_private.run_without_data)
     for count in range(2, 10):
         compiled(torch.ones(count))
-    with pytest.raises(private.CompilerLimit):
+    with pytest.raises(torch_private.CompilerLimit):
         compiled(torch.ones(10))
     torch.compiler.reset()
 
 
 @guards("_inductor", "_subclasses")
 def test_inductors_modes_and_its_compiler() -> None:
-    modes = private.inductor_modes()
+    modes = torch_private.inductor_modes()
     assert modes["default"] == {}
     assert modes["reduce-overhead"].get("triton.cudagraphs"), "modes with CUDA graphs would not be refused"
-    found = private.cpp_compiler_error()
+    found = torch_private.cpp_compiler_error()
     assert found is None or "compiler" in found
 
 
@@ -412,14 +420,14 @@ def test_tensors_that_torch_func_wraps() -> None:
     weight, seen = nn.Parameter(torch.ones(2, 2)), []
 
     def look(row: Tensor) -> Tensor:
-        seen.append(private.behind_functorch(row))
+        seen.append(torch_private.behind_functorch(row))
         return row.sum()
 
     torch.vmap(look)(weight)
     torch.func.grad(look)(weight)
     assert all(found is weight for found in seen), "training_step would read live weights through torch.func"
     assert len(seen) == 2
-    assert private.behind_functorch(weight) is None
+    assert torch_private.behind_functorch(weight) is None
 
 
 @guards("variable")
@@ -427,10 +435,10 @@ def test_leaves_of_a_graph() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     frozen = torch.ones(2)
     broken = "parameters that the loss reaches outside the pieces would be dropped silently"
-    found = private.graph_leaves((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    found = torch_private.graph_leaves((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
     assert [id(leaf) for leaf in found] == [id(used)], broken
-    assert private.graph_leaves(torch.ones(1)) == []
-    assert private.graph_leaves(used)[0] is used, broken
+    assert torch_private.graph_leaves(torch.ones(1)) == []
+    assert torch_private.graph_leaves(used)[0] is used, broken
 
 
 @guards()
@@ -439,9 +447,9 @@ def test_leaves_of_a_graph_past_its_seams() -> None:
     given = outside * 3
     hidden = given * inside
     seam: Any = hidden.grad_fn
-    assert [id(t) for t in private.graph_leaves(hidden.sum(), {seam: [given]})] == [id(outside)]
-    assert [id(t) for t in private.graph_leaves(hidden.sum(), {seam: []})] == []
-    assert [id(t) for t in private.graph_leaves(hidden.sum() + inside.sum(), {seam: []})] == [id(inside)]
+    assert [id(t) for t in torch_private.graph_leaves(hidden.sum(), {seam: [given]})] == [id(outside)]
+    assert [id(t) for t in torch_private.graph_leaves(hidden.sum(), {seam: []})] == []
+    assert [id(t) for t in torch_private.graph_leaves(hidden.sum() + inside.sum(), {seam: []})] == [id(inside)]
 
 
 class Branches(nn.Module):
@@ -456,18 +464,18 @@ def test_exported_graphs() -> None:
     exported = torch.export.export(Branches(), (x,), {"shift": one, "scale": one}, dynamic_shapes=shapes, strict=False)
     graph: Any = exported.module()
     inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    assert inputs[1:] == private.keywords_of(graph), "arguments by name would go to others' places"
-    nested = private.pytree.tree_unflatten([1, 2], private.outputs_of(graph))
+    assert inputs[1:] == torch_private.keywords_of(graph), "arguments by name would go to others' places"
+    nested = torch_private.pytree.tree_unflatten([1, 2], torch_private.outputs_of(graph))
     assert nested == {"y": 1, "x": 2}, "the outputs of a captured model would be nested otherwise than its own"
-    getattr(graph, private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
+    getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
     with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
-        getattr(graph, private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+        getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
     aten = torch.ops.aten
     broken = "a value that is changed in place could cross a cut"
-    assert isinstance(aten.relu_.default, private.OperatorOverload), broken
-    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, private.HigherOrderOperator), broken
-    assert private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
-    assert private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
+    assert isinstance(aten.relu_.default, torch_private.OperatorOverload), broken
+    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, torch_private.HigherOrderOperator), broken
+    assert torch_private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
+    assert torch_private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
 
 
 # Lightning.

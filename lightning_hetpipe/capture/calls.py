@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.compiled import is_compiled, is_scripted, refuse_scripted
-from lightning_hetpipe.capture.drawing import run_drawing
+from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.opaque_containers import stranger_in
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
-from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.single import Single, is_single
-from lightning_hetpipe.capture.strangers import stranger_in
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.seeded_forward import run_drawing
+from lightning_hetpipe.capture.single_layer import Single, is_single
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.random.generators import Chance
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, equal
-from lightning_hetpipe.private import pytree, version_counter
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private import pytree, version_counter
 
 
 class Calls:

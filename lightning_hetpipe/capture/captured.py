@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues, Values
-from lightning_hetpipe.capture.parts import Part, at, device_of, parts
+from lightning_hetpipe.capture.layer_functions import Part, at, device_of, parts
 from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
+from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
 
 VARIANTS = 8
 """How many graphs of one piece there may be: one for each kind of input that needs one of its own."""

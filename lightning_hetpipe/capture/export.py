@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
-from lightning_hetpipe.capture.attributes import attributes_restored, attributes_with_contents, refuse_changes
+from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.private import pytree, without_hooks
+from lightning_hetpipe.torch_private import pytree, without_hooks
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))

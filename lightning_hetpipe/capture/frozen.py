@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.attributes import PLAIN, plain_attributes, same
-from lightning_hetpipe.private import version_counter
+from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, same
+from lightning_hetpipe.torch_private import version_counter
 
 DEPTH = 12
 """How many attributes in a row are followed; from ``self.owner[0]`` to its Trainer's counter of steps it is nine."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from lightning_hetpipe.private import OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private import OperatorOverload, arguments_of
 
 
 @dataclass

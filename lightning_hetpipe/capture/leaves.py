@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.compiled import refuse_scripted
+from lightning_hetpipe.capture.compiled_modules import refuse_scripted
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.values import tensors_of
-from lightning_hetpipe.private import graph_leaves
+from lightning_hetpipe.torch_private import graph_leaves
 
 
 def refuse_leaves(

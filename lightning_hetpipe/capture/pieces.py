@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hetpipe.capture.attributes import plain_attributes
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.single import Single
+from lightning_hetpipe.capture.plain_attributes import plain_attributes
+from lightning_hetpipe.capture.single_layer import Single
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.private import behind_compile, has_hooks
+from lightning_hetpipe.torch_private import behind_compile, has_hooks
 
 
 @dataclass

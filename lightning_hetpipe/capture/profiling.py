@@ -12,13 +12,13 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.microbenchmark import Rehearsal
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.rehearsal import Rehearsal
-from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
+from lightning_hetpipe.pipeline.random.generators import Chance
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.planning.model.profile import LayerBytes, Times
 

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.attributes import attributes_with_contents, refuse_changes
-from lightning_hetpipe.capture.compiled import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
+from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
+from lightning_hetpipe.capture.custom_functions import own_backward
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
-from lightning_hetpipe.capture.own_backwards import own_backward
+from lightning_hetpipe.capture.opaque_containers import stranger_in
+from lightning_hetpipe.capture.parity_check import Call, capture
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, never_called, refuse_hooks
-from lightning_hetpipe.capture.redirect import Redirect
-from lightning_hetpipe.capture.single import Single, is_single
-from lightning_hetpipe.capture.strangers import stranger_in
-from lightning_hetpipe.capture.trial import Call, capture
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
+from lightning_hetpipe.capture.single_layer import Single, is_single
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.random.generators import Chance
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
-from lightning_hetpipe.pipeline.view import changes_parameter
-from lightning_hetpipe.private import behind_compile, has_global_hooks, version_counter
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
 
 
 class Watch:

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli import settings
+from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli.config_sections import as_given, is_interpolation, items, sections, written
 from lightning_hetpipe.cli.message_text import in_settings
-from lightning_hetpipe.cli.sections import as_given, is_interpolation, items, sections, written
 from lightning_hetpipe.cli.tracebacks import calls, innermost, passed, refused_by_lightning, through_users_code
 from lightning_hetpipe.errors import SettingError
 
@@ -33,7 +33,7 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
         said = text if innermost(error.__traceback__).startswith(__package__) else in_settings(text, config)
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
-    elif isinstance(error, TypeError) and (refusal := settings.refused_argument(config, error)) is not None:
+    elif isinstance(error, TypeError) and (refusal := config_checks.refused_argument(config, error)) is not None:
         said = str(refusal)
     else:
         said = _checkpoint(error, config) or _path(error, config) or _lightnings(error, config)

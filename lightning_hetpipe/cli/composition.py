@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from lightning_hetpipe.cli.program import TRAIN, Program
-from lightning_hetpipe.cli.settings import unknown
+from lightning_hetpipe.cli.config_checks import unknown
+from lightning_hetpipe.cli.console_script import TRAIN, Program
 from lightning_hetpipe.cli.targets import closest
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import attributed
-from lightning_hetpipe.cli.errors import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
+from lightning_hetpipe.cli.console_script import TRAIN, Program
+from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
 from lightning_hetpipe.cli.overrides import planned, settled
-from lightning_hetpipe.cli.program import TRAIN, Program
 
 T = TypeVar("T")
 

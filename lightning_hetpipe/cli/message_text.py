@@ -7,7 +7,7 @@ from itertools import product
 
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.sections import is_interpolation, sections
+from lightning_hetpipe.cli.config_sections import is_interpolation, sections
 
 _OUTER = ("strategy", "trainer", "model", "data")
 _LITERALS = {"None": "null", "True": "true", "False": "false"}

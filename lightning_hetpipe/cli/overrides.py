@@ -34,7 +34,7 @@ def settled(arguments: list[str]) -> list[str]:
     """The arguments, with each `section.key=value` marked as `++`: override the key, or add it.
 
     Hydra alone refuses a key that the YAML leaves out and advises to add `+`. Here any argument that the section's
-    `_target_` takes may be given without it, and `settings.check` refuses the others, with the nearest name.
+    `_target_` takes may be given without it, and `config_checks.check` refuses the others, with the nearest name.
 
     They come last, as Hydra takes them in one row only: not `seed=3 -m model=gpt`.
 

@@ -10,21 +10,21 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import settings
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.program import PLAN
-from lightning_hetpipe.cli.sections import written
+from lightning_hetpipe.cli.config_sections import written
+from lightning_hetpipe.cli.console_script import PLAN
 from lightning_hetpipe.errors import SettingError, nearest, of_file
+from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.strategy.placement import discovered_cluster
-from lightning_hetpipe.strategy.profiler import ProfilingStrategy
-from lightning_hetpipe.strategy.profiler import profile as profile_model
-from lightning_hetpipe.strategy.progress import on_terminal
+from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
+from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, switch
 
 _QUIET = {
@@ -50,7 +50,7 @@ def check(config: DictConfig) -> None:
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    settings.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
+    config_checks.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
     if config.devices == []:
         raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
     if str(config.precision) not in PRECISIONS:

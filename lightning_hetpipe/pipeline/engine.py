@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.buffers import may_change
-from lightning_hetpipe.pipeline.crew import Crew
-from lightning_hetpipe.pipeline.lanes import Lanes, Mark
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
-from lightning_hetpipe.pipeline.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.passes import Loss
-from lightning_hetpipe.pipeline.piece_call import PieceCall
-from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.streams import Lanes, Mark
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
+from lightning_hetpipe.pipeline.user.parameter_view import View, Weights
+from lightning_hetpipe.pipeline.user.piece_call import PieceCall
+from lightning_hetpipe.pipeline.user.runner_pool import Crew
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.pipeline.view import View, Weights
+from lightning_hetpipe.pipeline.weight_stash import Ring
 from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.chance import Chance, attached
 from lightning_hetpipe.pipeline.creation import creating
-from lightning_hetpipe.pipeline.crew import Crew
-from lightning_hetpipe.pipeline.flight import Flight, running
-from lightning_hetpipe.pipeline.lanes import Mark, WaitingLane, move
-from lightning_hetpipe.pipeline.messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.passes import Pass
-from lightning_hetpipe.pipeline.quiet import Quiet
+from lightning_hetpipe.pipeline.random.generators import Chance, attached
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
-from lightning_hetpipe.pipeline.stretch import UserSection
+from lightning_hetpipe.pipeline.streams import Mark, WaitingLane, move
 from lightning_hetpipe.pipeline.threads import Patience
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, running
+from lightning_hetpipe.pipeline.user.runner_pool import Crew
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.schedule import Segment, segments
+from lightning_hetpipe.torch_private import pytree
 
 
 class EvaluationFlight(Flight):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.flight import current
-from lightning_hetpipe.pipeline.lanes import Lanes
-from lightning_hetpipe.pipeline.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.random.generators import Chance
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
-from lightning_hetpipe.pipeline.stretch import Stretch
+from lightning_hetpipe.pipeline.streams import Lanes
+from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.user.user_section import Stretch
 
 CPU = torch.device("cpu")
 Check = Callable[[Tensor, Collection[int]], None]

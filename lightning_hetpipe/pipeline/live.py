@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
-from lightning_hetpipe.pipeline.computed import computed_places
-from lightning_hetpipe.pipeline.lanes import Outside
-from lightning_hetpipe.pipeline.messages import Flags, State, Version
+from lightning_hetpipe.pipeline.computed_weights import computed_places
+from lightning_hetpipe.pipeline.stage_messages import Flags, State, Version
+from lightning_hetpipe.pipeline.streams import Outside
 
 
 class Live:

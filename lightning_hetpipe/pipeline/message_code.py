@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline import messages
+from lightning_hetpipe.pipeline import stage_messages
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.messages import Failure
 from lightning_hetpipe.pipeline.plain_code import PlainCode
+from lightning_hetpipe.pipeline.stage_messages import Failure
 from lightning_hetpipe.pipeline.values import Addends, Nth, Value
 
 
@@ -27,16 +27,16 @@ class _Failed(NamedTuple):
 
 _MESSAGES = PlainCode(
     [
-        messages.Forward,
-        messages.Backward,
-        messages.Evaluate,
-        messages.Cancel,
-        messages.Version,
-        messages.Flags,
-        messages.State,
-        messages.Output,
-        messages.InputGradients,
-        messages.Evaluated,
+        stage_messages.Forward,
+        stage_messages.Backward,
+        stage_messages.Evaluate,
+        stage_messages.Cancel,
+        stage_messages.Version,
+        stage_messages.Flags,
+        stage_messages.State,
+        stage_messages.Output,
+        stage_messages.InputGradients,
+        stage_messages.Evaluated,
         Value,
         Nth,
         Addends,

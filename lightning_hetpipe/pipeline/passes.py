@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_hetpipe.pipeline.lanes import Lane, Mark
-from lightning_hetpipe.pipeline.quiet import Quiet
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.streams import Lane, Mark
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import BeforePass

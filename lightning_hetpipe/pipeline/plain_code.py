@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.torch_private import pytree
 
 _LENGTH = struct.Struct(">Q")
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}

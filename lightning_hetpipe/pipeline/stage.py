@@ -1,6 +1,6 @@
 """A stage: a thread with a device that runs its segments' forwards and backwards, first in, first out (law L2).
 
-All that it gets from the rest of the world, and gives back, are :mod:`~lightning_hetpipe.pipeline.messages`.
+All that it gets from the rest of the world, and gives back, are :mod:`~lightning_hetpipe.pipeline.stage_messages`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.chance import Chance
-from lightning_hetpipe.pipeline.compiling import Compiling, Exclusively
-from lightning_hetpipe.pipeline.lanes import Lanes, Mark
+from lightning_hetpipe.pipeline.compile.compiler_passes import Compiling, Exclusively
 from lightning_hetpipe.pipeline.memory import Memory
-from lightning_hetpipe.pipeline.messages import (
+from lightning_hetpipe.pipeline.passes import Loss, Pass
+from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.segment_runner import Left, Part
+from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
     Failure,
     Forward,
@@ -30,13 +32,11 @@ from lightning_hetpipe.pipeline.messages import (
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.part import Left, Part
-from lightning_hetpipe.pipeline.passes import Loss, Pass
-from lightning_hetpipe.pipeline.quiet import Quiet
-from lightning_hetpipe.pipeline.ring import Ring
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
+from lightning_hetpipe.pipeline.streams import Lanes, Mark
 from lightning_hetpipe.pipeline.threads import Patience
 from lightning_hetpipe.pipeline.values import tensors_in
+from lightning_hetpipe.pipeline.weight_stash import Ring
 from lightning_hetpipe.rules.schedule import Segment
 
 

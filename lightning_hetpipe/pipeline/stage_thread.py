@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.lanes import Lane, Mark
-from lightning_hetpipe.pipeline.messages import Cancel, Failure, Forward, Message, Result
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
+from lightning_hetpipe.pipeline.streams import Lane, Mark
 from lightning_hetpipe.pipeline.threads import Patience, Worker
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_hetpipe.pipeline.lanes import move
-from lightning_hetpipe.private import graph_nodes, pytree, run_backward
+from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.torch_private import graph_nodes, pytree, run_backward
 
 
 class Addends(tuple[Tensor, ...]):

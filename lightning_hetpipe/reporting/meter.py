@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_hetpipe.private import pytree
+from lightning_hetpipe.torch_private import pytree
 
 
 class Meter:

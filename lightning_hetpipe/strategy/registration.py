@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy import program as program  # notes where the program began, before that moves
+from lightning_hetpipe.launch import command as command  # notes where the program began, before that moves
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+    from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
 _NAME = "hetpipe"
 _STRATEGIES = "lightning.pytorch.strategies"
@@ -26,7 +26,7 @@ def register() -> None:
         return
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+    from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
     _be_misconfigurations()
     if _NAME not in StrategyRegistry:
@@ -63,7 +63,7 @@ class _OnImport:
 
 
 def _made(**arguments: Any) -> HetPipeStrategy:
-    from lightning_hetpipe.strategy.strategy import HetPipeStrategy
+    from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
     return HetPipeStrategy(**arguments)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_hetpipe.errors import SettingError
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.strategy.group import Group
+    from lightning_hetpipe.workers.group import Group
 
 OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step")
 """Lightning's keys of what differs between virtual workers; the precision plugin's is one more."""

@@ -17,18 +17,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_hetpipe.server.process import how
-from lightning_hetpipe.strategy import collectives, servers, settings
-from lightning_hetpipe.strategy.launcher import TERMINATED, launcher_of
-from lightning_hetpipe.strategy.losses import losses
-from lightning_hetpipe.strategy.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.launch import servers
+from lightning_hetpipe.launch.launcher import TERMINATED, launcher_of
+from lightning_hetpipe.launch.lost_workers import losses
+from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.saved_states import add_states, take_state
-from lightning_hetpipe.strategy.shared_metrics import share
-from lightning_hetpipe.strategy.synchroniser import Synchroniser
-from lightning_hetpipe.strategy.wsp import WSPCallback, WSPSettings
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+from lightning_hetpipe.workers import collectives
+from lightning_hetpipe.workers.shared_metrics import share
+from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.strategy.group import Group
+    from lightning_hetpipe.workers.group import Group
 
 T = TypeVar("T")
 
@@ -169,7 +172,7 @@ class VirtualWorkers(ParallelStrategy):
         self._failure = None
         if self.world_size == 1:
             return
-        from lightning_hetpipe.strategy.group import Group  # and gRPC with it, which one virtual worker does not need
+        from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
 
         global _group
         assert self.cluster_environment is not None
@@ -220,7 +223,7 @@ class VirtualWorkers(ParallelStrategy):
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        from lightning_hetpipe.strategy.group import rooms_so_far
+        from lightning_hetpipe.workers.group import rooms_so_far
 
         assert self.cluster_environment is not None
         return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **rooms_so_far()}

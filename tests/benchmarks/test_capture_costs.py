@@ -15,9 +15,9 @@ from benchmarks.capture_costs import fixed_cost, measure, memory_ratio, report
 from benchmarks.capture_costs_models import TIMED, Model, few_vectors, vectors
 from benchmarks.capture_costs_worker import activations, captured, in_turns, memory, through_graphs, times
 from benchmarks.harness import Measurement
-from tests.captured_models import Whole
 from tests.conftest import Clock
-from tests.models import CLASSES
+from tests.support.captured_models import Whole
+from tests.support.models import CLASSES
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 SECONDS = {"capture_s": 2.0, "again_s": 1.0, "layers": 7.0, "few_eager_s": 0.001, "few_graph_s": 0.0015}

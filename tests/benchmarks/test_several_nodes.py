@@ -5,7 +5,7 @@ import pytest
 from benchmarks.harness import ProcessFailed
 from benchmarks.several_nodes import DDP, RATES, VARIANTS, Found, measure, report
 from benchmarks.several_nodes_worker import Task
-from tests.namespaces import Unavailable, network
+from tests.support.namespaces import Unavailable, network
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 OURS = list(VARIANTS)[1]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.grouping import Group, alike, groups
-from tests.captured_models import CLIP, GPT, ResNet, Translator, UNet
+from tests.support.captured_models import CLIP, GPT, ResNet, Translator, UNet
 
 IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
 

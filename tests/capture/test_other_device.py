@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.ring import copy_of
-from tests.captured_models import GPT, ResNet
-from tests.models import WORDS
+from lightning_hetpipe.pipeline.weight_stash import copy_of
+from tests.support.captured_models import GPT, ResNet
+from tests.support.models import WORDS
 
 META = torch.device("meta")  # the one other device that every machine has: it computes shapes only
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.profiling import ROUNDS, WARM_UP, Study, code_of
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.random.generators import Chance
 from lightning_hetpipe.planning.model.profile import Times
-from tests.capture.test_rehearsal import CPU, Greedy, X, piece_of
+from tests.capture.test_microbenchmark import CPU, Greedy, X, piece_of
 
 FLOAT = 4
 

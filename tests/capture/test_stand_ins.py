@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.stand_ins import on_one_device
-from tests.captured_models import GPT, ResNet
-from tests.models import WORDS
+from tests.support.captured_models import GPT, ResNet
+from tests.support.models import WORDS
 
 CPU = torch.device("cpu")
 

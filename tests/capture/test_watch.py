@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential
 from lightning_hetpipe.capture.watch import Watch
-from lightning_hetpipe.pipeline.chance import Chance
-from tests.traces import chance, shape_of
+from lightning_hetpipe.pipeline.random.generators import Chance
+from tests.support.traces import chance, shape_of
 
 Step = Callable[[Any, Tensor], Tensor]
 

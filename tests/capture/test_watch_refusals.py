@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.pieces import is_plain_sequential
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.chance import Chance
+from lightning_hetpipe.pipeline.random.generators import Chance
 from tests.capture.test_watch import Block, Step, Watched, X, linear_net, names, run_net, watch
-from tests.traces import shape_of
+from tests.support.traces import shape_of
 
 
 def refused(message: str, step: Step = run_net, names: list[str] | None = None, **children: nn.Module) -> None:

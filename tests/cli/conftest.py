@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.train import main
+from lightning_hetpipe.cli.hetpipe_train import main
 
 USERS_MODEL = """
 import os

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.errors import report
+from lightning_hetpipe.cli.error_report import report
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import ServersSilent, ServersUnheard
-from lightning_hetpipe.server.supervisor import ServerLost
+from lightning_hetpipe.server.process.client import ServersSilent, ServersUnheard
+from lightning_hetpipe.server.process.supervisor import ServerLost
 from tests.cli.conftest import Ends, Train
 
 MINE = ["--config-dir", "mine", "experiment=mine"]
@@ -244,7 +244,7 @@ def test_an_import_that_fails_in_the_users_file_shows_its_line(ends: Ends, folde
     ],
 )
 def test_a_signal_while_it_trains_ends_with_its_code(folder: Path, number: int, code: int, said: str) -> None:
-    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", *MINE, f"model.signal={int(number)}"]
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", *MINE, f"model.signal={int(number)}"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert run.returncode == code, run.stderr
     assert f"hetpipe-train: {said}." in run.stderr
@@ -255,7 +255,7 @@ def test_ctrl_c_before_it_trains_ends_with_130(ends: Ends, monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_hetpipe.cli.settings.check", interrupted)
+    monkeypatch.setattr("lightning_hetpipe.cli.config_checks.check", interrupted)
     _, error = ends(130)
     assert error == "\nhetpipe-train: interrupted.\n"
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.cli import plan_inputs
-from lightning_hetpipe.cli.plan import main
+from lightning_hetpipe.cli.hetpipe_plan import main
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import load, save
 
@@ -341,7 +341,7 @@ def test_help(plan: Run) -> None:
 
 
 def test_it_runs_as_a_module(folder: Path) -> None:
-    command = [sys.executable, "-m", "lightning_hetpipe.cli.plan", "profile=p.json", "devices=[RTX-3090]"]
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_plan", "profile=p.json", "devices=[RTX-3090]"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert "twelve: " in run.stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.server import main
-from lightning_hetpipe.cli.status import laid_out
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.transport import Reply
+from lightning_hetpipe.cli.hetpipe_server import main
+from lightning_hetpipe.cli.server_status import laid_out
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Reply
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, Desk
 
 SAID = {
@@ -130,7 +130,7 @@ def test_a_wrong_setting_is_one_sentence(
 def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     environment.pop("HETPIPE_TOKEN", None)
-    command = [sys.executable, "-m", "lightning_hetpipe.cli.server", "address=127.0.0.1:0"]
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_server", "address=127.0.0.1:0"]
     with subprocess.Popen(
         [*command, "service._target_=tests.cli.test_server.Telling"],
         cwd=tmp_path,

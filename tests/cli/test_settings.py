@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_hetpipe.cli.config_checks import check
 from lightning_hetpipe.cli.overrides import settled
-from lightning_hetpipe.cli.settings import check
 from lightning_hetpipe.errors import SettingError
 
 

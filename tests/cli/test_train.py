@@ -95,7 +95,7 @@ def test_hydras_flags_work(train: Train, capsys: pytest.CaptureFixture[str], fla
 
 
 def test_it_runs_as_a_module(folder: Path) -> None:
-    command = [sys.executable, "-m", "lightning_hetpipe.cli.train", "--help"]
+    command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", "--help"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "hetpipe-train trains a LightningModule" in run.stdout

@@ -13,9 +13,9 @@ from torchmetrics import MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.running import make_trainer
-from tests.models import Learner
 from tests.oracle import Batch, Outputs
-from tests.strategy.ahead import Memory
+from tests.support.ahead import Memory
+from tests.support.models import Learner
 
 
 class Evaluates(Learner):

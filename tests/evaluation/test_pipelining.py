@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from tests.evaluation.evaluating import Model, pipeline, same, vectors
 from tests.exact.running import make_trainer
-from tests.traces import ours_in
+from tests.support.traces import ours_in
 
 
 @pytest.mark.parametrize("stages", [2, 3])

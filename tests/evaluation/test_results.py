@@ -12,12 +12,13 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests import models, oracle
-from tests.captured_models import Whole
 from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, same, vectors
 from tests.exact.running import fit, make_trainer
 from tests.exact.test_captured import CASES, made
-from tests.models import Learner
+from tests import oracle
+from tests.support import models
+from tests.support.captured_models import Whole
+from tests.support.models import Learner
 
 RANDOM = {"vae", "noise between"}  # they draw in evaluation, too: see test_chance
 

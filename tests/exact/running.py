@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_hetpipe.pipeline.stretch import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from tests import oracle
-from tests.models import Learner
 from tests.oracle import Batch, Outputs, Run, State
+from tests.support.models import Learner
 
 
 @dataclass(repr=False)

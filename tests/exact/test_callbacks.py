@@ -13,8 +13,8 @@ from torch import nn
 from tests import oracle
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
 from tests.oracle import Batch, Outputs, State
+from tests.support.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.captured_models import (
+from tests.exact.pipelines import Pinned, delayed, even
+from tests.exact.running import assert_equal, expect, fit
+from tests.support.captured_models import (
     GPT,
     Autoencodes,
     Contrasts,
@@ -24,9 +26,7 @@ from tests.captured_models import (
     Whole,
     Words,
 )
-from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, WORDS, Learner, vectors
+from tests.support.models import ADAMW, CLASSES, WORDS, Learner, vectors
 
 
 def images(samples: int, batch_size: int) -> DataLoader[Any]:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.captured_models import ResNet, Tower, Whole, Words
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_same, fit
 from tests.exact.test_captured import CASES, images, made, words
 from tests.exact.test_live_changes import Edit, assert_differs
-from tests.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
 from tests.oracle import Batch, Outputs
-from tests.strategy.refusing import assert_refused
+from tests.support.captured_models import ResNet, Tower, Whole, Words
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
+from tests.support.small import assert_refused
 
 
 def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any = list, **settings: Any) -> Record:

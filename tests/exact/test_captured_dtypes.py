@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.captured_models import Whole
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import assert_equal, assert_same, expect, fit
-from tests.models import CLASSES, SGD, Learner, vectors
 from tests.oracle import Batch, Outputs
-from tests.strategy.refusing import assert_refused, pipeline
+from tests.support.captured_models import Whole
+from tests.support.models import CLASSES, SGD, Learner, vectors
+from tests.support.small import assert_refused, pipeline
 
 
 class Creates(nn.Module):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetpipe.private import cpp_compiler_error
+from lightning_hetpipe.torch_private import cpp_compiler_error
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_equal, assert_same, expect, fit
 from tests.exact.test_captured import CASES, made
-from tests.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, vectors
 from tests.oracle import Noise
+from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, vectors
 
 SLOW = [("mlp", 2, 3), ("resnet", 3, 4), ("transformer", 2, 3), ("transformer", 3, 4), ("mlp", 1, 1), ("resnet", 1, 3)]
 LAYERS = {model: len(list(make(SGD).net.children())) for model, (make, _) in MODELS.items()}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.captured_models import ResNet, Whole
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import images
-from tests.models import Learner, Task, vectors
 from tests.oracle import Batch
-from tests.traces import ours_in
+from tests.support.captured_models import ResNet, Whole
+from tests.support.models import Learner, Task, vectors
+from tests.support.traces import ours_in
 
 
 def compiled(module: nn.Module) -> Any:

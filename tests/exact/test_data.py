@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, Task, mlp, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import ADAMW, CLASSES, Task, mlp, vectors
 
 NM = [1, 4]
 

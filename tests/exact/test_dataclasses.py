@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.captured_models import Whole
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import CLASSES, Learner, Task, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.captured_models import Whole
+from tests.support.models import CLASSES, Learner, Task, vectors
 
 
 @dataclasses.dataclass

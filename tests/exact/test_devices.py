@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.pipeline import view
+from lightning_hetpipe.pipeline.user import parameter_view
 from tests.exact.running import Record, assert_equal, assert_same, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_direct import Penalty
-from tests.models import Learner, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import Learner, vectors
 
 
 class Evaluates(Learner):
@@ -69,14 +69,14 @@ class AsksWhere(Penalty):
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_penalty_adds_weights_of_all_stages(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
     """``sum(p.square().sum() for p in self.parameters())``: on two GPUs torch would refuse to add what lies on both."""
-    seen: list[view._Leaf] = []
-    check = view._Leaf.check
+    seen: list[parameter_view._Leaf] = []
+    check = parameter_view._Leaf.check
 
-    def checked(leaf: view._Leaf) -> None:
+    def checked(leaf: parameter_view._Leaf) -> None:
         seen.append(leaf)
         check(leaf)
 
-    monkeypatch.setattr(view._Leaf, "check", checked)
+    monkeypatch.setattr(parameter_view._Leaf, "check", checked)
     task = AsksWhere()
     expected = expect(copy.deepcopy(task), vectors(40, 8), in_flight)
     assert_equal(expected, fit(task, vectors(40, 8), strategy=two(in_flight)))

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same, expect, fit
-from tests.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
 from tests.oracle import Batch, Outputs, Recipe
-from tests.strategy.refusing import assert_refused, pipeline
+from tests.support.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
+from tests.support.small import assert_refused, pipeline
 
 
 def net() -> nn.Sequential:

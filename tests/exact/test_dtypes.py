@@ -15,8 +15,8 @@ from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import Record, assert_same, fit
-from tests.models import CLASSES, SGD, Learner, mlp, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
 
 # Autocast.
 

@@ -14,8 +14,8 @@ from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import Delays, even
 from tests.exact.running import Recorder, assert_equal, expect, fit, make_trainer
-from tests.models import ADAMW, CLASSES, SGD, WORDS, Task, mlp, sentences, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Task, mlp, sentences, vectors
 
 
 class Failing(Task):

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe.capture.frozen import FrozenValues, _is_users
-from lightning_hetpipe.capture.trial import IN_VAIN
+from lightning_hetpipe.capture.parity_check import IN_VAIN
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.layout import Layout
+from lightning_hetpipe.placement.layout import Layout
 from tests.exact.pipelines import Pinned
 from tests.exact.running import Record, assert_equal, expect, fit, make_trainer
-from tests.models import CLASSES, SGD, Learner, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import CLASSES, SGD, Learner, vectors
 
 Case = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None], str]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, MODELS, SGD
+from tests.support.models import ADAMW, MODELS, SGD
 
 STAGES = range(1, 5)
 IN_FLIGHT = range(1, 9)

@@ -14,8 +14,8 @@ from torchmetrics import MeanMetric
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
-from tests.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 from tests.oracle import Run, State
+from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
 LENGTH = 7  # batches of an epoch of 26 samples in fours

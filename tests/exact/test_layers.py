@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
 

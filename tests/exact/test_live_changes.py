@@ -19,7 +19,7 @@ from tests import oracle
 from tests.exact.pipelines import Delays, Pinned
 from tests.exact.running import Record, fit
 from tests.exact.test_callbacks import assert_same
-from tests.models import ADAMW, CLASSES, Task, vectors
+from tests.support.models import ADAMW, CLASSES, Task, vectors
 
 Net = Callable[[], nn.Sequential]
 Callbacks = Callable[[], list[L.Callback]]

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from tests.captured_models import GPT, Words
-from tests.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
-from tests.strategy.ahead import Memory
+from tests.support.ahead import Memory
+from tests.support.captured_models import GPT, Words
+from tests.support.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
 
 EARLY, LATE = 200, 2000
 

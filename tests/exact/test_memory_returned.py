@@ -12,10 +12,10 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_hetpipe.pipeline.ring import Ring
+from lightning_hetpipe.pipeline.weight_stash import Ring
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
-from tests.models import mlp, sentences, tied_language_model, vectors
+from tests.support.models import mlp, sentences, tied_language_model, vectors
 
 
 class Held:

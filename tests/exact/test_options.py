@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
-from tests.models import (
+from tests.oracle import Recipe
+from tests.support.models import (
     ADAMW,
     SGD,
     Task,
@@ -30,7 +31,6 @@ from tests.models import (
     two_groups,
     vectors,
 )
-from tests.oracle import Recipe
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:

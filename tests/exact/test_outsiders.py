@@ -16,8 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, SGD, Task, decay, images, mlp, resnet, sgd, vectors
 from tests.oracle import Batch, Outputs, Recipe, Run, State
+from tests.support.models import ADAMW, CLASSES, SGD, Task, decay, images, mlp, resnet, sgd, vectors
 
 NM = [1, 4]
 

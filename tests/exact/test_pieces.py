@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vectors
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vectors
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2), (0, 5), (0, 2, 5), (0, 1, 3, 6), (0, 1, 2, 4)])

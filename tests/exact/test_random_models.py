@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, SGD, Residual, Task
+from tests.support.models import ADAMW, CLASSES, SGD, Residual, Task
 
 WIDTH = 6
 KINDS = [

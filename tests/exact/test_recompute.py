@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.messages import Forward
-from lightning_hetpipe.pipeline.part import Part
+from lightning_hetpipe.pipeline.segment_runner import Part
+from lightning_hetpipe.pipeline.stage_messages import Forward
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_layers import LAYERS
-from tests.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 
 FURTHER = [(1, 1), (1, 3), (2, 1), (3, 2), (4, 6)]
 IN_FLIGHT = [pytest.param(1, marks=pytest.mark.slow), 4]

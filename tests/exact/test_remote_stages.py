@@ -14,8 +14,8 @@ import torch
 
 from lightning_hetpipe.pipeline.graph_code import encode_layers
 from lightning_hetpipe.pipeline.message_code import RemoteFailure, decode, encode
-from lightning_hetpipe.pipeline.messages import Cancel, Failure, State, Version
 from lightning_hetpipe.pipeline.stage import Found, Stage
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, State, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit

@@ -11,8 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.exact.pipelines import Delays, even
 from tests.exact.running import Record, assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 from tests.oracle import Batch, Outputs, difference
+from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

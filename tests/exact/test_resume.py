@@ -18,8 +18,8 @@ from lightning_hetpipe import HetPipeStrategy
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Record, after, assert_equal, expect, fit
-from tests.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 from tests.oracle import Recipe
+from tests.support.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 
 RECIPE = Recipe(sgd, decay)
 LENGTH = 7  # batches of an epoch

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import ADAMW, CLASSES, WORDS, Learner
 from tests.oracle import Batch, Outputs
+from tests.support.models import ADAMW, CLASSES, WORDS, Learner
 
 
 class Tags(Learner):

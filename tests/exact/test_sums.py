@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_equal, expect, fit
-from tests.models import SGD, Learner, Residual, vectors
 from tests.oracle import Batch, Outputs
+from tests.support.models import SGD, Learner, Residual, vectors
 
 WIDTH = 6
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.running import make_trainer
-from tests.models import Learner, vectors
 from tests.oracle import Batch, Outputs, Recipe
-from tests.strategy.refusing import assert_refused
+from tests.support.models import Learner, vectors
+from tests.support.small import assert_refused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning"),

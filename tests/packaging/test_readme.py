@@ -28,7 +28,7 @@ def test_a_model_of_ones_own_trains_from_the_command_line(tmp_path: Path) -> Non
         (tmp_path / path).write_text(text)
     (command,) = re.findall(r"^    hetpipe-train (--config-dir .*)$", README, re.MULTILINE)
     run = subprocess.run(
-        [sys.executable, "-m", "lightning_hetpipe.cli.train", *command.split()],
+        [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", *command.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.exact.running import make_trainer
-from tests.models import CLASSES, vectors
 from tests.parity.describing import chance, digest
 from tests.parity.observing import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, Memory, Notes, observed
-from tests.traces import ours_in
+from tests.support.models import CLASSES, vectors
+from tests.support.traces import ours_in
 
 Address = tuple[str, str]
 """An owner, and its hook."""

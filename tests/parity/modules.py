@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.models import CLASSES, vectors
+from tests.support.models import CLASSES, vectors
 
 BATCHES = 7  # of an epoch
 

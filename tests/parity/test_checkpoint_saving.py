@@ -19,9 +19,9 @@ from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import expect, fit, make_trainer
-from tests.models import Task, vectors
 from tests.oracle import Batch, Outputs
 from tests.parity.test_checkpoints import LENGTH, At, Shuffled, make, strategy
+from tests.support.models import Task, vectors
 
 
 class Saves(Task):

@@ -23,9 +23,9 @@ from lightning.pytorch.callbacks import (
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Record, Recorder, after, assert_equal, assert_same, expect, finish, fit, make_trainer
-from tests.models import ADAMW, Task, decay, mlp, sgd, vectors
 from tests.oracle import Batch, Recipe
 from tests.parity import plain_task
+from tests.support.models import ADAMW, Task, decay, mlp, sgd, vectors
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
 RECIPE = Recipe(sgd, decay)

@@ -15,7 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
-from tests.strategy.refusing import Learner, batches, pipeline, quiet_trainer
+from tests.support.small import Learner, batches, pipeline, quiet_trainer
 
 SAVES = """
 import os, sys

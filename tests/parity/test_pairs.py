@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.exact.pipelines import even
-from tests.models import CLASSES, vectors
 from tests.parity.comparing import Scenario, assert_as_oracle, assert_as_plain
 from tests.parity.modules import Watched
+from tests.support.models import CLASSES, vectors
 
 
 def compare(scenario: Scenario, in_flight: int, folder: Path, layers: int = 6) -> Any:

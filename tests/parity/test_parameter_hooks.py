@@ -12,7 +12,7 @@ from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import expect, fit
 from tests.exact.test_captured import CASES, made
-from tests.models import Learner, mlp, vectors
+from tests.support.models import Learner, mlp, vectors
 
 
 def simple() -> tuple[Learner, DataLoader[Any], str, Any]:

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from tests import oracle
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, after, assert_equal, assert_same, expect, fit
-from tests.models import (
+from tests.oracle import Batch, Outputs, Recipe, Run
+from tests.support.models import (
     ADAMW,
     SGD,
     Learner,
@@ -38,7 +39,6 @@ from tests.models import (
     transformer,
     vectors,
 )
-from tests.oracle import Batch, Outputs, Recipe, Run
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
 

@@ -20,11 +20,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import even
 from tests.exact.running import make_trainer
-from tests.models import vectors
 from tests.parity.comparing import Scenario, assert_as_oracle, difference
 from tests.parity.describing import describe, digest
 from tests.parity.modules import Watched
 from tests.parity.stale import Stale
+from tests.support.models import vectors
 
 NM = pytest.mark.parametrize("in_flight", [1, 3])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.pipeline.chance import Chance, attach
+from lightning_hetpipe.pipeline.random.generators import Chance, attach
 
 
 class Run(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline import line
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.minibatch import Step
+from lightning_hetpipe.pipeline.user.minibatch import Step
 
 X = torch.arange(12.0).reshape(3, 4) / 10
 

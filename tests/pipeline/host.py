@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lightning_hetpipe.pipeline.chance import Chance
 from lightning_hetpipe.pipeline.graph_code import decode_layers
-from lightning_hetpipe.pipeline.lanes import Lanes, Mark
 from lightning_hetpipe.pipeline.message_code import decode, encode
-from lightning_hetpipe.pipeline.messages import Failure, Result
-from lightning_hetpipe.pipeline.quiet import Quiet
+from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
 from lightning_hetpipe.pipeline.stage import Stage, StageSettings
+from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.streams import Lanes, Mark
 from lightning_hetpipe.pipeline.threads import Patience
 from lightning_hetpipe.rules.schedule import Segment
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.flight import Flight, current
-from lightning_hetpipe.pipeline.lanes import Lanes, Mark
-from lightning_hetpipe.private import ThreadDispatchMode, arguments_of, pytree
+from lightning_hetpipe.pipeline.streams import Lanes, Mark
+from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, current
+from lightning_hetpipe.torch_private import ThreadDispatchMode, arguments_of, pytree
 
 Moments = dict[int, int]
 """For each lane, how many of its operators were seen."""

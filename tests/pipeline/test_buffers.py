@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
-from lightning_hetpipe.pipeline.lanes import OutsideLane
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.messages import State
+from lightning_hetpipe.pipeline.stage_messages import State
+from lightning_hetpipe.pipeline.streams import OutsideLane
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
-from lightning_hetpipe.pipeline import crew as crew_module
-from lightning_hetpipe.pipeline.stretch import ProcessState, Stretch
 from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.user import runner_pool as crew_module
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
 

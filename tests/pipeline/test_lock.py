@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lightning_hetpipe.pipeline.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
 
 
 def granted(ticket: Ticket) -> bool:

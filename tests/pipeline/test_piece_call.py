@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.lanes import Mark, Outside, OutsideLane
-from lightning_hetpipe.pipeline.piece_call import PieceCall
+from lightning_hetpipe.pipeline.streams import Mark, Outside, OutsideLane
+from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 
 

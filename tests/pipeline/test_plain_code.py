@@ -13,9 +13,9 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_code import decode_layers, encode_layers
 from lightning_hetpipe.pipeline.message_code import RemoteFailure, decode, encode
-from lightning_hetpipe.pipeline.messages import Backward, Failure, Forward
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
 from lightning_hetpipe.pipeline.values import Addends, Value
 from tests import oracle
 

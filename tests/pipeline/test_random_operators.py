@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Gamma, Normal
 from torch.nn import functional as F
 
-from lightning_hetpipe.pipeline.chance import Chance, RandomnessError, attach
+from lightning_hetpipe.pipeline.random.generators import Chance, RandomnessError, attach
 from tests.pipeline.drawing import Block, Run, draw
 
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetpipe.server.messages import decode
-from lightning_hetpipe.server.service import Service
-from lightning_hetpipe.server.transport import Refused, Unreachable
+from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.protocol.messages import decode
+from lightning_hetpipe.server.transport.interface import Refused, Unreachable
 from tests.server.world import Fault
 
 

@@ -9,11 +9,9 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetpipe.server.frames import CHUNK, Opening
-from lightning_hetpipe.server.grpc_import import grpc
-from lightning_hetpipe.server.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import (
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.protocol.identifiers import Commit, Mark
+from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Arrive,
     Fetch,
@@ -33,10 +31,12 @@ from lightning_hetpipe.server.messages import (
     Stage,
     encode,
 )
-from lightning_hetpipe.server.protocol import Commit, Mark
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.transport import Refused
+from lightning_hetpipe.server.transport.frames import CHUNK, Opening
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
+from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 
 OTHERS = Signature("9.9", 2, 0, "sum", 1, ("another=program",), ())

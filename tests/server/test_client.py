@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.rules.waves import waves
-from lightning_hetpipe.server.client import Cancelled, Client
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import (
+from lightning_hetpipe.server.process.client import Cancelled, Client
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
+from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     AskStatus,
     Fetch,
@@ -31,16 +31,16 @@ from lightning_hetpipe.server.messages import (
     decode,
     encode,
 )
-from lightning_hetpipe.server.placement import place
-from lightning_hetpipe.server.protocol import LocalFault, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.service import COORDINATOR_METHOD, SHARD_METHOD, Service
-from lightning_hetpipe.server.shared_memory import LEAST
-from lightning_hetpipe.server.transport import Refused
+from lightning_hetpipe.server.protocol.sharding import place
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.shared_memory import LEAST
 from tests import oracle
-from tests.models import SGD, Learner, mlp, vectors
 from tests.oracle import Run
 from tests.server.channels import Address, DirectChannel, Faults, Host
 from tests.server.world import Fault
+from tests.support.models import SGD, Learner, mlp, vectors
 
 WAIT = 60.0
 """Seconds after which a test gives up."""

@@ -13,11 +13,11 @@ import torch
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.rules.waves import global_staleness
-from lightning_hetpipe.server.client import Client
-from lightning_hetpipe.server.decisions import Began, Closed, Committed, Decision, Granted, Held, Pushed, line
-from lightning_hetpipe.server.messages import Parameter, Signature
-from lightning_hetpipe.server.rooms import RoomChannel, Rooms
-from lightning_hetpipe.server.service import Service
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.protocol.decisions import Began, Closed, Committed, Decision, Granted, Held, Pushed, line
+from lightning_hetpipe.server.protocol.messages import Parameter, Signature
 from tests.server.channels import DirectChannel, Faults, Host
 from tests.server.test_client import WAIT, all_at_once
 

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 import lightning_hetpipe
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server import frames, grpc_transport
-from lightning_hetpipe.server.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
-from lightning_hetpipe.server.grpc_import import grpc
-from lightning_hetpipe.server.grpc_server import MANY, ONE, SERVICE, GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.shared_memory import LEAST, memory, place_of
-from lightning_hetpipe.server.transport import HEADER_LIMIT, Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport import frames, grpc_channel
+from lightning_hetpipe.server.transport.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_server import MANY, ONE, SERVICE, GrpcServer
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport.shared_memory import LEAST, memory, place_of
 from tests.server.transports import PATIENCE, Desk, eventually
 
 ECHO = Opening("echo", b"ab", 10, 10)
@@ -39,7 +39,7 @@ package = types.ModuleType("lightning_hetpipe")
 package.__path__ = [sys.argv[2]]
 sys.modules["lightning_hetpipe"] = package
 import grpc
-from lightning_hetpipe.server.frames import CHUNK, Opening
+from lightning_hetpipe.server.transport.frames import CHUNK, Opening
 
 def messages():
     yield Opening("echo", b"", 10 * CHUNK, 0).pack()
@@ -58,7 +58,7 @@ package = types.ModuleType("lightning_hetpipe")
 package.__path__ = [sys.argv[1]]
 sys.modules["lightning_hetpipe"] = package
 from concurrent.futures import ThreadPoolExecutor
-from lightning_hetpipe.server.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_import import grpc
 
 print([os.environ.get(name) for name in ("GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY")], flush=True)
 came, go = threading.Event(), threading.Event()
@@ -88,7 +88,7 @@ package = types.ModuleType("lightning_hetpipe")
 package.__path__ = [sys.argv[1]]
 sys.modules["lightning_hetpipe"] = package
 from concurrent.futures import ThreadPoolExecutor
-from lightning_hetpipe.server.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_import import grpc
 
 server = grpc.server(ThreadPoolExecutor(1))
 port = server.add_insecure_port("127.0.0.1:0")
@@ -196,7 +196,7 @@ def test_messages_that_are_too_large_and_unknown_methods_are_refused(server: Grp
 
 def test_a_channel_that_cannot_be_closed_holds_nobody_up(server: GrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C had met a call just where it took one of gRPC's locks, and the program hung as it closed the channel."""
-    monkeypatch.setattr(grpc_transport, "_CLOSE", 0.05)
+    monkeypatch.setattr(grpc_channel, "_CLOSE", 0.05)
     channel, released = GrpcChannel(server.address), threading.Event()
     close = channel._channel.close
 

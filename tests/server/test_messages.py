@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.server import messages
-from lightning_hetpipe.server.codec import MAGIC, MAX_LENGTH, PREFIX, VERSION
-from lightning_hetpipe.server.messages import CODEC, Done, Heartbeat, Message, Pushed, Refused, decode, encode
-from lightning_hetpipe.server.protocol import LocalFault, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol import messages
+from lightning_hetpipe.server.protocol.identifiers import LocalFault, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import CODEC, Done, Heartbeat, Message, Pushed, Refused, decode, encode
+from lightning_hetpipe.server.transport.codec import MAGIC, MAX_LENGTH, PREFIX, VERSION
 
 PUSHED = Pushed(1, 2, "generation", 3, False)
 

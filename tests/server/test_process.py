@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.process import CHILD, ServerProcess
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.transport import Refused, Reply, Unreachable
+from lightning_hetpipe.server.process.server_process import CHILD, ServerProcess
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.interface import Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, eventually
 
 HERE = f"{__name__}:Counter"

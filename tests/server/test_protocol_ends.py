@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetpipe.server.actions import State
-from lightning_hetpipe.server.coordinator import Coordinator
-from lightning_hetpipe.server.leases import FORGOTTEN
-from lightning_hetpipe.server.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
-from lightning_hetpipe.server.protocol import Mark, PeerFailed, Refusal
+from lightning_hetpipe.server.protocol.actions import State
+from lightning_hetpipe.server.protocol.coordinator import Coordinator
+from lightning_hetpipe.server.protocol.identifiers import Mark, PeerFailed, Refusal
+from lightning_hetpipe.server.protocol.leases import FORGOTTEN
+from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
 from tests.server.world import LEASE, World
 

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.messages import Hello, Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
-from lightning_hetpipe.server.placement import place
-from lightning_hetpipe.server.protocol import Commit, Mark, Refusal, RemoteFault
-from lightning_hetpipe.server.shard import CHUNK, Layout, Shard, add, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.protocol.identifiers import Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import (
+    Hello,
+    Holding,
+    Load,
+    Parameter,
+    Read,
+    Refused,
+    ShardRequest,
+    Stage,
+)
+from lightning_hetpipe.server.protocol.shard import CHUNK, Layout, Shard, add, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.protocol.sharding import place
 from tests.server.world import commits, parameter
 
 PARAMETERS = (parameter("a", [3], "bfloat16"), parameter("b", [2, 2]), parameter("c", [], "float64"))

@@ -9,10 +9,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_hetpipe.server.actions import State
-from lightning_hetpipe.server.coordinator import Coordinator
-from lightning_hetpipe.server.member import Member
-from lightning_hetpipe.server.messages import (
+from lightning_hetpipe.server.protocol.actions import State
+from lightning_hetpipe.server.protocol.coordinator import Coordinator
+from lightning_hetpipe.server.protocol.identifiers import (
+    COORDINATOR,
+    LocalFault,
+    Mark,
+    PeerFailed,
+    Point,
+    Refusal,
+    RemoteFault,
+)
+from lightning_hetpipe.server.protocol.member import Member
+from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Answer,
     Arrive,
@@ -41,8 +50,7 @@ from lightning_hetpipe.server.messages import (
     Signature,
     Status,
 )
-from lightning_hetpipe.server.protocol import COORDINATOR, LocalFault, Mark, PeerFailed, Point, Refusal, RemoteFault
-from lightning_hetpipe.server.signature import difference
+from lightning_hetpipe.server.protocol.signature import difference
 from tests.server.world import LEASE, World, parameter, signature
 
 

@@ -7,17 +7,17 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
-from lightning_hetpipe.server.client import Client
-from lightning_hetpipe.server.frames import Opening
-from lightning_hetpipe.server.grpc_import import grpc
-from lightning_hetpipe.server.grpc_server import BEARER, ONE, SERVICE, TOKEN, GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Parameter, Signature
-from lightning_hetpipe.server.protocol import RemoteFault
-from lightning_hetpipe.server.rejections import EVERY, MOST, Rejections, host_of
-from lightning_hetpipe.server.rooms import RoomChannel, Rooms
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.transport import Refused
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.rejections import EVERY, MOST, Rejections, host_of
+from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.protocol.identifiers import RemoteFault
+from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.transport.frames import Opening
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_import import grpc
+from lightning_hetpipe.server.transport.grpc_server import BEARER, ONE, SERVICE, TOKEN, GrpcServer
+from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 
 PARAMETERS = (Parameter("w", (4,), "float32", "float32"),)

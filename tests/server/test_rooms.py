@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetpipe.cli.status import laid_out
-from lightning_hetpipe.server.client import Client
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import NOTHING, Join, NotYet, Parameter, Signature, decode, encode
-from lightning_hetpipe.server.protocol import RemoteFault
-from lightning_hetpipe.server.rooms import RoomChannel, Rooms
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.transport import Refused
+from lightning_hetpipe.cli.server_status import laid_out
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
+from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.protocol.identifiers import RemoteFault
+from lightning_hetpipe.server.protocol.messages import NOTHING, Join, NotYet, Parameter, Signature, decode, encode
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, eventually
 
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from lightning_hetpipe.server.running import PARENT_GONE, Lifeline, serve
-from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.process.running import PARENT_GONE, Lifeline, serve
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import Desk
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.security import Security, is_loopback, split
-from lightning_hetpipe.server.transport import Refused, Unreachable
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Refused, Unreachable
+from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from tests.server.transports import Desk, certificates, connect, security, serve
 
 

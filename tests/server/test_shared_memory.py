@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.server import shared_memory
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.shared_memory import LEAST, NoBlock, Place, Views, memory, place_of, shared
+from lightning_hetpipe.server.transport import shared_memory
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, memory, place_of, shared
 from tests.server.transports import Desk, eventually
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")

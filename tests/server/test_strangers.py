@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.server.client import Client
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Parameter, Signature
-from lightning_hetpipe.server.rooms import RoomChannel, Rooms
-from lightning_hetpipe.server.security import Security
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.security import Security
 from tests.server.strangers import annoy
 from tests.server.transports import PATIENCE, eventually
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.server.frames import CHUNK
-from lightning_hetpipe.server.shared_memory import LEAST, memory
-from lightning_hetpipe.server.transport import Channel, Refused, Server, Unreachable
+from lightning_hetpipe.server.transport.frames import CHUNK
+from lightning_hetpipe.server.transport.interface import Channel, Refused, Server, Unreachable
+from lightning_hetpipe.server.transport.shared_memory import LEAST, memory
 from tests.server.transports import KINDS, PATIENCE, Desk, connect, eventually, serve
 
 BIG = 24 * CHUNK + 3  # more than gRPC buffers, and worth a block

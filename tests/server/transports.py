@@ -14,12 +14,12 @@ from tempfile import mkdtemp
 
 import pytest
 
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.memory_transport import MemoryChannel, MemoryServer
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.shared_memory import memory
-from lightning_hetpipe.server.transport import Channel, Handler, Refused, Reply, Server
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Channel, Handler, Refused, Reply, Server
+from lightning_hetpipe.server.transport.memory_transport import MemoryChannel, MemoryServer
+from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.shared_memory import memory
 
 KINDS = ("memory", "grpc", "tls", "block")
 PATIENCE = 30.0

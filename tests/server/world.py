@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.server.actions import Ask, AskShards, Body, Goal, State
-from lightning_hetpipe.server.coordinator import Coordinator
-from lightning_hetpipe.server.member import Member
-from lightning_hetpipe.server.messages import (
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.protocol.coordinator import Coordinator
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.member import Member
+from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Granted,
     Parameter,
@@ -28,8 +29,7 @@ from lightning_hetpipe.server.messages import (
     decode,
     encode,
 )
-from lightning_hetpipe.server.protocol import COORDINATOR, Commit, Mark, Refusal, RemoteFault
-from lightning_hetpipe.server.shard import Layout, Shard, add, block_of, memory_of
+from lightning_hetpipe.server.protocol.shard import Layout, Shard, add, block_of, memory_of
 
 LEASE = 30.0
 LAST_CUT = 1_000_000

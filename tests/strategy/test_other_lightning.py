@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.strategy.refusing import Learner, batches, quiet_trainer, refused
+from tests.support.small import Learner, batches, quiet_trainer, refused
 
 other = pytest.importorskip("pytorch_lightning", reason="the package that is to be told from ours is not installed")
 

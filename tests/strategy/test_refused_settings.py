@@ -13,7 +13,7 @@ from torch import nn
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.settings import LATER
-from tests.strategy.refusing import Learner, assert_clean, assert_refused, batches, layers, quiet_trainer, refused
+from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, quiet_trainer, refused
 
 
 @pytest.mark.parametrize("name", ["stages", "in_flight"])

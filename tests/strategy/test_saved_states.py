@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.group import Group
 from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
+from lightning_hetpipe.workers.group import Group
 from tests import oracle
 from tests.exact.running import fit
-from tests.models import mlp, vectors
-from tests.strategy.test_group import SECONDS, Pair
+from tests.support.models import mlp, vectors
+from tests.workers.test_group import SECONDS, Pair
 
 PLUGIN = "MixedPrecision"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.namespaces import Machine, Unavailable, network
+from tests.support.namespaces import Machine, Unavailable, network
 
 
 @pytest.fixture

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetpipe.server import grpc_transport
-from lightning_hetpipe.server.frames import Answer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import decode
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.transport import TIMEOUT
-from lightning_hetpipe.strategy import entrance, lifeline
-from lightning_hetpipe.strategy.servers import COORDINATOR, TOKEN
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.servers import COORDINATOR, TOKEN
+from lightning_hetpipe.server.protocol.messages import decode
+from lightning_hetpipe.server.transport import grpc_channel
+from lightning_hetpipe.server.transport.frames import Answer
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.interface import TIMEOUT
+from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
 
 PATIENCE = 60.0
@@ -83,7 +84,7 @@ def do(what: str) -> None:
                 os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
             until(lambda: not others(), "the others do not end")
         case "garbage":
-            told = lifeline.told()
+            told = parent_watch.told()
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
         case _:
             raise ValueError(what)
@@ -150,7 +151,7 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             until(there, f"the others are not yet {what}")
 
-    class Exchange(grpc_transport._Exchange):
+    class Exchange(grpc_channel._Exchange):
         """The fault comes when half of the request's body has been sent, or has been shown to the server where it lies;
         or when none of the reply's has been read."""
 
@@ -180,5 +181,5 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             return super().take(befallen())
 
-    vars(entrance)["GrpcChannel"] = Channel
-    vars(grpc_transport)["_Exchange"] = Exchange
+    vars(join_handshake)["GrpcChannel"] = Channel
+    vars(grpc_channel)["_Exchange"] = Exchange

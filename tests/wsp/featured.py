@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
-from tests.models import CLASSES
+from tests.support.models import CLASSES
 
 
 class Rows(Dataset[Any]):

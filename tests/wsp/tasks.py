@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests import models
-from tests.models import CLASSES, Learner, Task, decay, mlp, sgd
 from tests.oracle import Recipe
+from tests.support import models
+from tests.support.models import CLASSES, Learner, Task, decay, mlp, sgd
 
 
 class Sums(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.server.process.server_process import ServerProcess
 from tests import oracle
 from tests.oracle import Run
 from tests.wsp.launch import Job, each_started, run, run_all, start
@@ -110,7 +110,7 @@ def test_slurm_requeues_at_a_cut(tmp_path: Path) -> None:
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
-    with ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0}) as server:
+    with ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0}) as server:
         job = Job(tmp_path, more={"wsp": {"servers": [server.address]}, "fault": (0, 2, "SIGUSR1")})
         job.more["trainer"] = {"default_root_dir": str(tmp_path), "max_epochs": 1}
         told = {

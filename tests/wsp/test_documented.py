@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import Machine, finished
+from tests.support.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS
 
 DOCUMENT = (ROOT / "docs" / "several-machines.md").read_text()
@@ -21,8 +21,8 @@ DOCUMENT = (ROOT / "docs" / "several-machines.md").read_text()
 PROGRAMS = {
     "python": "",
     "torchrun": "-m torch.distributed.run",
-    "hetpipe-train": "-m lightning_hetpipe.cli.train",
-    "hetpipe-server": "-m lightning_hetpipe.cli.server",
+    "hetpipe-train": "-m lightning_hetpipe.cli.hetpipe_train",
+    "hetpipe-server": "-m lightning_hetpipe.cli.hetpipe_server",
 }
 """The commands of an environment, as this interpreter's."""
 

@@ -17,20 +17,20 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.client import ServersSilent
-from lightning_hetpipe.server.grpc_server import GrpcServer
-from lightning_hetpipe.server.grpc_transport import GrpcChannel
-from lightning_hetpipe.server.messages import Fetch, Gather, Leave, Message, decode
-from lightning_hetpipe.server.protocol import PeerFailed
-from lightning_hetpipe.server.rooms import Rooms
-from lightning_hetpipe.server.security import Security
-from lightning_hetpipe.server.service import Service
-from lightning_hetpipe.server.supervisor import ServerLost
-from lightning_hetpipe.server.transport import STATUS, TIMEOUT
-from lightning_hetpipe.strategy import entrance, group
-from lightning_hetpipe.strategy.group import Group
-from lightning_hetpipe.strategy.pieces import gather_in_pieces
-from lightning_hetpipe.strategy.servers import Found
+from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.server.process.client import ServersSilent
+from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.process.sessions import Rooms
+from lightning_hetpipe.server.process.supervisor import ServerLost
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Message, decode
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
+from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.workers import group, join_handshake
+from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.large_gathers import gather_in_pieces
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5
@@ -84,7 +84,7 @@ def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -
                 before(decode(header))
             return super().call(method, header, body, into, timeout)
 
-    monkeypatch.setattr(entrance, "GrpcChannel", Channel)
+    monkeypatch.setattr(join_handshake, "GrpcChannel", Channel)
 
 
 def gathers(index: int, address: str) -> list[Any]:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.namespaces import Machine, finished
-from tests.strategy.launching.meeting import stated
+from tests.launch.launching.meeting import stated
+from tests.support.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS, Job
 from tests.wsp.test_exact import check, expected
 

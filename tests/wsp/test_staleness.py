@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.rules.waves import global_staleness
-from lightning_hetpipe.server import decisions
-from lightning_hetpipe.server.decisions import Decision, Granted, Pushed
-from lightning_hetpipe.server.process import ServerProcess
+from lightning_hetpipe.server.process.server_process import ServerProcess
+from lightning_hetpipe.server.protocol import decisions
+from lightning_hetpipe.server.protocol.decisions import Decision, Granted, Pushed
 from tests import oracle
 from tests.server.test_decisions import check_distances, check_staleness
 from tests.wsp.launch import Job, run_all
@@ -33,7 +33,7 @@ def test_a_fast_virtual_worker_runs_d_waves_ahead_and_no_further(
 ) -> None:
     """Virtual worker 1 is held in its second minibatch until 0 has done all that it can do alone: D + 1 waves."""
     log = tmp_path / "decisions.jsonl"
-    with ServerProcess("lightning_hetpipe.server.rooms:Rooms", {"lease": 30.0, "log": str(log)}) as server:
+    with ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0, "log": str(log)}) as server:
         monkeypatch.setenv("HETPIPE_TOKEN", server.security.token or "")
         jobs = []
         for distance in (1, 2, 3):

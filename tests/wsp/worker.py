@@ -27,8 +27,8 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder, make_trainer
-from tests.models import Learner
 from tests.oracle import State
+from tests.support.models import Learner
 from tests.wsp import faults
 from tests.wsp.tasks import TASKS
 

@@ -1,0 +1,85 @@
+"""Modules that the user has compiled: by ``torch.compile``, looked through, as stages run layers of their own; by
+``torch.jit``, run as they are, and refused where stages would have to run them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private import COMPILED_CALL, behind_compile, call_uncompiled
+
+
+def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
+    """Lets compiled modules in ``root`` run as they were written, until the redirects are removed; warns of it.
+
+    Unless ``stages_compile`` their layers, in which case it changes little.
+
+    Frozen ones stay compiled: they are no pieces.
+    """
+    found = {name: module for name, module in root.named_modules() if name and is_looked_through(module)}
+    if found:
+        instead = (
+            "stages compile its layers themselves, as compile says, and evaluation runs them as they were written"
+            if stages_compile
+            else "its layers run as they were written, not compiled, unless you set compile=True"
+        )
+        warnings.warn(
+            f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, {instead}", stacklevel=2
+        )
+    return [
+        Redirect(module, COMPILED_CALL, _call) if behind_compile(module) is None else Redirect(module, "forward", _run)
+        for module in found.values()
+    ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gives, or was compiled in place."""
+    return behind_compile(module) is not None or vars(module).get(COMPILED_CALL) is not None
+
+
+def is_looked_through(module: nn.Module) -> bool:
+    return is_compiled(module) and any(p.requires_grad for p in module.parameters())
+
+
+def refuse_compiled(name: str, layer: nn.Module) -> None:
+    """Refuses a compiled module inside layer ``name`` of an ``nn.Sequential``, of which stages run copies."""
+    if any(behind_compile(module) is not None for module in layer.modules()):
+        raise SettingError(
+            f"layer '{name}' holds a module that is compiled by torch.compile, whose copies in stages would be compiled"
+            " again; compile the whole nn.Sequential, which is looked through, or none of it"
+        )
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether it is what ``torch.jit.script``, ``trace`` or ``load`` gives."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def refuse_scripted(name: str, module: nn.Module) -> None:
+    """Refuses TorchScript in module ``name``, which stages would run, or which has parameters that are trained.
+
+    Its attributes lie where copies do not share them and no change of them is seen, and so do its parameters.
+    """
+    for path, part in module.named_modules(prefix=name):
+        if is_scripted(part):
+            inside = f" inside the pipelined module '{name}'" if path != name else " that is trained"
+            raise SettingError(
+                f"'{path}' is a TorchScript module (of torch.jit){inside}, of which a pipeline can keep no versions;"
+                " use the nn.Module that it was made from, let training_step itself call it with its parameters"
+                " frozen, or set stages=1 and in_flight=1"
+            )
+
+
+def _call(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+    return call_uncompiled(redirect.owner, *args, **kwargs)
+
+
+def _run(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+    behind = behind_compile(redirect.owner)
+    assert behind is not None
+    return behind(*args, **kwargs)

@@ -1,0 +1,148 @@
+"""What the live layers are, beside their weights and buffers: stages hold copies, which must not fall behind."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.torch_private import contents, has_hooks, version_counter
+
+
+class Form:
+    """The form of ``pieces`` when last taken: their modules, parameters, buffers, hooks and plain attributes."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces
+        self.names = [piece.name for piece in pieces]
+        self.take()
+
+    def take(self) -> None:
+        """The layers are as they should be now."""
+        self._seen = list(self._now())
+        self._modules = [module for piece in self.pieces for module in piece.module.modules()]
+        self._beside = list(self._found_beside())
+        self._contents = self._held()
+        self._parameters = [_parameters(piece) for piece in self.pieces]
+
+    def with_own_parameters(self, piece: int) -> bool:
+        """Whether piece number ``piece`` holds its own parameters now, and not some that stand in for them."""
+        return _parameters(self.pieces[piece]) == self._parameters[piece]
+
+    def changed(self) -> str | None:
+        """The name of what has changed since :meth:`take`; None if nothing has."""
+        held = self._held()
+        if all(map(_identical, held, self._contents)):
+            return None
+        for (path, thing), one, other in zip(self._beside, held, self._contents, strict=False):
+            if not _identical(one, other):
+                return path if isinstance(thing, Tensor) else f"{path}.{_different(thing, one, other)}"
+        now = list(self._now())
+        for (path, *parts, attributes), (_, *parts_before, attributes_before) in zip(now, self._seen, strict=False):
+            if parts != parts_before:
+                return str(path)
+            if name := changed_attribute(attributes_before, attributes):
+                return f"{path}.{name}"
+        if len(now) != len(self._seen):
+            return self.pieces[-1].name
+        self._contents = held  # other objects, which are equal
+        return None
+
+    def _held(self) -> list[tuple[Any, ...]]:
+        """All that may tell of a change, quick to compare: first of things beside the modules, then of each module."""
+        beside = [
+            (_SMALL.setdefault(version_counter(thing), version_counter(thing)),)
+            if isinstance(thing, Tensor)
+            else (*vars(thing), *vars(thing).values())
+            for _, thing in self._beside
+        ]
+        return beside + [contents(module) for module in self._modules]
+
+    def _found_beside(self) -> Iterator[tuple[str, Any]]:
+        """What modules hold in plain attributes and may be changed in place: tensors, and objects (configurations)."""
+        seen: set[int] = set()
+        for piece in self.pieces:
+            for name, module in piece.module.named_modules():
+                for attribute, value in plain_attributes(module).items():
+                    if id(value) not in seen and (isinstance(value, Tensor) or _is_plain_object(value)):
+                        seen.add(id(value))
+                        yield ".".join(part for part in (piece.name, name, attribute) if part), value
+
+    def modes(self) -> list[bool]:
+        """Which modules are being trained, and which evaluated."""
+        return [module.training for module in self._modules]
+
+    def other_mode(self, modes: list[bool]) -> str | None:
+        """The name of a module whose mode is not that of ``modes``, if there is one."""
+        for module, training in zip(self._modules, modes, strict=True):
+            if module.training is not training:
+                return next(
+                    f"{piece.name}.{name}" if name else piece.name
+                    for piece in self.pieces
+                    for name, part in piece.module.named_modules()
+                    if part is module
+                )
+        return None
+
+    def follow(self) -> None:
+        """Captures graphs anew, and refuses changes that copying the layers anew does not answer.
+
+        Raises:
+            SettingError: for layers that were replaced, and for hooks.
+        """
+        for piece in self.pieces:
+            if piece.captured is not None:
+                refuse_hooks(piece.name, piece.module)
+                piece.captured.capture_again()
+                continue
+            now = piece.modules_of_layers()
+            for name, module in now:
+                refuse_hooks(name, module)
+            if [module for _, module in now] != [layer.module for layer in piece.layers]:
+                raise SettingError(
+                    f"layers of '{piece.name}' were added, removed or replaced after the first minibatch, which has"
+                    " shown the pipeline what there is; do it before fit, or in setup or configure_model"
+                )
+
+    def _now(self) -> Iterator[tuple[Any, ...]]:
+        for piece in self.pieces:
+            for name, module in piece.module.named_modules(remove_duplicate=False):
+                parameters = [(key, id(value)) for key, value in module.named_parameters(recurse=False)]
+                buffers = [key for key, _ in module.named_buffers(recurse=False)]  # exchanged ones are read anew
+                graph = None
+                if piece.captured is not None:  # which holds these tensors, and has been made for this mode
+                    graph = (module.training, [id(buffer) for buffer in module.buffers(recurse=False)])
+                hooks = module is not piece.module and has_hooks(module)
+                path = f"{piece.name}.{name}" if name else piece.name
+                yield path, id(module), parameters, buffers, hooks, graph, attributes_with_contents(module)
+
+
+_SMALL: dict[int, int] = {}
+"""One object for each number, so that counters, too, are compared by identity."""
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of a user's that holds settings: no module, function, class, or torch's or Python's."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins", "lightning", "lightning_hetpipe", "enum")
+
+
+def _different(thing: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """The name of the first attribute of ``thing`` in which two states of it differ."""
+    now, before = (dict(zip(state[: len(state) // 2], state[len(state) // 2 :], strict=True)) for state in (one, other))
+    return next((name for name in (*now, *before) if now.get(name, thing) is not before.get(name, thing)), "attributes")
+
+
+def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _parameters(piece: Piece) -> list[int]:
+    return [id(parameter) for parameter in piece.module.parameters()]

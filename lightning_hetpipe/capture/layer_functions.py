@@ -1,0 +1,229 @@
+"""A captured graph, cut into one function for each layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
+from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
+from lightning_hetpipe.pipeline.random.generators import drawn
+from lightning_hetpipe.torch_private import OperatorOverload, arguments_of, outputs_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of one graph.
+
+    Attributes:
+        call: What its group is called.
+        name: Its path in the LightningModule; the second layer of that path is marked with ":2".
+        kind: The class of the module at that path.
+        own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
+        changes: Those of them that it changes in place.
+        graph: What it computes.
+    """
+
+    call: str | None
+    name: str
+    kind: str
+    own: Sequence[str]
+    changes: Sequence[str]
+    graph: LayerGraph
+
+
+def parts(
+    graph: fx.GraphModule,
+    module: nn.Module,
+    name: str,
+    device: torch.device,
+    calls: Sequence[str | None] | None = None,
+) -> list[Part] | None:
+    """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs.
+
+    Args:
+        graph: What it was captured as.
+        module: The captured module.
+        name: Its path.
+        device: Where it was captured.
+        calls: What the groups of another graph of it are called, like which this one is to be cut.
+
+    Returns:
+        None if it cannot be cut so.
+    """
+    whole = groups(graph.graph, module)
+    found = whole if calls is None else alike(whole, calls)
+    if found is None:
+        return None
+    layer = {node: index for index, group in enumerate(found) for node in group.nodes}
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    last = len(found) - 1
+    until = {
+        node: max((layer.get(user, last) for user in node.users if user.op != "call_module"), default=-1)
+        for node in (*inputs, *layer)
+    }
+    firsts = {id(part): path for path, part in module.named_modules()}
+    owners = {path: firsts[id(part)] for path, part in module.named_modules(remove_duplicate=False)}
+    ordinals: dict[str, int] = {}
+    names: dict[str, int] = {}
+    given: list[fx.Node] = inputs
+    made: list[Part] = []
+    for index, group in enumerate(found):
+        kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
+        path = ".".join(part for part in (name, group.block) if part)
+        names[path] = names.get(path, 0) + 1
+        maker = _Maker(graph, given, group, name, owners, ordinals, device)
+        made_of = (tuple(kept), None) if index < last else (output.args[0], outputs_of(graph))
+        kind = type(module.get_submodule(group.block)).__name__
+        made.append(
+            Part(
+                group.call,
+                path if names[path] == 1 else f"{path}:{names[path]}",
+                kind,
+                maker.own,
+                list(changed_buffers(group.nodes)),
+                maker.graph(*made_of),
+            )
+        )
+        given = kept
+    return made
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where ``module`` is captured: where its tensors are."""
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def at(graph: nn.Module, path: str) -> Any:
+    """What ``graph`` holds at ``path``."""
+    return functools.reduce(getattr, path.split("."), graph)
+
+
+class _Maker:
+    """Makes the function of one group: takes the device, the group's own tensors and the values ``given``."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        given: Sequence[fx.Node],
+        group: Group,
+        name: str,
+        owners: Mapping[str, str],
+        ordinals: dict[str, int],
+        device: torch.device,
+    ) -> None:
+        self.own: list[str] = []
+        self._regions: list[fx.GraphModule] = []
+        self._name = name
+        self._owners = owners  # the first path of the module at each, as a shared one has several
+        self._ordinals = ordinals
+        self._captured_on = device
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        found = {str(node.target): node for node in _attributes(group)}
+        held = {path: at(graph, path) for path in found}
+        for path, region in held.items():
+            if isinstance(region, fx.GraphModule):  # such as what runs under torch.no_grad()
+                self._new[found[path]] = self._graph.placeholder(f"region_{len(self._regions)}")
+                self._regions.append(region)
+        self._device = self._graph.placeholder("device")
+        for path in found:
+            if not isinstance(held[path], fx.GraphModule):
+                self._new[found[path]] = self._graph.placeholder(f"own_{len(self.own)}")
+                self.own.append(path)
+        for region in self._regions:
+            self._prepare(region)
+        for node in given:
+            self._new[node] = self._graph.placeholder(f"given_{node.name}")
+        for node in group.nodes:
+            self._new[node] = self._copied(node)
+
+    def graph(self, result: Any, outputs: Any = None) -> LayerGraph:
+        self._graph.output(self._mapped(result))
+        self._graph.lint()
+        return LayerGraph(fx.GraphModule({}, self._graph), self._regions, outputs)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        args, kwargs = self._mapped(node.args), self._mapped(_with_dtype(node))
+        target: Any = node.target
+        if _may_draw(node):
+            target, args = drawn, (*self._draw(node), *args)
+        return self._graph.call_function(target, args, kwargs)
+
+    def _draw(self, node: fx.Node) -> tuple[Any, ...]:
+        """What :func:`drawn` takes before the arguments of ``node``, a random operation."""
+        owner = self._owners.get(path_of(node), path_of(node))
+        path = ".".join(part for part in (self._name, owner) if part)
+        ordinal = self._ordinals.get(path, 0)
+        self._ordinals[path] = ordinal + 1
+        return path, ordinal, node.target
+
+    def _prepare(self, region: fx.GraphModule) -> None:
+        """Lets the operations of a region draw, and make new tensors, as the others do."""
+        for part in region.modules():
+            if isinstance(part, fx.GraphModule):
+                self._place(part.graph)
+                for node in filter(_may_draw, list(part.graph.nodes)):
+                    node.args, node.target = (*self._draw(node), *node.args), drawn
+                part.recompile()
+
+    def _place(self, graph: fx.Graph) -> None:
+        """Lets the operations of a region make tensors where the layer is."""
+        nodes = list(graph.nodes)
+        with graph.inserting_before(next(node for node in nodes if node.op != "placeholder")):
+            place = graph.call_function(here)
+
+        def placed(value: Any) -> Any:
+            return place if isinstance(value, torch.device) and value == self._captured_on else value
+
+        for node in nodes:
+            node.args, node.kwargs = map_aggregate(node.args, placed), map_aggregate(_with_dtype(node), placed)
+
+    def _mapped(self, value: Any) -> Any:
+        return map_aggregate(value, self._mapped_leaf)
+
+    def _mapped_leaf(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._new[value]
+        # A tensor that the graph makes or moves to where it was captured belongs where the layer is.
+        return self._device if isinstance(value, torch.device) and value == self._captured_on else value
+
+
+def _attributes(group: Group) -> Iterator[fx.Node]:
+    nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
+    return iter(nodes)
+
+
+def _with_dtype(node: fx.Node) -> dict[str, Any]:
+    """The keywords of ``node``, with the dtype of the tensor that it makes of none, where it names none.
+
+    That would be the default dtype of the process, which need not be the one of ``training_step`` while a stage runs.
+    """
+    made, target = node.meta.get("val"), node.target
+    if not isinstance(made, Tensor) or not isinstance(target, OperatorOverload) or node.kwargs.get("dtype") is not None:
+        return dict(node.kwargs)
+    takes_dtype = any(name == "dtype" for name, *_ in arguments_of(target))
+    takes_tensors = any(s.op == "get_attr" or isinstance(s.meta.get("val"), Tensor) for s in node.all_input_nodes)
+    return {**node.kwargs, "dtype": made.dtype} if takes_dtype and not takes_tensors else dict(node.kwargs)
+
+
+_INACTIVE = {
+    torch.ops.aten.dropout.default: lambda x, p, train: not train or p == 0,
+    torch.ops.aten.feature_dropout.default: lambda x, p, train: not train or p == 0,
+    torch.ops.aten.scaled_dot_product_attention.default: lambda q, k, v, mask=None, p=0.0, *_, **__: p == 0,
+}
+
+
+def _may_draw(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    target: Any = node.target
+    inactive: Any = _INACTIVE.get(target)
+    return inactive is None or not inactive(*node.args, **node.kwargs)

@@ -1,0 +1,106 @@
+"""Runs a layer's forward and backward on a scratch copy, to be timed: no weight, buffer or random state is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.random.generators import Chance, attach
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
+from lightning_hetpipe.pipeline.weight_stash import copy_of
+from lightning_hetpipe.planning.model.timing import layer_times
+
+
+def measure(
+    pieces: Sequence[Piece],
+    chance: Chance,
+    default_dtype: torch.dtype | None,
+    device: torch.device,
+    backward: bool = True,
+    tick: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs.
+
+    Without ``backward``, forward only, in the mode of gradients that holds here. After each layer in each round,
+    ``tick`` is called.
+    """
+    state = ProcessState.current()
+    try:
+        return layer_times(
+            [
+                (each.run if backward else each.infer)
+                for piece in pieces
+                for layer, value in zip(piece.layers, piece.inputs, strict=True)
+                for each in [Rehearsal(layer, value, piece, chance, default_dtype, device)]
+            ],
+            tick=tick,
+        )
+    finally:
+        state.restore()
+
+
+class Rehearsal:
+    """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        value: Value,
+        piece: Piece,
+        chance: Chance,
+        default_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        there = all(tensor.device == device for tensor in [*layer.module.parameters(), *layer.module.buffers()])
+        self.scratch = copy_of(layer.module, None if there else device)
+        self.device = device
+        self._call = attach(self.scratch, layer.name)
+        self._parameters = list(self.scratch.parameters())
+        self._value, self._piece, self._chance, self._default_dtype = value, piece, chance, default_dtype
+
+    def infer(self) -> None:
+        """A forward, in the mode of gradients that holds here."""
+        self._forward([move(tensor, self.device).clone() for tensor in self._value.tensors])
+        self._wait()
+
+    def run(self) -> None:
+        """Forward and backward."""
+        inputs, own = self.inputs()
+        self.backward(inputs, self.forward(own))
+
+    def inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh leaves, and copies of them for :meth:`forward`, since a layer may change what it is given."""
+        leaves = self._value.leaves(self.device)
+        with torch.enable_grad():
+            return leaves, [tensor.clone() for tensor in leaves]
+
+    def forward(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a forward in training."""
+        with torch.enable_grad():
+            outputs = tensors_of(self._forward(own))
+        self._wait()
+        return outputs
+
+    def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the leaves ``inputs``, and then of the weights."""
+        with torch.enable_grad():
+            ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
+            found = gradients(outputs, ones, [*inputs, *self._parameters])
+        self._wait()
+        return found
+
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+        with self._chance.minibatch(0), self._piece.autocast.opened(), creating(self._default_dtype):
+            return self._call(self._value.tree(tensors))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

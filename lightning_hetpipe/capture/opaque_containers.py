@@ -1,0 +1,62 @@
+"""Objects that hold tensors: dataclasses, which stages learn to take apart, and others, where they would find none."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.torch_private import pytree
+
+
+def stranger_in(value: Any) -> Any | None:
+    """The first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts; None if none is.
+
+    Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as
+    Hugging Face's outputs are). Dataclasses are registered here, if their fields are all that there is of them.
+    """
+    while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
+        for each in classes:
+            torch.export.register_dataclass(each)
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, Tensor) and _holds_tensors(leaf, set()):
+            return leaf
+    return None
+
+
+def _is_plain_dataclass(item: Any) -> bool:
+    """Whether ``item`` can be made again from its fields."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
+        return False
+    fields = {field.name for field in dataclasses.fields(item)}
+    return (
+        set(inspect.signature(type(item)).parameters) == fields
+        and set(getattr(item, "__dict__", ())) <= fields
+        and _holds_tensors(item, set())
+    )
+
+
+def _holds_tensors(item: Any, seen: set[int]) -> bool:
+    if isinstance(item, Tensor):
+        return True
+    if id(item) in seen or isinstance(item, (str, bytes, type)) or callable(item):
+        return False
+    seen.add(id(item))
+    return any(_holds_tensors(part, seen) for part in _parts(item))
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (tuple, list, set, frozenset)):
+        yield from item
+    yield from getattr(item, "__dict__", {}).values()
+    for owner in type(item).__mro__:
+        slots = vars(owner).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                yield getattr(item, name)

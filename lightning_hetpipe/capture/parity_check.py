@@ -1,0 +1,179 @@
+"""Captures a piece, and compares its graph with the module itself: both must give the very same values.
+
+They are compared on the call that was watched, and again wherever a graph may have fallen behind: when Python values
+that it has frozen have changed, when a graph was made for inputs of another kind, at minibatches 2, 4, 8, and so on,
+and at the first of each epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
+from lightning_hetpipe.capture.stand_ins import on_one_device
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.values import Value, equal
+from lightning_hetpipe.pipeline.weight_stash import copy_of
+from lightning_hetpipe.torch_private import pytree
+
+IN_VAIN = 20
+"""After how many comparisons that changed values caused, and that found no difference, a warning says so."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The watched call of a piece.
+
+    Attributes:
+        given: What it was given: (args, kwargs).
+        buffers: Copies of its buffers from before.
+        gave: What it gave.
+        frozen: What it may have read of Python outside itself.
+    """
+
+    given: Value
+    buffers: dict[str, Tensor]
+    gave: Value
+    frozen: FrozenValues
+
+
+def capture(piece: Piece, call: Call, chance: Chance, minibatch: int) -> None:
+    """Gives ``piece`` its layers, and what each of them was given in the watched call.
+
+    Raises:
+        SettingError: if it cannot be captured, or if its graph gives other values than the module itself.
+    """
+    args, kwargs = call.given.tree(call.given.tensors)
+    piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, call.frozen)
+    piece.layers = piece.captured.layers
+    value = piece.value(args, kwargs)
+    found, piece.inputs = _run_graph(piece, value, call.buffers, chance, minibatch)
+    if not equal_outputs(found, call.gave):
+        raise SettingError(
+            f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so that"
+            " the module depends on something that the graph does not see, such as an attribute that forward reads and"
+            " others set; make it a buffer or an argument, or call the module's parts from training_step"
+        )
+    piece.captured.take_equal(value)
+
+
+def compare(
+    piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]], value: Any, chance: Chance, minibatch: int | str
+) -> None:
+    """Compares the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
+
+    Args:
+        piece: A captured one.
+        given: What the module is given: (args, kwargs).
+        value: What its first layer is given for it.
+        chance: The run's random numbers.
+        minibatch: The minibatch, whose random numbers both draw; the name of an evaluation's batch.
+
+    Raises:
+        SettingError: if they give other values, and the module gives the same when it is run twice.
+    """
+    captured, module = piece.captured, piece.module
+    assert captured is not None
+    changed = captured.changed(value)
+    inputs = Value.of(given)
+    with captured.alone(), attributes_restored(module), on_one_device(module, captured.device, filled=True):
+        buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
+
+        def run() -> tuple[Value, Way]:
+            args, kwargs = inputs.tree(inputs.leaves(captured.device))
+            try:
+                with chance.watch({piece.name: module}, minibatch), captured.frozen.noted():
+                    gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
+            finally:
+                with torch.no_grad():
+                    for path, buffer in module.named_buffers():
+                        if not equal(buffer, buffers[path]):  # to write what it has would count as a change of it
+                            buffer.copy_(buffers[path])
+            return Value.of(gave), Way.of(inputs, gave)
+
+        gave, way = run()
+        found, _ = _run_graph(piece, value, buffers, chance, minibatch)
+        other = None if equal_outputs(found, gave) else "values"
+        if other is None and changed is not None and way.differs(captured.way(value)):
+            other = "gradients"
+        if other is not None and _equal_ways((gave, way), run()):
+            batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
+            raise SettingError(
+                f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
+                f" forward reads from Python outside the module: {changed or 'something'} changed after it was"
+                " captured; give it to the module as a tensor argument, or keep it in a buffer of the module's"
+            )
+    captured.take_equal(value, way)
+    captured.in_vain += changed is not None
+    if changed is not None and captured.in_vain == IN_VAIN:
+        rank_zero_warn(
+            f"{IN_VAIN} times Python values changed that the forward of '{piece.name}' may read, last {changed}, and"
+            " the module computed what its graph computes; each time the pipeline stops to compare both, which is slow;"
+            " let forward read no values that change all the time, or set them less often"
+        )
+
+
+def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:
+    return equal_outputs(one[0], other[0]) and one[1] == other[1]
+
+
+def _run_graph(
+    piece: Piece, value: Any, buffers: dict[str, Tensor], chance: Chance, minibatch: int | str
+) -> tuple[Value, list[Value]]:
+    """What the layers of ``piece`` make of ``value``, starting from ``buffers``; and what each of them is given."""
+    inputs: list[Value] = []
+    with chance.minibatch(minibatch), piece.autocast.opened():
+        for layer in piece.layers:
+            # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
+            with torch.enable_grad():
+                own = graph_layer(layer)
+                scratch = copy_of(own, None)
+                _set_buffers(scratch, buffers)
+                inputs.append(Value.of(value))
+                found = Value.of(scratch(inputs[-1].tree(inputs[-1].leaves(own.device))))
+                del scratch
+            value = found.tree(found.leaves(own.device))
+    return found, inputs
+
+
+def evaluated(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the module of ``piece``, a captured one, gives by itself, on the device on which it was captured."""
+    captured, module = piece.captured, piece.module
+    assert captured is not None
+    own_args, own_kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(captured.device), (args, kwargs))
+    with on_one_device(module, captured.device, filled=True), captured.frozen.noted():
+        return module.forward(*own_args, **own_kwargs)
+
+
+def equal_outputs(found: Value, gave: Value) -> bool:
+    """Whether tensors, numbers and text in both are the same."""
+    tensors = len(found.tensors) == len(gave.tensors) and all(map(_same, found.tensors, gave.tensors))
+    return tensors and len(found.others) == len(gave.others) and all(map(_alike, found.others, gave.others))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two parts of an output are, as far as they are numbers and text: of tensors, others see to these."""
+    if not isinstance(one, PLAIN) and not isinstance(other, PLAIN):
+        return True
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _set_buffers(layer: GraphLayer, buffers: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for path, buffer in buffers.items():
+            if (held := layer.held(path)) is not None:
+                held.copy_(buffer)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and equal(one, other.to(one.device))

@@ -1,0 +1,106 @@
+"""Plain attributes of modules, which no ``state_dict`` knows: copies of a layer in stages do not share them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.computed_weights import computed_names
+from lightning_hetpipe.pipeline.random import generators
+from lightning_hetpipe.redirect import Redirect
+
+_ABSENT = object()
+PLAIN = (int, float, complex, str, bytes, bool, type(None))
+# What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
+_TORCHS_OWN = {
+    name
+    for owner in (nn.Module(), nn.RNN(1, 1, device="meta"), nn.Module)
+    for name in vars(owner)
+    if name.startswith("_") or name == "training"
+}
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The entries of ``vars(module)`` that a user's code may set.
+
+    Left out are parameters, buffers, submodules, hooks and what else ``nn.Module`` keeps for itself, ``training``, and
+    tensors that ``torch.nn.utils`` computes from parameters (``weight`` from ``weight_g`` and ``weight_v``). Where an
+    object of ours stands in for a method, what it has replaced is given.
+    """
+    computed = computed_names(module)
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        value = _behind_stand_ins(name, value)
+        if value is _ABSENT or name in _TORCHS_OWN or name in computed:
+            continue
+        found[name] = value
+    return found
+
+
+def attributes_with_contents(module: nn.Module) -> dict[str, Any]:
+    """``plain_attributes``, to be compared: a list, dict, set or deque is given as a tuple of itself and its items."""
+    return {name: with_contents(value) for name, value in plain_attributes(module).items()}
+
+
+def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The name of the first attribute that was added, removed or changed; None if there is none.
+
+    Values are the same if they are the same object, or equal numbers, strings or tuples of such. Others, tensors among
+    them, are never compared with ``==``.
+    """
+    for name in (*before, *after):
+        if not same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
+            return name
+    return None
+
+
+def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
+    """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
+    if changed := changed_attribute(before, attributes_with_contents(module)):
+        raise SettingError(
+            f"layer '{layer}' sets its attribute '{changed}' (of {type(module).__name__}) in forward, which only its"
+            " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
+        )
+
+
+@contextmanager
+def attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Undoes what is done to the attributes of ``module`` and its parts within it, and which buffers they hold."""
+    before = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+    try:
+        yield
+    finally:
+        for held, earlier in before:
+            held.clear()
+            held.update(earlier)
+
+
+def _behind_stand_ins(name: str, value: Any) -> Any:
+    """What a user has put there: chance's and our own stand-ins for methods taken away."""
+    while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
+        replaced = getattr(value, "replaced", None)
+        value = _ABSENT if replaced is None else replaced
+    return value
+
+
+def with_contents(value: Any) -> Any:
+    if isinstance(value, dict):
+        return (value, *value.keys(), *value.values())
+    if isinstance(value, (list, set, deque)):
+        return (value, *value)
+    return value
+
+
+def same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) in PLAIN and bool(one == other)

@@ -1,0 +1,122 @@
+"""hetpipe-plan: which layers to run on which device, how many minibatches in flight, and what to expect of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from lightning_hetpipe.cli.console_script import PLAN
+from lightning_hetpipe.cli.entry import enter, job
+from lightning_hetpipe.cli.error_report import FAILED
+from lightning_hetpipe.cli.plan_inputs import check, cluster_of, of_strategy, profile_of, wanted
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan import profile_file
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.reporting.plots import draw
+from lightning_hetpipe.reporting.timeline import Timeline
+
+_unfit: list[Choice] = []
+"""What a job found that does not fit."""
+
+
+def main() -> None:
+    """The console script.
+
+    Exit codes: 0; 1 where nothing fits, or for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C.
+    """
+    _unfit.clear()
+    enter(_application, PLAN)
+    if _unfit:
+        sys.exit(FAILED)
+
+
+@hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="plan", version_base="1.3")
+def _application(config: DictConfig) -> float | None:
+    """One job of Hydra's; returns the minibatches per second, which sweepers may optimise; None where nothing fits."""
+    return job(run, config)
+
+
+def run(config: DictConfig) -> float | None:
+    """Plans, prints the plan, and leaves ``plan.json`` and a picture in the run's folder.
+
+    Returns:
+        Minibatches per second, simulated; None where nothing fits, in which case there is no ``plan.json``.
+
+    Raises:
+        SettingError: for a setting that is unknown, missing or of the wrong kind.
+    """
+    check(config)
+    asked = wanted(config)
+    measured, optimizer = profile_of(config)
+    cluster, nominal = cluster_of(config, measured)
+    devices = [slot.device for slot in cluster.slots]
+    profile = measured.with_estimates(devices, str(config.precision))
+    choice = best_plan(profile, cluster, optimizer=optimizer, **asked)
+    names = [layer.name for layer in profile.layers]
+    guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
+    given = asked["stages"] is not None
+    distance = of_strategy(config, "wsp.clock_distance", 0)
+    plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
+    remarks = _remarks(choice, profile, cluster.supposed([stage.slot for stage in choice.stages]), given)
+    if of_strategy(config, "compile", False):
+        remarks.append("- strategy.compile is not in these times, which are of layers that are not compiled")
+    print(plan, *remarks, "", sep="\n")
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.profile is None:
+        profile_file.save(measured, folder / "profile.json")
+        print(f"profile  {folder / 'profile.json'}")
+    if not choice.fits:
+        ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+        print(
+            "No plan was found that fits; of those that were, this one lacks the least.",
+            *(["It would fit with"] if ways else []),
+            *ways,
+            sep="\n",
+        )
+        _unfit.append(choice)
+        return None
+    plan.save(folder / "plan.json")
+    print(f"plan     {folder / 'plan.json'}\n{_picture(choice, folder)}")
+    return choice.rate
+
+
+def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_given: bool) -> list[str]:
+    """What the table does not say."""
+    lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
+    why = "so many stages were asked for" if stages_given else "no plan was found that is better with it"
+    lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
+    for base in dict.fromkeys(profile.estimated.values()):
+        names = ", ".join(name for name, other in profile.estimated.items() if other == base)
+        lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")
+        if known(base) is None:
+            lines.append(f"- {base} stands for the fastest of them: their ratios are estimates, seconds are of {base}")
+    return ["", *lines] if lines else []
+
+
+def _named(device: Device, number: int) -> str:
+    return f"{device.name}:{number}"
+
+
+def _picture(choice: Choice, folder: Path) -> str:
+    """Draws the simulated run; a line that says where the picture is, or why there is none."""
+    timeline = Timeline.simulated(choice.simulation, [stage.times for stage in choice.stages], choice.in_flight)
+    try:
+        figure = draw(timeline)
+    except SettingError as error:  # without matplotlib
+        return f"no picture: {error}"
+    figure.savefig(folder / "plan.png")
+    return f"picture  {folder / 'plan.png'}"
+
+
+if __name__ == "__main__":
+    main()

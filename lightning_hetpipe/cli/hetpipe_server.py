@@ -1,0 +1,118 @@
+"""hetpipe-server: a parameter server from a Hydra configuration, until a signal ends it; or what a running one says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from typing import Any, NoReturn
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.cli.console_script import SERVER
+from lightning_hetpipe.cli.entry import enter, job
+from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, report
+from lightning_hetpipe.cli.server_status import laid_out
+from lightning_hetpipe.cli.targets import Signature
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.interface import STATUS, Refused
+from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+
+_COMMANDS = ("serve", STATUS)
+_SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+_SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
+
+
+def main() -> None:
+    """The console script.
+
+    Exit codes: 0; 1 for a failure, such as that nobody answers; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
+    """
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+        sys.argv[1] = f"command={sys.argv[1]}"
+    if _SWEEP.intersection(sys.argv[1:]):
+        refusal = SettingError("-m would start servers one after another; start hetpipe-server once for each address.")
+        sys.exit(report(refusal, started=False, arguments=(), program=SERVER))
+    enter(_application, SERVER)
+
+
+@hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="server", version_base="1.3")
+def _application(config: DictConfig) -> None:
+    job(run, config)
+
+
+def run(config: DictConfig) -> None:
+    """Serves, or asks; prints what a person wants to know. Ends the process where it served.
+
+    Raises:
+        SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
+        Refused, Unreachable: by the server that is asked.
+    """
+    _check(config)
+    security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
+    security.check(config.address)
+    if config.command != STATUS and security.token is None and not is_loopback(split(config.address)[0]):
+        raise SettingError(
+            f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
+            " could call; set it to a long random value, the same for all servers and virtual workers."
+        )
+    if config.command == STATUS:
+        print(laid_out(ask(config.address, security, config.timeout)))
+    else:
+        _serve(config, security)
+
+
+def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
+    """What the server at ``address`` says about itself, within ``timeout`` seconds.
+
+    Raises:
+        SettingError: if address or certificates cannot be used.
+        Refused: if it does not want to, or answers with something else.
+        Unreachable: if nobody answers.
+    """
+    from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
+
+    with closing(GrpcChannel(address, security, shared_memory=False)) as channel:
+        answer = channel.call(STATUS, b"", timeout=timeout)
+    try:
+        status = json.loads(answer)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        raise Refused(f"the server at {address} answered with no status; is it of this release?")
+    return status
+
+
+def _serve(config: DictConfig, security: Security) -> NoReturn:
+    from lightning_hetpipe.server.process.running import end, serve
+
+    handler: Any = built(config, "service", object)
+
+    def ready(address: str) -> None:
+        if security.token is None:
+            print(
+                "hetpipe-server: HETPIPE_TOKEN is not set, so that any user of this machine may connect; set it to a"
+                " long random value, the same for all servers and virtual workers.",
+                file=sys.stderr,
+                flush=True,
+            )
+        print(f"hetpipe-server: serving {address}; Ctrl-C ends it.", flush=True)
+
+    end(_SIGNALS.get(serve(handler, config.address, security, ready), 0))
+
+
+def _check(config: DictConfig) -> None:
+    config_checks.check(config, SERVER, needs=())
+    if not isinstance(config.address, str):
+        raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
+    if config.timeout <= 0:
+        raise SettingError(f"timeout={config.timeout} must be a number of seconds above 0.")
+    security: Any = OmegaConf.to_container(config.security, resolve=True)
+    config_checks.check_arguments("security", security, Signature.of(Security), "security")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Starting the processes of a launch: virtual workers, servers, ranks, and their ends."""

@@ -1,0 +1,305 @@
+"""The other virtual workers of this node, as the process that started them sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.lost_workers import losses, say
+from lightning_hetpipe.server.process import parent_death
+from lightning_hetpipe.server.process.server_process import how
+
+UNTIL_SAID = 10.0
+"""Seconds of a wait for children that go on after this process, until a person is told of it."""
+
+OnEnd = Callable[[int, int], None]
+"""Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
+
+# What ends a process because another one failed, or because somebody wanted it so, explains nothing.
+_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
+
+_LOOK = 0.05  # seconds between looks at what children that are to end have said
+
+
+@dataclass(eq=False)
+class Child:
+    """One virtual worker's process, our end of its lifeline, and what it has said there.
+
+    Attributes:
+        local: Its number on this node.
+        worker: Its number among all.
+        arrived: It has come as far as `Launcher.launch`. Before, an interrupt would show where it was instead.
+        error: The exception that ends it, in words that are the same in every process.
+        said: What it would have printed about that.
+        leaving: Its program is over.
+    """
+
+    local: int
+    worker: int
+    process: subprocess.Popen[bytes]
+    lifeline: socket.socket
+    arrived: bool = False
+    error: str | None = None
+    said: str = ""
+    leaving: bool = False
+    unread: bytes = b""
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.process.pid})"
+
+    @property
+    def name(self) -> str:
+        return f"virtual worker {self.worker}"
+
+    def tell(self, signum: int) -> None:
+        """Sends it a signal; SIGINT to all processes of its session, as a terminal does.
+
+        Who is interrupted while it waits for a DataLoader worker does not end that one in good time: its exception
+        holds the iterator. The worker has to be interrupted itself, or it dies with its temporary files left behind.
+        """
+        if signum != signal.SIGINT:
+            self.process.send_signal(signum)
+        elif self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.process.pid, signum)
+
+    def listen(self) -> None:
+        """Takes in what it has said so far; to be called by one thread at a time."""
+        with contextlib.suppress(OSError):
+            while part := self.lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
+                self.unread += part
+        *lines, self.unread = self.unread.split(b"\n")
+        for said in map(json.loads, lines):
+            if "leaving" in said:
+                self.leaving = True
+            elif "arrived" in said:
+                self.arrived, self.error, self.said = True, None, ""
+            else:  # what comes after an error, while that ends the process, follows from it
+                self.error, self.said = self.error or said["error"], self.said or said["said"]
+
+
+class Children:
+    """Starts a node's further virtual workers, watches them, and ends with all of them ended.
+
+    Nothing is ended because one of them died: that is a loss, and told to whoever ``watch`` named.
+    """
+
+    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0) -> None:
+        """Starts them.
+
+        Args:
+            command: What each of them runs.
+            folder: Where it starts.
+            processes: All virtual workers of the node; this process is number 0.
+            first: Its number among those of all nodes.
+        """
+        self.processes = processes
+        self._first = first
+        self.pid = os.getpid()
+        self.failures: dict[int, int] = {}
+        self.over: dict[int, int] = {}
+        """Return codes of all that have ended."""
+        self.ended = False
+        self._on_end: OnEnd | None = None
+        self._told: set[int] = set()
+        self._shown: set[str] = set()
+        self._changed = threading.Condition()
+        self._all: list[Child] = []
+        self._running = 0
+        try:
+            for local in range(1, processes):
+                begun: Future[None] = Future()
+                arguments = (command, folder, local, begun)
+                threading.Thread(
+                    target=self._run, args=arguments, name=f"hetpipe-launcher-{local}", daemon=True
+                ).start()
+                try:
+                    begun.result()
+                finally:
+                    wait([begun])  # also where Ctrl-C comes meanwhile: whoever was started is to be ended
+        except BaseException:
+            self.end(signal.SIGTERM, grace=0.0)
+            raise
+
+    def _run(self, command: Sequence[str], folder: str, local: int, begun: Future[None]) -> None:
+        """Starts one, and stays as long as it does, as its kernel asks of the thread that has forked it."""
+        try:
+            child = self._start(command, folder, local)
+        except BaseException as error:
+            begun.set_exception(error)
+        else:
+            begun.set_result(None)
+            self._watch(child)
+
+    def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
+        ours, childs = parent_watch.pair()
+        with childs:
+            # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
+            env = {**os.environ, "LOCAL_RANK": str(local), **parent_watch.describe(local, self.processes, childs)}
+            # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
+            process = subprocess.Popen(
+                parent_death.guarded(command),
+                cwd=folder,
+                env=env,
+                pass_fds=[childs.fileno()],
+                start_new_session=True,
+            )
+        child = Child(local, self._first + local, process, ours)
+        with self._changed:
+            self._all.append(child)
+            self._running += 1
+        return child
+
+    def give(self, variables: Mapping[str, str]) -> None:
+        """Tells them what they wait for; to be called once."""
+        for child in self._all:
+            with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
+                child.lifeline.sendall(json.dumps(dict(variables)).encode() + b"\n")
+
+    def _watch(self, child: Child) -> None:
+        code = child.process.wait()
+        with self._changed:
+            child.listen()
+            failed = code != 0 and child.local not in self._told
+            if failed:
+                self.failures[child.local] = code
+        try:
+            if failed:
+                losses.note(child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else "")
+            with self._changed:
+                self.over[child.local] = code
+                child.lifeline.close()
+                on_end = self._on_end if child.local not in self._told else None
+            if on_end is not None:
+                on_end(child.local, code)
+            elif failed:
+                self.show_errors()  # otherwise this process may be about to run into the same one
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def watch(self, on_end: OnEnd | None) -> None:
+        """Has ``on_end`` told who has ended, and whoever ends from now on; None where nobody waits for them."""
+        with self._changed:
+            self._on_end = on_end
+            over = dict(self.over)
+        if on_end is not None:
+            for local, code in over.items():
+                on_end(local, code)
+
+    def show_errors(self, own: BaseException | None = None) -> None:
+        """Prints what children have said about the exceptions that end them: each once, and none that ``own`` is."""
+        with self._changed:
+            if own is not None:
+                self._shown.add(parent_watch.named(own))
+            for child in self._all:
+                if child.local not in self.over:
+                    child.listen()
+                if child.error is None or child.error in self._shown or child.error.startswith(_CONSEQUENCES):
+                    continue
+                self._shown.add(child.error)
+                say(f"{child} failed")
+                with contextlib.suppress(OSError):
+                    print((child.said or child.error).rstrip("\n"), file=sys.stderr, flush=True)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to those that run, if they are not about to end."""
+        for child in self._still():
+            if not child.leaving:
+                self._tell(child, signum)
+
+    def wait(self, patience: float | None, grace: float) -> None:
+        """Waits until all have ended by themselves, however long their own code takes; which is said once.
+
+        Args:
+            patience: Seconds after which they are ended, and the program fails; None: never.
+            grace: As of ``end``.
+        """
+        soon = UNTIL_SAID if patience is None else min(patience, UNTIL_SAID)
+        if not self._gone(soon) and soon != patience:
+            who = ", ".join(map(str, self._still()))
+            say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
+        if not self._gone(None if patience is None else patience - soon):
+            for child in self._still():
+                say(
+                    f"{child} had not ended {patience:g} seconds after this process, and is told to end; raise"
+                    " WSPCallback(end_timeout=...) if it may take longer"
+                )
+            losses.exit_with_one()
+            self.end(signal.SIGTERM, grace)
+        self.ended = True
+
+    def end(self, signum: int, grace: float) -> None:
+        """Tells them to end, waits until all have come to their end, and ends by force those that do not.
+
+        Args:
+            signum: What those get that have come as far as `Launcher.launch`; others get SIGTERM, and those that an
+                exception ends already nothing. Those that were told to end before, and may be cleaning up, which a
+                signal would disturb, get it a third of the grace later: Lightning only notes SIGTERM, and a wait for
+                this process would go on.
+            grace: Seconds until SIGTERM, and as many again until SIGKILL.
+        """
+        with self._changed:
+            before = set(self._told)
+        self._ask(signum, lambda child: child.local not in before)
+        if before and not self._gone(grace / 3):
+            self._ask(signum, lambda child: child.local in before)
+        if not self._gone(grace):
+            self.kill(signal.SIGTERM)
+        if not self._gone(grace):
+            for child in self._still():
+                say(f"{child} did not end when told to, and is killed")
+            self.kill(signal.SIGKILL)
+            self._gone(None)
+        self.ended = True
+
+    def reap(self, grace: float) -> None:
+        """Waits until nothing of them is left, which only takes a moment, once they have come to their end."""
+        if not self._gone(grace, wholly=True):
+            for child in self._still():
+                say(f"{child} did not end {grace:g} seconds after its program, and is killed")
+                child.process.kill()
+            self._gone(None, wholly=True)
+
+    def _ask(self, signum: int, whom: Callable[[Child], bool]) -> None:
+        for child in filter(whom, self._still()):
+            with self._changed:
+                child.listen()
+            if child.error is None and not child.leaving:
+                self._tell(child, signum if child.arrived else signal.SIGTERM)
+
+    def _tell(self, child: Child, signum: int) -> None:
+        with self._changed:
+            self._told.add(child.local)
+        child.tell(signum)
+
+    def _still(self) -> list[Child]:
+        with self._changed:
+            return [child for child in self._all if child.local not in self.over]
+
+    def _gone(self, seconds: float | None, wholly: bool = False) -> bool:
+        """Waits until all have come to their end, or ``wholly``: their processes; so long at most."""
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while self._running and not (not wholly and all(self._leaves(child) for child in self._all)):
+                if (rest := until - time.monotonic()) <= 0:
+                    return False
+                self._changed.wait(min(rest, _LOOK))
+        return True
+
+    def _leaves(self, child: Child) -> bool:
+        if child.local not in self.over:
+            child.listen()
+        return child.leaving or child.local in self.over

@@ -1,0 +1,181 @@
+"""Which virtual worker this process is, whoever started it, and which devices it holds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.parent_watch import started
+
+# How many processes run on this node: torchrun, Open MPI, MPICH.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
+# As SLURM writes the tasks of each node: 4(x2),1 is 4, 4 and 1. The step's, which srun sets, come before the job's.
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+
+
+class Role(Enum):
+    """Who started this process."""
+
+    FIRST = "a user; it starts the node's other virtual workers"
+    CHILD = "our launcher"
+    EXTERNAL = "torchrun, SLURM or the like, which started the others too"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the virtual workers: one process is one of them.
+
+    Attributes:
+        index: i, this virtual worker among all, from 0.
+        size: N, all virtual workers.
+        node: This node among ``nodes``, from 0.
+        local: This virtual worker among those of its node, from 0.
+        per_node: Virtual workers on this node; other nodes may have another number of them.
+        nodes: Nodes.
+        role: Who started this process.
+    """
+
+    index: int
+    size: int
+    node: int
+    local: int
+    per_node: int
+    nodes: int
+    role: Role
+
+    @property
+    def on_equal_nodes(self) -> int:
+        """Virtual workers of each node, where there are several and all are known to have as many; else 0."""
+        if self.nodes == 1 or self.size != self.nodes * self.per_node:
+            return 0
+        return self.per_node if self.role is not Role.EXTERNAL or self.nodes == 2 else 0
+
+
+def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
+    """Where this process stands.
+
+    Args:
+        virtual_workers: The setting: virtual workers on each node. 1 is its default, and leaves torchrun's own.
+        num_nodes: The Trainer's. 1 is its default, and leaves torchrun's own.
+        environment: The one that Lightning detected, or that the user gave.
+
+    Raises:
+        SettingError: if what was set and what was started do not agree.
+    """
+    child = started()
+    if child is not None:
+        if child.per_node != virtual_workers:
+            raise other_number(virtual_workers, child.per_node)
+        return _on_equal_nodes(child.local, child.per_node, num_nodes, environment.node_rank(), Role.CHILD)
+    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+        role, local = Role.FIRST, 0
+        if environment.creates_processes_externally:  # a user started each process, and numbered it
+            role, local = Role.EXTERNAL, environment.local_rank()
+        if not 0 <= local < virtual_workers:
+            raise SettingError(
+                f"LOCAL_RANK={local} is beyond virtual_workers={virtual_workers} on this node; give LOCAL_RANK=0 to"
+                f" {virtual_workers - 1}, or unset it, or set virtual_workers to the processes of each node"
+            )
+        return _on_equal_nodes(local, virtual_workers, num_nodes, environment.node_rank(), role)
+    return _as_started(virtual_workers, num_nodes, environment)
+
+
+def other_number(virtual_workers: int, running: int) -> SettingError:
+    """A program whose processes are so many virtual workers asks for another number."""
+    return SettingError(
+        f"virtual_workers={virtual_workers}, but the processes of this program are {running} virtual workers on each"
+        f" node already; give every HetPipeStrategy of the program virtual_workers={running}, or train the rest with"
+        " another strategy or in another program"
+    )
+
+
+def _on_equal_nodes(local: int, per_node: int, nodes: int, node: int, role: Role) -> Rank:
+    if not 0 <= node < nodes:
+        raise SettingError(
+            f"NODE_RANK={node} is beyond num_nodes={nodes}; set num_nodes to the number of nodes, and NODE_RANK to 0 to"
+            " num_nodes - 1"
+        )
+    return Rank(node * per_node + local, nodes * per_node, node, local, per_node, nodes, role)
+
+
+def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
+    """Each process that was started is a virtual worker; their number may differ between nodes."""
+    size, node, local = environment.world_size(), environment.node_rank(), environment.local_rank()
+    nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
+    if num_nodes not in (1, nodes):
+        raise SettingError(f"num_nodes={num_nodes}, but processes were started on {nodes}; leave num_nodes out")
+    per_node = _started_here(size, node)
+    if per_node is None:
+        if size % nodes:
+            raise SettingError(
+                f"num_nodes={num_nodes} does not divide the {size} processes that were started; set num_nodes to the"
+                " number of nodes"
+            )
+        per_node = size // nodes
+    if virtual_workers not in (1, per_node):
+        raise SettingError(
+            f"virtual_workers={virtual_workers}, but {per_node} processes were started on this node, and each is one"
+            f" virtual worker; start {virtual_workers} on each node, or leave virtual_workers out"
+        )
+    return Rank(environment.global_rank(), size, node, local, per_node, nodes, Role.EXTERNAL)
+
+
+def _started_here(size: int, node: int) -> int | None:
+    """How many processes were started on this node, if an environment variable says so."""
+    for name in _LOCAL_SIZES:
+        if name in os.environ:
+            return int(os.environ[name])
+    for name in _SLURM_TASKS:
+        tasks: list[int] = []
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(name, "")):
+            tasks += [int(count)] * int(times or 1)
+        if sum(tasks) == size and node < len(tasks):
+            return tasks[node]
+    return None
+
+
+def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> list[torch.device]:
+    """The devices of one of a node's virtual workers: a contiguous block, of which earlier ones get the larger.
+
+    Args:
+        devices: All of the node's that the Trainer may use, in their order.
+        local: The virtual worker among those of the node.
+        per_node: Virtual workers on the node. On a CPU, more of them than ``devices`` share what there is.
+
+    Raises:
+        SettingError: if there are fewer accelerators than virtual workers.
+    """
+    if len(devices) < per_node:
+        if all(device.type == "cpu" for device in devices):
+            return list(devices)
+        raise SettingError(
+            f"virtual_workers={per_node} on a node need a device each, and this process sees {len(devices)}"
+            f" ({', '.join(map(str, devices))}); set fewer virtual_workers, or let every process see all devices of its"
+            " node"
+        )
+    each, larger = divmod(len(devices), per_node)
+    first = local * each + min(local, larger)
+    return list(devices[first : first + each + (local < larger)])
+
+
+def announce(rank: Rank) -> Callable[[], None]:
+    """Lets only virtual worker 0 print, warn and log, where Lightning leaves that to rank 0; returns what undoes it."""
+    known: Any = rank_zero_only  # a function, on which Lightning keeps the rank
+    before = known.rank
+    known.rank = rank.index
+
+    def undo() -> None:
+        known.rank = before
+
+    return undo

@@ -1,0 +1,291 @@
+"""The servers of a launch: which of them this process starts, and how it finds the coordinator.
+
+    servers=[...]                   nothing is started; the first of them is the coordinator
+    one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
+    one machine, torchrun or such   likewise, and the others ask the first VW (``neighbours``)
+    several machines                each node's first VW starts one (with placement="local" only node 0's does).
+                                    Node 0's is the coordinator: it listens on MASTER_ADDR, port HETPIPE_PORT or else
+                                    MASTER_PORT + 1, where all look for it
+
+All VWs meet at the coordinator, which is where they tell each other of further servers (``group``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch import local_rendezvous, parent_watch
+from lightning_hetpipe.launch.lost_workers import say
+from lightning_hetpipe.launch.ranks import Rank, Role
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.server_process import ServerProcess
+from lightning_hetpipe.server.process.supervisor import ServerLost, Supervisor
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.transport.security import Security, is_loopback
+
+COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
+"""Names by which a launch's other processes are told where the coordinator is, and what it wants to see."""
+LAUNCH = "HETPIPE_LAUNCH"
+"""Likewise, which launch they are of, where servers are not its own."""
+PORT = "HETPIPE_PORT"
+"""The port on which each node's server listens, where there are several nodes."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one process knows of the servers.
+
+    Attributes:
+        coordinator: Its address.
+        known: The servers that this process tells all others of.
+        security: What servers want to see.
+        hosts: Whether servers end with this process though VWs that it did not start may still need them.
+        launch: What tells this launch from others that may use the same servers; empty where nothing does.
+        per_node: Virtual workers of each node, where there are several and all are known to have as many; else 0.
+    """
+
+    coordinator: str
+    known: tuple[str, ...]
+    security: Security
+    hosts: bool = False
+    launch: str = ""
+    per_node: int = 0
+
+    def place_of(self, worker: int) -> str:
+        """The node of a virtual worker, in brackets, as far as it is known."""
+        return f" (node {worker // self.per_node})" if self.per_node else ""
+
+
+_server: Supervisor | None = None
+_lost: ServerLost | None = None
+_teller: local_rendezvous.Teller | None = None
+_launch = ""
+"""Of our own launcher's processes."""
+
+
+def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict[str, str]:
+    """Starts this node's server, where its first VW is to and has not yet; returns what the node's others are to know.
+
+    Raises:
+        SettingError: if the server cannot listen where it should, or it would be open to strangers.
+    """
+    if wsp.servers is not None:
+        return {} if rank.size > rank.per_node else {LAUNCH: _launch_here()}
+    if rank.size > rank.per_node:
+        coordinator, security = _over_nodes(rank, environment, wsp.security.from_environment())
+        host = _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
+        port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
+        if rank.index == 0 or wsp.placement != "local":
+            _serve(f"{host}:{port}", security, wsp.lease)
+        return {COORDINATOR: coordinator, TOKEN: security.token or ""}
+    # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
+    server = _serve("127.0.0.1:0", Security(token=wsp.security.from_environment().token), wsp.lease)
+    return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
+
+
+def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> Found:
+    """Where the servers are; where this process is its node's first VW, they are running then.
+
+    Args:
+        timeout: Seconds to wait for the node's first VW to say it.
+
+    Raises:
+        SettingError: as ``start`` does; and if something is missing in the environment.
+    """
+    given = wsp.security.from_environment()
+    if wsp.servers is not None:
+        known = wsp.servers if rank.index == 0 else ()
+        launch = _launch_at_servers(rank, environment)
+        return Found(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
+    over_nodes = rank.size > rank.per_node
+    if rank.local == 0:
+        told: Mapping[str, str] = start(rank, environment, wsp)
+        if rank.role is Role.EXTERNAL and not over_nodes:
+            _tell(environment, told)
+    elif over_nodes:
+        coordinator, _ = _over_nodes(rank, environment, given)
+        told = {COORDINATOR: coordinator, TOKEN: given.token or ""}
+    elif rank.role is Role.CHILD:
+        told = parent_watch.told()
+    else:
+        told = local_rendezvous.ask(_launch_of(environment), timeout)
+    security = replace(given if over_nodes else Security(), token=told[TOKEN])
+    known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
+    hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
+    return Found(told[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
+
+
+def lost() -> Exception | None:
+    """Why the virtual workers cannot go on, where what runs their server is gone for good."""
+    child = parent_watch.started()
+    return PeerFailed("the launcher has ended") if child is not None and child.orphaned else _lost
+
+
+def _lose(error: ServerLost) -> None:
+    global _lost
+    _lost = error
+
+
+def stop() -> None:
+    """Ends what this process has started."""
+    global _lost, _server, _teller
+    _lost = None
+    teller, _teller = _teller, None
+    if teller is not None:
+        teller.close()
+    server, _server = _server, None
+    if server is not None:
+        server.stop()
+
+
+def _serve(address: str, security: Security, lease: float) -> ServerProcess:
+    """The server of this process: the launch's other Trainers use the same one."""
+    global _server
+    if _server is None:
+        process = ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": lease}, address, security)
+        server = Supervisor(process, say, _lose)
+        try:
+            server.start()
+        except SettingError as error:
+            if is_loopback(_host_of(address)):
+                raise
+            raise SettingError(
+                f"this node's server cannot listen on {address}: node 0's listens on MASTER_ADDR, which must be that"
+                f" node's address in the network (other nodes set NODE_RANK), port {PORT} or else MASTER_PORT + 1,"
+                f" which must be free; set them so on every node ({error})"
+            ) from None
+        _server = server
+        atexit.unregister(stop)
+        atexit.register(stop)
+        ask = f"hetpipe-server status address={process.address}"
+        known = os.environ.get(TOKEN) == process.security.token
+        rank_zero_info(
+            f"Parameter server at {process.address} ({ask} shows its clocks"
+            f"{'' if known else f', with a {TOKEN} that was set before the start'})"
+        )
+    return _server.server
+
+
+def _launch_here() -> str:
+    global _launch
+    _launch = _launch or secrets.token_hex(8)
+    return _launch
+
+
+def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
+    """The same in all processes of a launch, whoever started them."""
+    if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
+        return parent_watch.told().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
+    if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return ""  # where all servers are named nobody needs these
+    return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+
+
+def _tell(environment: ClusterEnvironment, told: Mapping[str, str]) -> None:
+    global _teller
+    if _teller is None:
+        _teller = local_rendezvous.Teller(_launch_of(environment), told)
+
+
+# Several nodes.
+
+
+def _over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
+    """The coordinator's address, and ``security`` if it does."""
+    host, port = _main(environment, f"num_nodes={rank.nodes}")
+    if PORT in os.environ:
+        if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:
+            raise SettingError(f"{PORT}={os.environ[PORT]} must be a port, 1 to 65535, that is free on every node")
+        port = int(os.environ[PORT])
+    else:
+        port += 1
+    coordinator = f"{_spelled(host)}:{port}"
+    if security.token is None:
+        raise SettingError(
+            f"num_nodes={rank.nodes} needs a secret that all nodes share; set {TOKEN} to the same long random value on"
+            ' each of them (python -c "import secrets; print(secrets.token_urlsafe(32))" makes one)'
+        )
+    if is_loopback(host):
+        return coordinator, security  # a user who tries several nodes on one machine
+    if not security.encrypted and not security.insecure:
+        raise SettingError(
+            f"num_nodes={rank.nodes} has a server on {coordinator}, open to other machines, without certificates; set"
+            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files, or, on a network that you trust,"
+            " WSPCallback(security={'insecure': True})"
+        )
+    if rank.index == 0 and is_loopback(_address_of(host)):
+        raise SettingError(
+            f"MASTER_ADDR={host} means {_address_of(host)} on node 0, which other nodes cannot reach; set MASTER_ADDR"
+            " to node 0's address in the network, on every node"
+        )
+    return coordinator, security
+
+
+def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, as the environment knows them."""
+    if isinstance(environment, LightningEnvironment):  # which makes up what is missing
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise SettingError(
+                f"{why} needs {' and '.join(missing)}; set MASTER_ADDR to the first node's address and MASTER_PORT to a"
+                " free port of its, the same values for every process"
+            )
+    return environment.main_address, environment.main_port
+
+
+def _own_host(coordinator: str) -> str:
+    """This node's address, as far as the coordinator's node is concerned. Nothing is sent."""
+    host, _, port = coordinator.rpartition(":")
+    family, address = _resolved(host.strip("[]"), int(port))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise SettingError(
+                f"MASTER_ADDR={host} cannot be reached from this node ({error.strerror}); give node 0's address in the"
+                " network, on every node"
+            ) from None
+        own: str = probe.getsockname()[0]
+    return own
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The family and address of ``host``, as a socket wants them."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise SettingError(
+            f"MASTER_ADDR={host} is not known on this node ({error.strerror}); give node 0's address in the network"
+        ) from None
+    return family, address
+
+
+def _address_of(host: str) -> str:
+    return str(_resolved(host, 0)[1][0])
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _spelled(host: str) -> str:
+    """As in host:port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _launch_of(environment: ClusterEnvironment) -> str:
+    """What tells this launch from others on this machine."""
+    host, port = _main(environment, "a virtual worker with LOCAL_RANK")
+    run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return "/".join([host, str(port), *run])

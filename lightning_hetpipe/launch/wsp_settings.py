@@ -1,0 +1,43 @@
+"""Settings of Wave Synchronous Parallel, checked: what virtual workers and servers agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.security import Security
+
+
+@dataclass(frozen=True)
+class WSPSettings:
+    """What a :class:`WSPCallback` was given, checked."""
+
+    clock_distance: int
+    wave: int | Literal["auto"]
+    aggregate: str
+    update_dtype: str | None
+    servers: tuple[str, ...] | None
+    placement: str
+    security: Security
+    lease: float
+    end_timeout: float | None
+    join_timeout: float
+
+    def check_later(self, later: WSPSettings) -> None:
+        """A program's Trainers meet at the same servers.
+
+        Raises:
+            SettingError: if a later one has others, or shows them something else.
+        """
+        if later.servers != self.servers:
+            given, known = (None if each is None else list(each) for each in (later.servers, self.servers))
+            raise SettingError(
+                f"servers={given!r}, but an earlier Trainer of this program had servers={known!r}, where its virtual"
+                " workers still are; give all of the program's Trainers the same"
+            )
+        if later.security != self.security:
+            raise SettingError(
+                "security differs from what an earlier Trainer of this program had, whose servers still run; give all"
+                " of the program's Trainers the same"
+            )

@@ -1,0 +1,271 @@
+"""The private names of Lightning that this package touches, in one place; ``tests/test_private.py`` guards each."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer, WeightAveraging
+from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from lightning_hetpipe.redirect import Redirect
+
+__all__ = [
+    "BEFORE_TRANSFER",
+    "LOADER_STATES",
+    "BaseLauncher",
+    "DataFetcher",
+    "DataLoaderIterFetcher",
+    "EvaluatingLoop",
+    "StrategyRegistry",
+    "TunerExit",
+    "asks_at_every_step",
+    "averages",
+    "begun_minibatches",
+    "closure_loss",
+    "evaluating_loop",
+    "evaluation_arguments",
+    "fetcher_of",
+    "has_gradient_hooks",
+    "in_a_step",
+    "loader_iterator",
+    "log_interval",
+    "move_before_transfer",
+    "on_requeue",
+    "run_first",
+    "saves_by_steps",
+    "seconds_between_validations",
+    "set_checkpoint_io",
+    "set_fetcher",
+    "share_profiling",
+    "step_arguments",
+    "synchronises_batchnorm",
+    "validates_at_the_end",
+    "wants_several_optimizers",
+    "with_workers",
+]
+
+BaseLauncher = _Launcher
+DataFetcher = _DataFetcher
+EvaluatingLoop = _EvaluationLoop | _PredictionLoop
+DataLoaderIterFetcher = _DataLoaderIterDataFetcher
+StrategyRegistry = _StrategyRegistry
+TunerExit = _TunerExitException
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+"""The LightningModule's method through which the user's ``on_before_batch_transfer`` runs."""
+
+LOADER_STATES = "_state_dicts"
+"""The CombinedLoader's method that gives the states of resumable DataLoaders to a checkpoint."""
+
+
+def closure_loss(output: Any, divisor: int) -> Tensor | None:
+    """The loss that Lightning differentiates for what ``training_step`` returned."""
+    return ClosureResult.from_training_step_output(output, divisor).closure_loss
+
+
+def averages(trainer: L.Trainer) -> list[Tensor]:
+    """The averages of weights and buffers that callbacks keep."""
+    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    models = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
+
+
+def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
+    """Minibatches that Lightning's loop has started, over the whole run and in this epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.total.ready, progress.current.ready
+
+
+def in_a_step(trainer: L.Trainer) -> bool:
+    """Whether the loop has begun a minibatch that is not processed yet."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.processed < progress.ready)
+
+
+def validates_at_the_end(trainer: L.Trainer) -> bool:
+    """Whether a validation that begins now is that of the epoch's end."""
+    if trainer.should_stop and trainer.fit_loop._can_stop_early:
+        return True
+    last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return last and (isinstance(trainer.val_check_interval, float) or trainer.val_check_batch == float("inf"))
+
+
+def seconds_between_validations(trainer: L.Trainer) -> float | None:
+    """``val_check_interval``, if it is a time."""
+    seconds: float | None = getattr(trainer, "_val_check_time_interval", None)  # set by a connector
+    return seconds
+
+
+def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` have the signal with which SLURM announces a job's end; ``original`` saves, and requeues."""
+    return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
+
+
+def saves_by_steps(callback: Any) -> bool:
+    """Whether it is a ModelCheckpoint with ``every_n_train_steps``."""
+    return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
+
+
+def asks_at_every_step(callback: Any) -> bool:
+    """Whether it lets virtual worker 0 decide by time, after every step."""
+    if isinstance(callback, Timer):
+        return callback._duration is not None and callback._interval == "step"
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+
+
+Counters = tuple[int, int, int]
+"""Minibatches begun in the run, and in the epoch, and steps of the optimizer, which is ``global_step``."""
+
+
+def counters(trainer: L.Trainer) -> Counters:
+    """What ``trainer``'s loop counts now."""
+    return (*begun_minibatches(trainer), trainer.global_step)
+
+
+def counters_ahead(trainer: L.Trainer, minibatch: int) -> Counters:
+    """What a plain run would count in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
+    begun, in_epoch, steps = counters(trainer)
+    between = range(in_epoch + 1, in_epoch + minibatch - begun)  # of the epoch, counted from 1
+    accumulate = trainer.accumulate_grad_batches
+    return minibatch, in_epoch + minibatch - begun, steps + sum(number % accumulate == 0 for number in between)
+
+
+def set_counters(trainer: L.Trainer, values: Counters) -> None:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    epoch_loop.batch_progress.total.ready, epoch_loop.batch_progress.current.ready, steps.completed = values
+
+
+def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """The arguments with which Lightning calls ``training_step``."""
+    kwargs: OrderedDict[str, Any] = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+    return tuple(kwargs.values())
+
+
+def evaluation_arguments(loop: EvaluatingLoop, hook: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    """The arguments with which ``loop`` calls the step ``hook``."""
+    sequential = loop._is_sequential if isinstance(loop, _EvaluationLoop) else True
+    several = sequential and loop.num_dataloaders > 1
+    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+    return loop._build_step_args_from_hook_kwargs(kwargs, hook)
+
+
+def evaluating_loop(trainer: L.Trainer) -> EvaluatingLoop:
+    """The loop of ``trainer.validate``, ``test`` or ``predict``, whichever runs."""
+    loops: dict[Any, EvaluatingLoop] = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops[trainer.state.fn]
+
+
+def fetcher_of(loop: EvaluatingLoop) -> _DataFetcher | None:
+    """Where ``loop`` gets its batches from."""
+    return loop._data_fetcher
+
+
+def set_fetcher(loop: EvaluatingLoop, fetcher: _DataFetcher | None) -> None:
+    loop._data_fetcher = fetcher
+
+
+def move_before_transfer(module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Runs the user's ``on_before_batch_transfer``."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+
+
+def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:
+    """Lets the registered ``post_hook`` run before all others after ``optimizer.step``."""
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, declared as a dict
+    hooks.move_to_end(post_hook.id, last=False)
+
+
+def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
+    """Lets ``inner`` call around its fetches what Lightning has given to ``fetcher``."""
+    inner._start_profiler, inner._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
+
+
+def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
+    """What the setter of ``strategy.checkpoint_io`` does."""
+    strategy._checkpoint_io = io
+
+
+def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    return strategy._layer_sync is not None
+
+
+def wants_several_optimizers(error: RuntimeError) -> bool:
+    """Whether ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
+    return "multiple optimizers" in str(error)
+
+
+def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
+    """What iterates over ``loader``; None before an epoch and after the run."""
+    return loader._iterator
+
+
+def log_interval(trainer: L.Trainer) -> int:
+    """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
+    return int(getattr(trainer, "log_every_n_steps", 0))
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user has put gradient hooks on ``parameter``."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def with_workers(
+    fetcher: _DataFetcher, waiting: Callable[[], AbstractContextManager[Any]], starting: Callable[[], None]
+) -> list[Redirect]:
+    """Attends to the fetcher's DataLoaders with workers, until the redirects that it gives are removed.
+
+    Args:
+        fetcher: Its iterators exist.
+        waiting: Opened around every wait of an iterator for its workers.
+        starting: Called before an iterator is made, which forks: a CombinedLoader makes some in mid-epoch.
+    """
+
+    def make(redirect: Redirect) -> Any:
+        starting()
+        iterator = redirect.original()
+        _open_around_waits(iterator, waiting)
+        return iterator
+
+    for iterator in getattr(loader_iterator(fetcher.combined_loader), "iterators", []):
+        _open_around_waits(iterator, waiting)
+    loaders = [loader for loader in fetcher.combined_loader.flattened if isinstance(loader, DataLoader)]
+    unique = {id(loader): loader for loader in loaders if loader.num_workers}
+    return [Redirect(loader, "_get_iterator", make) for loader in unique.values()]
+
+
+def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManager[Any]]) -> None:
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter) or "_get_data" in vars(iterator):
+        return
+    # Weakly: an iterator ends its workers when it is dropped, which a cycle through itself would put off.
+    itself = weakref.ref(iterator)
+    get: Callable[[Any], Any] = type(iterator)._get_data
+
+    def get_data(itself: Callable[[], Any] = itself, get: Callable[[Any], Any] = get) -> Any:
+        with waiting():
+            return get(itself())
+
+    vars(iterator)["_get_data"] = get_data

@@ -1,0 +1,214 @@
+"""A segment's layers, compiled by ``torch.compile``: one graph for all versions of its weights.
+
+The layers of a segment run one after the other, so they are compiled as one function, of their weights, their buffers
+and their input. A slot of the ring is another set of weights, which the same code takes: nothing is compiled twice for
+having Nm versions. What makes other code is another *kind* of call: other sizes, frozen weights, another state of
+autocast. Torch decides; after the first other size it makes code for any size.
+
+While torch's compiler works it changes state of the whole process, and restores what it found: random state, the
+default dtype. And in all threads ``torch.compiler.is_compiling()`` is true, by which torch's optimizers decide how they
+compute (*measured*: weights after an AdamW step that overlapped differed by 1e-7). So the first forward and the first
+backward of each kind run alone: no stage computes, and no user code runs. See
+:mod:`~lightning_hetpipe.pipeline.readers_writer_lock`.
+
+Guards look at the process's default dtype, and would compile anew whenever user code changes it in another thread. They
+are left out for that; what they would see besides is the same for every call of a stage, but for autocast, and each
+state of that has code of its own.
+
+Where a layer cannot be compiled, it runs as it is, and those before and behind it are compiled by themselves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.graph_layer import here, set_here
+from lightning_hetpipe.pipeline.random.generators import counters, generator_of
+from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws, register
+from lightning_hetpipe.pipeline.stage_messages import Flags
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.torch_private import CompilerError, CompilerLimit, compiled
+
+REMEMBERED = 1024
+"""How many kinds of calls a segment remembers."""
+
+Kind = Hashable
+Run = Callable[[Sequence[nn.Module], Any], Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring layers, from ``first`` up to ``last``, which is left out: compiled together, or run as they are."""
+
+    first: int
+    last: int
+    compiled: bool
+
+
+class Compiled:
+    """The layers of one segment.
+
+    Args:
+        names: The layers' paths.
+        layers: Of each slot its copies of them.
+        calls: Of each slot what to call for each layer that runs as it is.
+        options: What ``torch.compile`` is given.
+        device: Where they run.
+        fused: Whether attention may hold a dropout of its own, where a device has no other that is fast.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layers: Sequence[Sequence[nn.Module]],
+        calls: Sequence[Sequence[Callable[..., Any]]],
+        options: Mapping[str, Any],
+        device: torch.device,
+        *,
+        fused: bool = True,
+    ) -> None:
+        register(generator_of)
+        constant: Any = torch.compiler.assume_constant_result  # torch has no types here
+        constant(here)
+        self._names = list(names)
+        self._layers = layers
+        self._calls = calls
+        self._counters = [[counters(layer) for layer in slot] for slot in layers]
+        self._options = options
+        self._device = device
+        self._fused = fused
+        self._cannot: set[int] = set()
+        self._functions: dict[tuple[Group, Autocast], Run] = {}
+        self._forwards: dict[Kind, bool] = {}  # whether compiled code runs for that kind
+        self._backwards: dict[Kind, None] = {}
+        self._regroup(self._cannot)
+
+    def kind(self, slot: int, value: Value, flags: Flags | None, autocast: Autocast) -> Kind:
+        """What tells calls apart for which torch may compile anew: among others the slot, for what its guards may make
+        of copies of a user's objects."""
+        tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
+        others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
+        return slot, tensors, value.requires_grad, others, flags, autocast
+
+    def is_new(self, kind: Kind) -> bool:
+        """Whether no forward of that kind has been computed."""
+        return kind not in self._forwards
+
+    def begins_backward(self, kind: Kind) -> bool:
+        """Whether this backward of that kind is the first."""
+        if kind in self._backwards:
+            return False
+        _remember(self._backwards, kind, None)
+        return True
+
+    def __call__(self, kind: Kind, slot: int, value: Any, autocast: Autocast) -> Any:
+        """What the layers in ``slot`` make of ``value``. Where the kind is new, nothing else may compute."""
+        set_here(self._device)
+        compiled = self._forwards.get(kind)
+        if compiled is None:
+            return self._first(kind, slot, value, autocast)
+        for group in self._groups:
+            value = self._run(group, slot, value, autocast) if compiled else self._plain(group, slot, value)
+        return value
+
+    def _first(self, kind: Kind, slot: int, value: Any, autocast: Autocast) -> Any:
+        """The same, where it is found out what can be compiled."""
+        compiled, reasons = True, dict[int, str]()
+        for group in self._groups:
+            if not compiled:
+                value = self._plain(group, slot, value)
+                continue
+            try:
+                value = self._run(group, slot, value, autocast)
+            except CompilerLimit as error:
+                compiled = False
+                self._warn(group, f"it was given inputs of too many kinds: {_reason(error)}")
+                value = self._plain(group, slot, value)
+            except (CompilerError, NoDropout):
+                for index in range(group.first, group.last):
+                    value = self._alone(Group(index, index + 1, True), slot, value, autocast, reasons)
+        if reasons:
+            self._regroup(reasons)
+        else:
+            _remember(self._forwards, kind, compiled)
+        return value
+
+    def _alone(self, layer: Group, slot: int, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
+        """What one layer makes of ``value``, of some of which not all could be compiled."""
+        try:
+            return self._run(layer, slot, value, autocast)
+        except (CompilerError, CompilerLimit, NoDropout) as error:
+            reasons[layer.first] = _reason(error)
+            value = self._plain(layer, slot, value)  # an error of the layer's own comes from here, as it is
+            self._warn(layer, reasons[layer.first])
+            return value
+
+    def _regroup(self, cannot: Iterable[int]) -> None:
+        """From now on these layers run as they are, too; the next forward, of whatever kind, compiles the others."""
+        self._cannot |= {*cannot}
+        found = [list(of) for _, of in groupby(range(len(self._names)), key=lambda index: index in self._cannot)]
+        self._groups = [Group(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]
+        self._functions.clear()
+        self._forwards.clear()
+        self._backwards.clear()
+
+    def _run(self, group: Group, slot: int, value: Any, autocast: Autocast) -> Any:
+        if not group.compiled:
+            return self._plain(group, slot, value)
+        run = self._functions.get((group, autocast))
+        if run is None:
+            run = self._functions[group, autocast] = self._function(group)
+        for of_layer in self._counters[slot][group.first : group.last]:
+            for counter in of_layer:
+                counter.in_graph = 0
+        return run(self._layers[slot][group.first : group.last], value)
+
+    def _plain(self, group: Group, slot: int, value: Any) -> Any:
+        for call in self._calls[slot][group.first : group.last]:
+            value = call(value)
+        return value
+
+    def _function(self, group: Group) -> Run:
+        # Torch keeps what it compiles with the code object of the function, and at most eight of each: stages and
+        # groups must not share one.
+        code = _in_order.__code__.replace(co_name=f"{self._names[group.first]} to {self._names[group.last - 1]}")
+        function = FunctionType(code, _in_order.__globals__)
+        run: Run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
+        return run
+
+    def _warn(self, group: Group, reason: str) -> None:
+        layers = self._names[group.first : group.last]
+        which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        warnings.warn(f"torch.compile cannot compile {which}, which a stage runs uncompiled: {reason}", stacklevel=2)
+
+
+def _in_order(layers: Sequence[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _remember(known: dict[Kind, Any], kind: Kind, what: Any) -> None:
+    if len(known) == REMEMBERED:
+        known.clear()
+    known[kind] = what
+
+
+def _reason(error: BaseException) -> str:
+    """In one line what was wrong, of a compiler's error, which may hold another and goes on for pages."""
+    lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines() if line.strip()]
+    context = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
+    return ": ".join([*lines[:1], *context[:1]]) or type(error).__name__
+
+
+_CONTEXT = "Developer debug context:"

@@ -1,0 +1,1 @@
+"""Random generators of a minibatch, and the operators that draw from them."""

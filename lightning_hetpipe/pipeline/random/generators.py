@@ -1,0 +1,352 @@
+"""Chance belongs to the minibatch (law L7): a layer's random operations draw from generators of their own.
+
+Every random operation of minibatch p inside a pipelined layer draws from a fresh ``torch.Generator``, seeded by (run
+seed, virtual worker, p, the path of the innermost module that runs it, its ordinal among that module's random
+operations in p). What it draws depends on nothing else: not on threads, timing, the number of stages or the cut. The
+default generators are neither read nor changed.
+
+How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``Chance.minibatch`` such a
+forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the masks that
+its forward saved), and the mode hands each random operation its generator. Who may draw is decided by type, not by
+what one minibatch showed, so that a draw that depends on the data is not missed: torch.nn's dropouts, RReLU,
+MultiheadAttention, multi-layer RNNs and FractionalMaxPool while they are active, and every class that is not torch.nn's
+own. All other modules of torch.nn draw nothing, and run without the mode.
+
+Costs, measured on one core: 2 us for each minibatch and stage, 40 us for a Dropout (0.8 ms at 128 x 1024), 5 to 10 us
+for each operator that a user's class runs itself; nothing for torch.nn's other layers.
+
+Not covered: Python's and numpy's random numbers; what a custom ``autograd.Function`` draws in *backward*; forward hooks
+of modules that are not inside a wrapped one. An operation that is given a generator by the user keeps it. A random
+operation under ``torch.utils.checkpoint`` is refused, for its second run would draw other numbers. CUDA's fused
+attention and RNN take no generator: they keep their dropout on the device's default one, unless ``deterministic``. What
+is compiled by torch.compile runs uncompiled inside a user's class; flex_attention, which insists, cannot run there.
+
+torch's CPU generator uses 32 bits of a seed, CUDA's all: two draws of one run may coincide, as in any hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout, draw_in_graph
+from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
+
+__all__ = ["Chance", "RandomnessError", "attach", "attached", "counters", "drawn", "generator_of", "may_draw"]
+
+
+class Chance:
+    """The random numbers of one run.
+
+    Args:
+        run_seed: Seed of the run, any integer.
+        virtual_worker: Index of the virtual worker.
+        deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
+            with dropout) instead of letting them do so.
+    """
+
+    def __init__(self, run_seed: int, virtual_worker: int = 0, *, deterministic: bool = False) -> None:
+        self.run_seed = run_seed
+        self.virtual_worker = virtual_worker
+        self.deterministic = deterministic
+
+    def generator(self, minibatch: int | str, path: str, ordinal: int, device: torch.device) -> torch.Generator:
+        """A fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``."""
+        name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        # manual_seed takes a signed 64-bit number on some devices.
+        return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
+
+    def minibatch(self, minibatch: int | str) -> AbstractContextManager[None]:
+        """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name).
+
+        A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
+        attached.
+        """
+        return _Within(_Draws(self, minibatch))
+
+    @contextmanager
+    def watch(self, layers: Mapping[str, nn.Module], minibatch: int | str) -> Iterator[dict[str, Callable[..., Any]]]:
+        """``minibatch`` on modules of the user's own, which carry no trace of it afterwards.
+
+        Args:
+            layers: Each layer by its path.
+            minibatch: The minibatch that is run within.
+
+        Yields:
+            What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
+            shared between layers.)
+        """
+        with attached(layers) as run, self.minibatch(minibatch):
+            yield run
+
+
+@contextmanager
+def attached(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Within it, ``layers`` are attached. They may be the user's own: they carry no trace of it afterwards.
+
+    Yields:
+        What to call instead of each layer, by its path.
+    """
+    installed: list[_Forward] = []
+    try:
+        yield {path: _attach(layer, path, installed) for path, layer in layers.items()}
+    finally:
+        for forward in reversed(installed):
+            forward.remove()
+
+
+def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
+    """Makes the random operations of ``layer`` take their generators from the minibatch that runs. Once per replica.
+
+    Args:
+        layer: A layer of a replica of the model. Its submodules' ``forward`` is replaced; ``state_dict``, ``deepcopy``
+            and hooks are as before.
+        path: The layer's name in the whole model, such as "net.3".
+
+    Returns:
+        What to call instead of ``layer``: it names this position, so that one module that stands in several layers is
+        named alike whether or not a cut separates them. It is ``layer`` itself where nothing may draw.
+    """
+    return _attach(layer, path, [])
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether ``layer`` or anything in it may draw random numbers."""
+    return any(map(_may_draw_itself, layer.modules()))
+
+
+def counters(layer: nn.Module) -> list[_Drawing]:
+    """What counts the random operations in a graph of ``layer``, which is attached: to be set to 0 before it runs."""
+    forwards = [vars(module).get("forward") for module in layer.modules()]
+    return [forward for forward in forwards if isinstance(forward, _Drawing)]
+
+
+def _may_draw_itself(module: nn.Module) -> bool:
+    return not _is_torchs_own(module) or type(module) in _ACTIVE
+
+
+def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[..., Any]:
+    modules = dict(layer.named_modules())
+    drawing = [name for name, module in modules.items() if _may_draw_itself(module)]
+    for name in drawing:
+        forward = vars(modules[name]).get("forward")
+        if not isinstance(forward, _Drawing):
+            forward = _Drawing(modules[name])
+            installed.append(forward)
+        forward.names[path] = f"{path}.{name}" if name else path
+    if any(not _is_torchs_own(modules[name]) for name in drawing):
+        others = [module for name, module in modules.items() if name not in drawing]
+        installed += [_Still(other) for other in others if not isinstance(vars(other).get("forward"), _Forward)]
+    return _Positioned(layer, path) if drawing else layer
+
+
+def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generator:
+    """The generator of random operation ``ordinal`` of module ``path``, for the minibatch that this thread runs."""
+    draws = _thread.draws
+    if draws is None:
+        raise RandomnessError(f"Module '{path}' draws random numbers outside of a minibatch.")
+    return draws.chance.generator(draws.minibatch, path, ordinal, device)
+
+
+def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``operator``, random operation ``ordinal`` of module ``path``, which stands in a captured graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return draw_in_graph(path, ordinal, operator, *args, **kwargs)
+    draws = _thread.draws
+    if draws is None:
+        return operator(*args, **kwargs)
+    outer, draws.path = draws.path, path
+    draws.ordinals[path] = ordinal
+    try:
+        with draws:
+            return operator(*args, **kwargs)
+    finally:
+        draws.path = outer
+
+
+_ACTIVE: dict[type[nn.Module], Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+        lambda module: bool(module.training and module.p > 0),
+    ),
+    nn.RReLU: lambda module: bool(module.training),
+    nn.MultiheadAttention: lambda module: bool(module.training and module.dropout > 0),
+    **dict.fromkeys(
+        (nn.RNN, nn.LSTM, nn.GRU), lambda module: bool(module.training and module.dropout > 0 and module.num_layers > 1)
+    ),
+    **dict.fromkeys((nn.FractionalMaxPool2d, nn.FractionalMaxPool3d), lambda module: True),
+}
+"""The classes of torch.nn whose own forward may draw, and when it does."""
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    if isinstance(forward, _Forward):
+        forward = forward.replaced
+    # A graph's random operators say themselves what they draw from, see `drawn`.
+    return forward is None and (
+        isinstance(module, GraphLayer) or type(module).__module__.startswith("torch.nn.modules.")
+    )
+
+
+class _Thread(threading.local):
+    draws: _Draws | None = None
+    position: str | None = None
+
+
+_thread = _Thread()
+
+
+class _Within:
+    """Lets the draws of this thread be ``draws``."""
+
+    def __init__(self, draws: _Draws) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._outer, _thread.draws = _thread.draws, self._draws
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.draws = self._outer
+
+
+class _Forward:
+    """Stands in for the ``forward`` of one module."""
+
+    # An object and not a closure: deepcopy copies what an object refers to, so that a copied module runs itself.
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.replaced: Callable[..., Any] | None = vars(module).get("forward")
+        self.__wrapped__ = self.forward  # for inspect.signature
+        vars(module)["forward"] = self
+
+    def remove(self) -> None:
+        if self.replaced is None:
+            del vars(self.module)["forward"]
+        else:
+            vars(self.module)["forward"] = self.replaced
+
+
+class _Drawing(_Forward):
+    """Of a module that may draw: names the random operations that run directly in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.names: dict[str, str] = {}  # this module's path by the path of the layer that it is run in
+        self.active = _ACTIVE.get(type(module))
+        self.in_graph = 0  # random operations in the graph that is compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._in_graph(*args, **kwargs)
+        draws = _thread.draws
+        if draws is None or (self.active is not None and not self.active(self.module)):
+            return self.forward(*args, **kwargs)
+        outer, draws.path = draws.path, self.name()
+        try:
+            if outer:  # inside another such module: the mode is on already
+                return self.forward(*args, **kwargs)
+            with draws:
+                return self.forward(*args, **kwargs)
+        finally:
+            draws.path = outer
+
+    def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        if self.active is not None and not self.active(self.module):
+            return self.forward(*args, **kwargs)
+        with GraphDraws(self._draw_in_graph):
+            return self.forward(*args, **kwargs)
+
+    def _draw_in_graph(self) -> tuple[str, int]:
+        """The name of the next random operation of a graph."""
+        if len(self.names) != 1:
+            raise NoDropout("a module that draws random numbers stands in several layers")
+        ordinal = self.in_graph
+        self.in_graph = ordinal + 1
+        return next(iter(self.names.values())), ordinal
+
+    def name(self) -> str:
+        if len(self.names) == 1:
+            return next(iter(self.names.values()))
+        if _thread.position in self.names:
+            return self.names[_thread.position]
+        raise RandomnessError(
+            f"A module is shared by the layers {', '.join(self.names)} and was run outside of them, so that its random"
+            " numbers have no name; give each layer a module of its own."
+        )
+
+
+class _Still(_Forward):
+    """Of a module that draws nothing, inside one that may: spares its operators the mode."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.forward(*args, **kwargs)
+        draws = _thread.draws
+        if draws is None or not draws.path or not draws.suspend():
+            return self.forward(*args, **kwargs)
+        outer, draws.path = draws.path, ""
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            draws.path = outer
+            draws.__enter__()
+
+
+class _Positioned:
+    """Runs a layer as the one at ``path``."""
+
+    def __init__(self, layer: nn.Module, path: str) -> None:
+        self.layer = layer
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, _thread.position = _thread.position, self.path
+        try:
+            return self.layer(*args, **kwargs)
+        finally:
+            _thread.position = outer
+
+
+class _Draws(RandomOperators):
+    """The draws of one minibatch in one thread."""
+
+    def __init__(self, chance: Chance, minibatch: int | str) -> None:
+        super().__init__(fused=not chance.deterministic)
+        self.chance = chance
+        self.minibatch = minibatch
+        self.path = ""  # the innermost wrapped module that runs; empty when none does
+        self.ordinals: dict[str, int] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        if _under_checkpoint():
+            raise RandomnessError(
+                f"Module '{self.path}' draws random numbers under torch.utils.checkpoint, whose second run would draw"
+                " others; remove the checkpointing of this module, or its dropout."
+            )
+        ordinal = self.ordinals.get(self.path, 0)
+        self.ordinals[self.path] = ordinal + 1
+        return self.chance.generator(self.minibatch, self.path, ordinal, device)
+
+    def where(self) -> str:
+        return self.path
+
+
+def _under_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,215 @@
+"""The layers of one segment, as a stage runs them: on the weights of any version, with their own buffers and chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.buffers import Buffers, places
+from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind
+from lightning_hetpipe.pipeline.computed_weights import Computed, computed_places
+from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.memory import Counter, Kept
+from lightning_hetpipe.pipeline.random.generators import attach
+from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
+from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
+from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.torch_private import version_counter
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+
+
+@dataclass(slots=True)
+class Left:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        version: The weights that it ran on.
+        inputs: Leaves of its graph.
+        outputs: Its ends.
+        kept: The bytes of both, and of what the graph has saved.
+        kind: Of the call, where layers are compiled.
+        again: What is to be computed again, without the tensors that it is given; None where the graph is kept.
+        changes: How often each input had been changed in place, where it is not.
+    """
+
+    version: int
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    kept: Kept
+    kind: Kind
+    again: Forward | None = None
+    changes: Sequence[int] = ()
+
+
+class Part:
+    """The layers of one segment: in every slot, and with their own buffers.
+
+    Args:
+        layers: The layers.
+        start: How many of the stage's layers come before them.
+        ring: The stage's versions.
+        settings: What all stages share.
+        device: Where they run.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], start: int, ring: Ring, settings: StageSettings, device: torch.device
+    ) -> None:
+        self.layers = list(layers)
+        copies = [list(slot.layers[start : start + len(layers)]) for slot in ring.slots]
+        self.buffers = Buffers(copies[0], settings.in_flight, device, recompute=settings.recompute)
+        self.computed = Computed(settings.in_flight)
+        numbers = {id(parameter): number for number, parameter in enumerate(ring.slots[0].parameters)}
+        self.weights = [numbers[id(parameter)] for parameter in nn.ModuleList(copies[0]).parameters()]
+        """The numbers of its weights among those of the stage."""
+        self._parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
+        self._device = device
+        self._ring = ring
+        self._settings = settings
+        self._calls = [
+            [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
+        ]
+        self.compiled: Compiled | None = None
+        if settings.compile is not None:
+            names = [layer.name for layer in layers]
+            fused = not settings.chance.deterministic
+            self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
+        self._places = [places(modules) for modules in copies]
+        self._computed_places = [computed_places(modules) for modules in copies]
+        self._mutates_input = mutates_input(layers)
+        self.counter = Counter()
+
+    def kind(self, task: Forward) -> Kind:
+        """What tells calls apart that torch compiles; None where it compiles none."""
+        if self.compiled is None:
+            return None
+        slot = self._ring.place(task.version)
+        return self.compiled.kind(slot, task.value, self._ring.slots[slot].flags, task.autocast)
+
+    def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
+        """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
+        if self.compiled is None:
+            return False
+        new = self.compiled.is_new(kind)  # a backward may compute its forward again
+        return (self.compiled.begins_backward(kind) or new) if backward else new
+
+    def forward(self, task: Forward, kind: Kind) -> tuple[Value, Left]:
+        """The forward: what it gives to the next segment, and what its backward needs."""
+        number, index = task.minibatch, self._ring.place(task.version)
+        inputs = task.value.leaves(self._device)
+        self.buffers.before_forward(number, self._places[index])
+        kept = self.counter.known(inputs)
+        if kept is not None:
+            result = self._compute(task, index, inputs, kind)
+        else:
+            result, kept = self.counter.kept(
+                inputs,
+                lambda: self._compute(task, index, inputs, kind),
+                lambda: [*self._parameters[index], *(getattr(*place) for place in self._places[index])],
+            )
+        self.buffers.after_forward(number, self._places[index])
+        self.computed.after_forward(number, self._computed_places[index])
+        if not self._settings.recompute or task.turn:  # whose backward follows at once: nothing is gained
+            return Value.of(result), Left(task.version, inputs, tensors_of(result), kept, kind)
+        again = task._replace(value=replace(task.value, tensors=()))
+        changes = [version_counter(tensor) for tensor in inputs]
+        return Value.of(result), Left(task.version, inputs, [], kept, kind, again, changes)
+
+    def backward(self, task: Backward, left: Left, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
+        """The backward of what has ``left`` this: the gradients of the inputs, and of :attr:`weights`.
+
+        Args:
+            sums: The gradients of weights that were used later, which autograd goes on with. A plain backward adds the
+                uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
+                would give other last bits. What is given for a leaf itself, autograd adds before all else.
+        """
+        index = self._ring.place(left.version)
+        own = self._parameters[index]
+        given = [moved(gradient, self._device) for gradient in task.gradients]
+        outputs = [*left.outputs] if left.again is None else self._again(left.again, left, index)
+        self.buffers.bind(task.minibatch, self._places[index])
+        before = self.buffers.changes(task.minibatch)
+        if sums:
+            for number, weight in zip(self.weights, own, strict=True):
+                if number in sums and weight.requires_grad:
+                    outputs.append(weight)
+                    given.append(move(sums[number], self._device))
+        below: Gradients
+        if task.apart:
+            below, found = gradients_apart(outputs, given, left.inputs, own)
+        else:
+            both = gradients(outputs, given, [*left.inputs, *own])
+            below, found = [*both[: len(left.inputs)]], both[len(left.inputs) :]
+        del left, outputs
+        if before != self.buffers.changes(task.minibatch):
+            raise SettingError(
+                f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
+                " does), which the next minibatches' forwards have read already; leave such layers out of the"
+                " checkpoint"
+            )
+        return below, found
+
+    def _again(self, task: Forward, left: Left, index: int) -> list[Tensor]:
+        """The outputs of the forward that has ``left`` this, computed once more: on the same weights, buffers, random
+        numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
+        """
+        if left.changes != [version_counter(tensor) for tensor in left.inputs]:
+            raise SettingError(
+                f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
+                " again from it (recompute=True); change a copy of it, or leave recompute out"
+            )
+        self.buffers.before_again(task.minibatch, self._places[index])
+        return tensors_of(self._compute(task, index, left.inputs, left.kind))
+
+    def _compute(self, task: Forward, index: int, inputs: list[Tensor], kind: Kind) -> Any:
+        """What the layers in slot ``index`` make of ``inputs``, with the structure of what ``task`` gives them."""
+        # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
+        if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
+            raise SettingError(
+                f"a layer of {self.describe()} changes its input in place, and is given several tensors in the same"
+                " memory, which part where a stage begins; make it work out of place (inplace=False)"
+            )
+        own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
+        before = [version_counter(tensor) for tensor in inputs]
+        current = task.value.tree(own)
+        if not torch.is_grad_enabled():  # a layer has left it so
+            torch.set_grad_enabled(True)
+        autocast = task.autocast
+        with (
+            self._settings.chance.minibatch(task.minibatch),
+            autocast.opened(alone=self._settings.in_flight == 1),
+            creating(self._settings.default_dtype),
+        ):
+            if self.compiled is not None:
+                current = self.compiled(kind, index, current, autocast)
+            else:
+                for call in self._calls[index]:
+                    current = call(current)
+        if before != [version_counter(tensor) for tensor in inputs]:
+            raise SettingError(
+                f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
+                " let it do so always, or never"
+            )
+        return current
+
+    def describe(self) -> str:
+        first, last = self.layers[0].name, self.layers[-1].name
+        return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def mutates_input(layers: Sequence[Layer]) -> bool:
+    """Whether ``layers``, run in order, change the first one's input in place, maybe through a view of it."""
+    for layer in layers:
+        if layer.mutates_input:
+            return True
+        if not layer.aliases_input:
+            return False
+    return False

@@ -1,0 +1,273 @@
+"""Streams: the order in which an accelerator does what several threads have given it.
+
+A thread that runs an operator on an accelerator goes on long before it is computed; what one thread gives the device
+one after the other is a *stream*. Each stage has a stream of its own, so that several stages overlap on one device, and
+copies overlap with computing. User code and Lightning's thread share one, the device's default one, as in a plain run.
+The thread's side of it is a :class:`Lane`.
+
+Where a tensor goes from one lane to another, the first leaves a :class:`Mark` behind, and the other's stream waits for
+it: the device does, and no thread. So threads run ahead of their devices, but never by more than is in flight, as
+Lightning's thread waits for a whole minibatch before it uses the gradients. Marks stand:
+
+- at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back;
+- at a version: what Lightning's thread has published, for the stage that reads it;
+- at the end of each backward, for Lightning's thread.
+
+What is on the host has no stream. A stage on the CPU waits for what an accelerator gives it; copies between the host
+and an accelerator go through pinned memory, which the device reads and writes while threads go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.torch_private import strided_parts
+
+
+class Mark(Protocol):
+    """A place in some streams: what stands before it has been given to the devices."""
+
+    def synchronize(self) -> None:
+        """Waits until that is computed."""
+
+
+class Outside(Protocol):
+    """The lane of user code and Lightning's thread."""
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> Mark | None:
+        """Behind all that this thread has given to ``devices`` (a stage's lane has but one); None: it is computed."""
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        """What follows comes after ``mark``, and uses ``tensors`` of another lane."""
+
+
+class Lane(Outside, Protocol):
+    """The lane of a stage."""
+
+    def enter(self) -> None:
+        """Called in the stage's thread, first."""
+
+    def now(self) -> Any:
+        """A moment in what this thread gives the lane's device, for :meth:`spent`; user code may ask as well."""
+
+    def spent(self, since: Any) -> None:
+        """What came after ``since`` counts as busy."""
+
+    def busy_seconds(self) -> float:
+        """As far as it is known already."""
+
+    def synchronize(self) -> None:
+        """Waits until all that was given to the device is computed."""
+
+
+class HostLane:
+    """Of a stage on the CPU: an operator is computed when its call returns."""
+
+    def __init__(self) -> None:
+        self._busy = 0.0
+        self._sides = _Sides()
+
+    def enter(self) -> None:
+        pass
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> None:
+        return None
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        if mark is not None:
+            mark.synchronize()
+            self._sides.of(tensors)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def spent(self, since: float) -> None:
+        self._busy += time.perf_counter() - since
+
+    def busy_seconds(self) -> float:
+        return self._busy
+
+    def synchronize(self) -> None:
+        pass
+
+
+class WaitingLane(HostLane):
+    """Of a thread that shares the streams of the one that makes this, on ``device`` and the ``others`` from which it
+    copies: as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
+    given its device is computed."""
+
+    def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
+        super().__init__()
+        on_gpus = [other for other in dict.fromkeys(others) if other.type == "cuda" and other != device]
+        self._others = [torch.cuda.current_stream(other) for other in on_gpus]
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def enter(self) -> None:
+        for stream in self._others:
+            torch.cuda.set_stream(stream)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)  # last, and with it this thread's device
+
+    def spent(self, since: float) -> None:
+        self.synchronize()
+        super().spent(since)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Sides:
+    """A thread's own streams on devices from which it copies: torch does so in what is the thread's stream there."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, tensors: Iterable[Tensor], own: torch.cuda.Stream | None = None) -> set[torch.cuda.Stream]:
+        """The streams that copy ``tensors``; ``own`` is the thread's stream on its device, and remains it."""
+        found = set()
+        for tensor in tensors:
+            device = tensor.device
+            if device.type != "cuda" or (own is not None and device == own.device):
+                continue
+            if device not in self._streams:
+                self._streams[device] = _stream(device)
+                torch.cuda.set_stream(self._streams[device])
+                if own is not None:
+                    torch.cuda.set_stream(own)
+            found.add(self._streams[device])
+            _used(tensor, self._streams[device])
+        return found
+
+
+def _used(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """``stream`` uses it: else its memory might be used anew as soon as the lane that made it lets go of it."""
+    for part in strided_parts(tensor):
+        part.record_stream(stream)
+
+
+class CudaMark:
+    """Events, one for each stream."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self.events = [stream.record_event() for stream in streams]
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+class CudaLane:
+    """Of a stage on a GPU: a stream of its own there, and one on each device from which it copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _stream(device)
+        self._sides = _Sides()
+        self._busy = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        torch.cuda.set_stream(self._stream)  # and with it this thread's device
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> CudaMark:
+        return CudaMark([self._stream])
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        tensors = list(tensors)
+        streams = {self._stream, *self._sides.of(tensors, self._stream)}
+        for tensor in tensors:
+            if tensor.device == self._stream.device:
+                _used(tensor, self._stream)
+        _wait(streams, mark)
+
+    def now(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def spent(self, since: torch.cuda.Event) -> None:
+        with self._lock:
+            self._pending.append((since, self.now()))
+            self._settle()  # nobody may ever ask, and a device has room for so many events only
+
+    def busy_seconds(self) -> float:
+        with self._lock:
+            self._settle()
+            return self._busy
+
+    def _settle(self) -> None:
+        while self._pending and all(map(_is_over, self._pending[0])):  # they may be in two streams of user code
+            began, ended = self._pending.popleft()
+            self._busy += began.elapsed_time(ended) / 1000
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class OutsideLane:
+    """Of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
+
+    def mark(self, devices: Iterable[torch.device] = ()) -> CudaMark | None:
+        streams = [torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"]
+        return CudaMark(streams) if streams else None
+
+    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+        streams = set()
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                stream = torch.cuda.current_stream(tensor.device)
+                streams.add(stream)
+                _used(tensor, stream)
+        _wait(streams, mark)
+
+
+def _wait(streams: Iterable[torch.cuda.Stream], mark: Mark | None) -> None:
+    if isinstance(mark, CudaMark):
+        for stream in streams:
+            for event in mark.events:
+                stream.wait_event(event)
+
+
+def lane_on(device: torch.device) -> Lane:
+    """For a stage on ``device``."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Who makes lanes: for a stage on a device, and the one of user code and Lightning's thread."""
+
+    on: Callable[[torch.device], Lane] = lane_on
+    outside: Outside = field(default_factory=OutsideLane)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, in this thread's streams; on the host once it is there."""
+    if tensor.device == device:  # as most often on one host; asking torch costs ten times as much
+        return tensor
+    if device.type == "cuda":
+        on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        return (tensor.pin_memory() if on_host else tensor).to(device, non_blocking=True)
+    if tensor.device.type == "cuda" and tensor.layout is torch.strided:
+        pinned = torch.empty_like(tensor, device=device, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pinned
+    return tensor.to(device)

@@ -1,0 +1,1 @@
+"""User code in the pipeline: runner pool, lock, sections, and the view of the parameters."""

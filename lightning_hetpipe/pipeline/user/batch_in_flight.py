@@ -1,0 +1,208 @@
+"""One batch in flight: the user's step for it, run in a thread of its own ahead of Lightning's loop."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.streams import Mark
+from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.torch_private import Carried
+
+
+class Pipeline(Protocol):
+    """What a flight asks of the pipeline that it is in."""
+
+    lock: UserLock
+    patience: Patience
+
+
+class Flight:
+    """Batch ``number`` in flight.
+
+    It is in one place at a time: in its runner (user code), or with a stage. Wherever it is when it fails or is
+    discarded, it ends there.
+
+    Args:
+        pipeline: Where it is.
+        number: Its number; among those that wait for the lock over user code, lower ones go first.
+        stretch: Swaps in the process-wide state that its stretches of user code run with; None leaves the process's.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        number: int,
+        stretch: UserSection | None = None,
+    ) -> None:
+        self.number = number
+        self.output: Any = None
+        self.failure: BaseException | None = None
+        self.cancelled = False
+        self.in_user_code = False
+        self.start = Ticket(Rank.START, number)
+        self.context = contextvars.copy_context()
+        """What the thread that submits it has set for the code that it calls."""
+        self._began_at = time.perf_counter()
+        self._ended_at = self._began_at
+        self._pipeline = pipeline
+        self._stretch = stretch
+        self._arrived: Any = None
+        self.arrived_after: Mark | None = None
+        """What has last arrived is computed where this mark is."""
+        self._resume: Ticket | None = None
+        self._mutex = threading.Lock()
+        self._ended = False
+        self._when_ended: Callable[[], None] | None = None
+
+    # Whoever waits for it.
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def seconds(self) -> float:
+        """For how long it was in flight, once it has ended."""
+        return self._ended_at - self._began_at
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` once it has ended; at once where it has."""
+        with self._mutex:
+            if not self._ended:
+                self._when_ended = call
+                return
+        call()
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """It is done: its results are there, or it failed."""
+        with self._mutex:
+            if self._ended:
+                return
+            self._ended = True
+            self._ended_at = time.perf_counter()
+            self.failure = self.failure or failure
+            call = self._when_ended
+        self._pipeline.patience.moved()
+        if call is not None:
+            call()
+
+    # The stages' side.
+
+    def deliver(self, value: Any, mark: Mark | None = None) -> None:
+        """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
+
+        Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
+        """
+        ticket = self._take_ticket()
+        if ticket is None:
+            self.end(value if isinstance(value, BaseException) else None)
+            return
+        self._arrived, self.arrived_after = value, mark
+        self._pipeline.lock.request(ticket)
+
+    # The runner's side.
+
+    def run(self) -> None:
+        """Runs the user's step; called in the runner's thread, once."""
+        failure: BaseException | None = None
+        try:
+            self._pipeline.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
+        except BaseException as error:
+            self._pipeline.lock.abandon(self.start)
+            self.end(error)
+            return
+        try:
+            self._enter()
+            self._check_cancelled()
+            self._fly()
+        except BaseException as error:
+            failure = error
+        try:
+            self._leave(for_good=True)
+        except BaseException as error:
+            failure = failure or error
+        self._landed(failure)
+
+    def _fly(self) -> None:
+        """The user's step, in a stretch of user code."""
+        raise NotImplementedError
+
+    def _landed(self, failure: BaseException | None) -> None:
+        """:meth:`_fly` is over."""
+        raise NotImplementedError
+
+    def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
+        """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""
+        ticket = self._resume = Ticket(Rank.RESUME, self.number)
+        start()
+        failure: BaseException | None = None
+        try:
+            self._leave()
+        except BaseException as error:  # raised below: what was started comes back first
+            failure = error
+        try:
+            self._pipeline.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
+        except BaseException:
+            if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
+                self._pipeline.lock.request(ticket)
+            if ticket.wait(self._pipeline.patience.seconds):
+                self._enter()
+            else:  # user code unwinds without the lock: whoever holds it is stuck
+                self._pipeline.lock.abandon(ticket)
+            raise
+        self._enter()
+        arrived, self._arrived = failure or self._arrived, None
+        if isinstance(arrived, BaseException):
+            self.failure = arrived
+            raise arrived
+        return arrived
+
+    def _take_ticket(self) -> Ticket | None:
+        with self._mutex:
+            ticket, self._resume = self._resume, None
+        return ticket
+
+    def _check_cancelled(self) -> None:
+        if self.cancelled:
+            raise Discarded
+
+    def _enter(self) -> None:
+        self.in_user_code = True
+        if self._stretch is not None:
+            self._stretch.enter()
+
+    def _leave(self, for_good: bool = False) -> None:
+        if not self.in_user_code:
+            return
+        try:
+            if self._stretch is not None:
+                self._stretch.leave(for_good)
+        finally:
+            self.in_user_code = False
+            self._pipeline.lock.release()
+
+
+_current: Carried[Flight] = Carried("flight")
+
+
+def current() -> Flight | None:
+    """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    return _current.get()
+
+
+@contextmanager
+def running(flight: Flight) -> Iterator[None]:
+    """Within it, this thread runs the user code of ``flight``."""
+    _current.set(flight)
+    try:
+        yield
+    finally:
+        _current.set(None)

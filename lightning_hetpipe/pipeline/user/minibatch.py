@@ -1,0 +1,193 @@
+"""The minibatch runner: the user's ``training_step``, run in a thread of its own ahead of Lightning's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.streams import Mark, move
+from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, running
+from lightning_hetpipe.pipeline.user.parameter_view import Used, View
+from lightning_hetpipe.pipeline.user.piece_call import Leaf, PieceCall, below
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.engine import Engine
+    from lightning_hetpipe.pipeline.passes import Loss
+
+
+@dataclass
+class Step:
+    """What the user's side of one minibatch is.
+
+    Attributes:
+        run: Calls ``training_step``; gives its output and the loss to differentiate (divided for accumulation).
+        check: Sees that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
+            raise.
+        context: Opened once around all of it, in the minibatch's thread.
+        stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
+    """
+
+    run: Callable[[], tuple[Any, Tensor]]
+    check: Callable[[Tensor, Collection[int]], None]
+    context: Callable[[], AbstractContextManager[Any]]
+    stretch: UserSection | None
+
+
+@dataclass(slots=True)
+class Sum:
+    """The gradient of a weight so far.
+
+    Attributes:
+        gradient: The sum of its uses, the latest first.
+        mark: Behind which it is computed.
+    """
+
+    gradient: Tensor
+    mark: Mark | None
+
+
+class Minibatch(Flight):
+    """Minibatch ``number`` in flight, on the weights of ``version``.
+
+    Attributes:
+        gradients: Of live parameters, once it is done.
+        sums: Gradients that no stage keeps, as user code has found them or goes on with them.
+        continued: The parameters that user code has used before the piece whose backward runs.
+    """
+
+    def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
+        super().__init__(engine, number, step.stretch)
+        self.version = version
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[nn.Parameter, Sum] = {}
+        self.continued: set[nn.Parameter] = set()
+        self._engine = engine
+        self._step = step
+        self._view = view
+        self._calls: list[PieceCall] = []
+        self._in_backward = False
+        self._loss: Loss | None = None
+
+    # The engine's side.
+
+    def autocast(self, piece: int) -> Autocast:
+        """What ``training_step`` had autocast do where it called ``piece``."""
+        return self._calls[piece].autocast
+
+    def has_later_uses(self, piece: int) -> bool:
+        """Whether inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
+        return any(gradient is not None for gradient in self._calls[piece].later_gradients)
+
+    # The runner's side.
+
+    def _fly(self) -> None:
+        with running(self), self._step.context():
+            with self._view:
+                self.output, total = self._step.run()
+            self._check_cancelled()
+            if self.failure is not None:  # user code has swallowed a stage's failure
+                raise self.failure
+            self._check_calls()
+            self._view.check()
+            self._step.check(total, {*self._view.ids(), *(id(call.anchor) for call in self._calls)})
+            self._in_backward = True
+            self._backward(total)
+
+    def loss_ends(self, mark: Mark | None) -> None:
+        """The gradients of the last piece's outputs are there, where ``mark`` is."""
+        if self._loss is not None:
+            self._loss.end(mark)
+
+    def _landed(self, failure: BaseException | None) -> None:
+        for call in self._calls:
+            call.close()
+        self._view.close()
+        if failure is not None:
+            self._engine.abandon(self)
+            self.end(failure)
+
+    def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
+        """Runs a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
+        self._check_cancelled()
+        with self._view.resting():
+            return self._call(piece, name, prepare(self._view.replaced(given)))
+
+    def _call(self, piece: int, name: str, inputs: Any) -> Any:
+        expected = len(self._calls)
+        if piece != expected:
+            raise SettingError(
+                f"the pipelined module '{name}' was called "
+                + ("twice in one training_step" if piece < expected else "out of order")
+                + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
+                + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
+            )
+        call = PieceCall(piece, Value.of(inputs), Autocast.current(), self._engine.lanes.outside)
+        self._calls.append(call)
+        outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
+        self._engine.lanes.outside.join(self.arrived_after, outputs.tensors)
+        outputs = outputs.on(self._engine.root_device)
+        self._loss = self._engine.loss(self, call)
+        self._view.region = len(self._calls)
+        connected = call.connect(tensors_of(inputs), outputs)
+        self._view.stand_in(call.later_inputs)
+        return connected
+
+    def _backward(self, total: Tensor) -> None:
+        """Starts the backward pass, from the user's code after the last call down to that before the first."""
+        above: PieceCall | None = None
+        for call in reversed(self._calls):
+            first = call.piece == 0
+            # What the first piece's inputs do not depend on need not wait for its backward.
+            before = first and not call.needs_input_gradients
+            direct = self._view.leaves(call.piece + 1) + (self._view.leaves(0) if before else [])
+            waits = not first or (not before and bool(self._view.leaves(0)))
+            gradients, found = call.collect(total, above, self._leaves(direct), self._view, keep_graph=waits)
+            self._add(direct, found)
+            self.continued = {
+                used.live for region in range(before, call.piece + 1) for used in self._view.leaves(region)
+            }
+            start = partial(self._engine.backward, self, call, [*gradients])
+            if waits:
+                found = self._through_pipeline(start, f"the backward of piece {call.piece}")
+                self._engine.lanes.outside.join(self.arrived_after, tensors_in(found))
+                call.take_input_gradients(found)
+            else:
+                start()
+            above = call
+        if waits:
+            direct = self._view.leaves(0)
+            self._add(direct, below(total, above, self._leaves(direct), self._view, keep_graph=False))
+            self.end()
+
+    def _leaves(self, direct: Sequence[Used]) -> list[Leaf]:
+        """The leaves that stand for the parameters of ``direct``, with the gradients of later uses."""
+        found = []
+        for used in direct:
+            later = None
+            if (earlier := self.sums.get(used.live)) is not None:
+                self._engine.lanes.outside.join(earlier.mark, [earlier.gradient])
+                later = move(earlier.gradient, used.seen.device)
+            found.append(Leaf(used.copy, used.seen, later))
+        return found
+
+    def _add(self, direct: Sequence[Used], gradients: Sequence[Tensor | None]) -> None:
+        found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
+        mark = self._engine.lanes.outside.mark(gradient.device for gradient in found.values()) if found else None
+        self.sums.update((live, Sum(gradient, mark)) for live, gradient in found.items())
+
+    def _check_calls(self) -> None:
+        missing = self._engine.piece_names[len(self._calls) :]
+        if missing:
+            raise SettingError(
+                f"training_step did not call the pipelined module '{missing[0]}' this time; call the same modules in"
+                " every minibatch, or pipeline only those that are (module=[...])"
+            )

@@ -1,0 +1,193 @@
+"""The seam in the user's autograd graph where a piece ran in the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.streams import Mark, Outside
+from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
+from lightning_hetpipe.torch_private import graph_nodes, run_backward
+
+
+class PieceCall:
+    """One call of a piece in one minibatch: what went in, what came out, and the gradients of both.
+
+    User code around the pieces is backpropagated in its own thread, piece by piece from the last to the first: first
+    down to this piece's outputs (``output_gradients``), then the pipeline computes ``input_gradients``, which the graph
+    below hands on. The ``anchor`` is a leaf above nothing but this call, so that asking for its gradient makes autograd
+    visit exactly what lies between the loss and this piece.
+
+    Uses of an input after the call go through the seam as well (``later_inputs`` stand in for the inputs there), so
+    that their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
+    """
+
+    def __init__(self, piece: int, inputs: Value, autocast: Autocast, outside: Outside) -> None:
+        self.piece = piece
+        self.inputs = inputs
+        self.autocast = autocast
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.outside = outside
+        self.collecting = False
+        self.collected: Mark | None = None
+        """Behind the gradients of the outputs: autograd finds them in the stream in which user code made the call."""
+        self.taken: Mark | None = None
+        """Behind the gradients of the inputs."""
+        self.outputs = 0
+        self.later_inputs: list[tuple[Tensor, Tensor]] = []
+        """Each input that a gradient goes to, with the tensor that stands in for it after the call."""
+        self._given: list[GradientEdge | None] = []
+        self._node: Node | None = None
+        self.output_gradients: Sequence[Tensor | None] | None = None
+        self.later_gradients: Sequence[Tensor | None] = ()
+        """For each input, the gradient of its uses after the call; empty as long as nothing is known of them."""
+        self.input_gradients: Sequence[Tensor | None] | None = None
+
+    @property
+    def needs_input_gradients(self) -> bool:
+        """Whether the graph goes on below the call."""
+        return any(edge is not None for edge in self._given)
+
+    def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
+        """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
+        self.outputs = len(outputs.tensors)
+        # Edges and not tensors: one that user code changes in place later has another place in the graph.
+        self._given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
+        join: Any = _Seam.apply  # torch has no types here
+        joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
+        self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
+        pairs = zip(inputs, joined[self.outputs :], strict=True) if any(outputs.requires_grad) else ()
+        self.later_inputs = [(tensor, later) for tensor, later in pairs if later.requires_grad]
+        return outputs.tree(joined[: self.outputs])
+
+    def take_input_gradients(self, gradients: Gradients) -> None:
+        """The pipeline has computed them, each on the device of its stage: the graph below wants it on its input's."""
+        later = self.later_gradients or [None] * len(gradients)
+        if used := [gradient for gradient in later if gradient is not None]:
+            self.outside.join(self.collected, used)
+        self.input_gradients = []
+        for tensor, after, gradient in zip(self.inputs.tensors, later, gradients, strict=True):
+            parts = Addends(addends(moved(after, tensor.device))) + tuple(addends(moved(gradient, tensor.device)))
+            self.input_gradients.append(added(Addends(parts)) if parts else None)
+        self.taken = self.outside.mark(tensor.device for tensor in self.inputs.tensors)
+
+    def close(self) -> None:
+        """Lets go of tensors and graph, as nothing is differentiated any more.
+
+        The call and its node hold each other, so that they would stay until Python collects garbage.
+        """
+        self.inputs = replace(self.inputs, tensors=())
+        self.output_gradients = self.input_gradients = self._node = None
+        self.later_gradients, self.later_inputs, self._given = (), [], []
+
+    def collect(
+        self,
+        total: Tensor,
+        above: PieceCall | None,
+        leaves: Sequence[Leaf],
+        within: AbstractContextManager[Any],
+        keep_graph: bool,
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Gradients of ``total`` with respect to this call's outputs, and to ``leaves`` that came after it.
+
+        Args:
+            total: What is differentiated.
+            above: The next call, whose input gradients are there; None for the last one.
+            leaves: Used by user code between this call and ``above``.
+            within: Opened around the pass, for the user's hooks and what is computed again.
+            keep_graph: Whether the graph is gone through again, further down.
+        """
+        self.collecting = True
+        _, *found = below(total, above, [Leaf(self.anchor), *leaves], within, keep_graph, self._node)
+        self.collecting = False
+        return self.output_gradients or [None] * self.outputs, found
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of the user's graph, of which a gradient is wanted.
+
+    Attributes:
+        tensor: The leaf.
+        seen: What user code has used of it: itself, or its copy on another device.
+        later: The gradient of its uses so far, to which those in this graph are added one by one.
+    """
+
+    tensor: Tensor
+    seen: Tensor | None = None
+    later: Tensor | None = None
+
+
+def below(
+    total: Tensor,
+    above: PieceCall | None,
+    leaves: Sequence[Leaf],
+    within: AbstractContextManager[Any],
+    keep_graph: bool,
+    call: Node | None = None,
+) -> Sequence[Tensor | None]:
+    """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``; with those
+    of later uses, where these are given.
+
+    What lies above that call, whose input gradients are there, is gone through again only where ``total`` depends on
+    the leaves (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
+    backward. All is given as edges: with tensors, torch would put the minibatch's view of its parameters aside, which
+    hooks and recomputed checkpoints need.
+    """
+    targets = [get_gradient_edge(leaf.tensor) for leaf in leaves]
+    starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
+    if above is not None and above.input_gradients is not None:
+        wanted = {call, *(target.node for target in targets if target.node is not None)}
+        if not any(node in wanted for node in graph_nodes([total.grad_fn], [above._node])):
+            pairs = zip(above._given, above.input_gradients, strict=True)
+            reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+            starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
+    for leaf in leaves:
+        if leaf.later is not None:  # a start is what autograd adds before all else
+            starts.append(get_gradient_edge(leaf.tensor if leaf.seen is None else leaf.seen))
+            gradients.append(leaf.later)
+    if not starts:
+        return [None] * len(leaves)
+    with within:
+        return run_backward(starts, gradients, targets, keep_graph)
+
+
+class _Seam(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: PieceCall, wanted: tuple[bool, ...], anchor: Tensor, inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = [tensor.detach() for tensor in tensors[inputs:]]
+        later = [tensor.detach() for tensor in tensors[:inputs]]
+        ctx.call, ctx.inputs, ctx.outputs = call, inputs, len(outputs)
+        ctx.set_materialize_grads(False)
+        wants = [*wanted, *(tensor.requires_grad for tensor in tensors[:inputs])]
+        ctx.mark_non_differentiable(*(o for o, w in zip([*outputs, *later], wants, strict=True) if not w))
+        return (*outputs, *later)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        call: PieceCall = ctx.call
+        if call.collecting:
+            call.output_gradients, call.later_gradients = gradients[: ctx.outputs], gradients[ctx.outputs :]
+            call.collected = call.outside.mark(gradient.device for gradient in gradients if gradient is not None)
+            into: Sequence[Tensor | None] = [None] * ctx.inputs
+        elif call.input_gradients is None and not any(gradient is not None for gradient in gradients[: ctx.outputs]):
+            into = gradients[ctx.outputs :]  # user code asks for one of uses after the call
+        elif call.input_gradients is not None:
+            into = call.input_gradients
+            call.outside.join(call.taken, [gradient for gradient in into if gradient is not None])
+        else:
+            raise RuntimeError(
+                "a gradient through a pipelined module was asked for inside training_step (torch.autograd.grad or"
+                " .backward()); the pipeline computes gradients once, of the loss that training_step returns, so leave"
+                " gradients with respect to inputs out, or train without HetPipeStrategy"
+            )
+        return (None, None, None, None, *into, *([None] * ctx.outputs))

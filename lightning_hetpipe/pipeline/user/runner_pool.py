@@ -1,0 +1,232 @@
+"""The threads that batches in flight run in, the lock over user code, and Lightning's thread's waits for them.
+
+Lightning's thread holds the lock over user code except while it waits here.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, TypeVar
+
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.stage_thread import StageThread
+from lightning_hetpipe.pipeline.streams import WaitingLane
+from lightning_hetpipe.pipeline.threads import Patience, Worker
+from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
+from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
+
+F = TypeVar("F", bound=Flight)
+
+JOIN_SECONDS = 5.0
+"""How long closing waits for a thread before it says that the thread is stuck."""
+
+
+class Crew(Generic[F]):
+    """Runs up to ``in_flight`` flights at once, each in a runner's thread.
+
+    Args:
+        name: Of the runners' threads.
+        in_flight: How many there may be.
+        torch_threads: Threads of each torch operation in user code.
+        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
+    """
+
+    doing = "training_step of minibatch"
+    """What a runner's user code is, for people."""
+
+    stages: Sequence[StageThread] = ()
+    """Their threads start and end with the runners; user code computes on the last one's device."""
+
+    def __init__(self, name: str, in_flight: int, torch_threads: int, timeout: float) -> None:
+        self.in_flight = in_flight
+        self.lock = UserLock()
+        self.patience = Patience(timeout, lambda: self.lock.held, self.describe)
+        self.quiet = Quiet(self.patience)
+        self.minibatches: dict[int, F] = {}
+        self._name = name
+        self._torch_threads = torch_threads
+        self._runners: list[Worker[F]] = []
+        self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
+        self._unlocked = False  # Lightning's thread is within `unlocked`
+
+    def start(self) -> None:
+        """Starts the threads; the calling thread takes the lock over user code."""
+        for stage in self.stages:
+            stage.start()
+        enter = WaitingLane(self.stages[-1].device, [stage.device for stage in self.stages]).enter
+        self._runners = [
+            Worker(f"{self._name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)
+        ]
+        self._take_lock()
+
+    def launch(self, flight: F) -> None:
+        """Puts ``flight``, the next one, in flight."""
+        self.minibatches[flight.number] = flight
+        self.lock.request(flight.start)
+        self._runners[flight.number % self.in_flight].put(flight)
+
+    def finish(self, number: int) -> F:
+        """Waits for minibatch ``number``, and takes it out of the pipeline.
+
+        Raises:
+            BaseException: what it failed with, with the traceback of the thread in which it happened.
+        """
+        flight = self.minibatches[number]
+        self._wait_for(flight)
+        del self.minibatches[number]
+        if flight.failure is not None:
+            raise flight.failure
+        return flight
+
+    def begin(self, version: int) -> None:
+        """The pipeline starts empty at ``version``, which the live weights are."""
+
+    def publish(self, version: int) -> None:
+        """The live weights are ``version`` now."""
+
+    def show(self, number: int) -> None:
+        """Makes the live buffers what the forward of ``number`` left."""
+
+    def drain(self) -> None:
+        """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
+        for number in sorted(self.minibatches):
+            self._wait_for(self.minibatches[number])
+
+    def discard(self) -> None:
+        """Drops every minibatch in flight; their user code unwinds."""
+        self._cancel()
+        self.drain()
+        self.minibatches.clear()
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        if self._lost_lock or self._unlocked:
+            yield
+            return
+        self._unlocked = True
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self._unlocked = False
+            self._take_lock()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Lets user code run while Lightning's thread computes."""
+        with self.unlocked(), self.quiet.computing():
+            yield
+
+    @contextmanager
+    def exclusively(self, number: int, who: str) -> Iterator[None]:
+        """Within it no user code runs, and no other thread computes; for ``who``, a stage that computes nothing yet.
+
+        Waits of others do not end meanwhile, however long it takes: it counts as user code.
+        """
+        ticket = Ticket(Rank.RESUME, number)
+        self.lock.request(ticket)
+        try:
+            self.patience.wait(ticket.wait, f"{who} for user code to pause")
+        except BaseException:
+            self.lock.abandon(ticket)
+            raise
+        try:
+            with self.quiet.alone():
+                yield
+        finally:
+            self.lock.release()
+
+    def offer(self) -> None:
+        """Lets whoever waits for the lock over user code go first."""
+        if self.lock.wanted() and not self._lost_lock:
+            with self.unlocked():
+                pass
+
+    def close(self) -> None:
+        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer or in user code."""
+        workers: list[Worker[F] | StageThread] = [*self._runners, *self.stages]
+        if not workers:
+            return
+        deadline = time.monotonic() + JOIN_SECONDS
+        try:
+            self._cancel()
+            if self.patience.given_up is None:
+                for flight in self.minibatches.values():
+                    self._wait_for(flight, deadline)
+        finally:
+            for worker in workers:
+                worker.close()
+            stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
+            if stuck:
+                warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
+            ran, self._runners = bool(self._runners), []
+            if not stuck:  # else what a stage makes of them, late, still ends them
+                self.minibatches = {}
+                if ran:
+                    self._let_go()
+
+    def describe(self) -> str:
+        """What every stage and every minibatch in flight does, for people."""
+        flying = [flight for flight in self.minibatches.values() if not flight.ended]
+        running = [f"{self.doing} {flight.number} is running" for flight in flying if flight.in_user_code]
+        numbers = ", ".join(str(flight.number) for flight in flying) or "none"
+        return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
+
+    def _let_go(self) -> None:
+        """Gives memory back, as no thread is left: what holds it stands in circles, which Python collects some time."""
+
+    # Waiting.
+
+    def _wait_for(self, flight: F, deadline: float | None = None) -> None:
+        if flight.ended or self._lost_lock:
+            self.offer()
+            return
+        ticket = Ticket(Rank.MAIN, flight.number)
+        ask = partial(flight.when_ended, lambda: self.lock.request(ticket))
+        self._await(ticket, ask, f"Lightning's step for minibatch {flight.number}", release=True, deadline=deadline)
+
+    def _take_lock(self) -> None:
+        ticket = Ticket(Rank.MAIN, 0)
+        ask = partial(self.lock.request, ticket)
+        self._await(ticket, ask, "Lightning's thread for user code to pause", release=False)
+
+    def _await(
+        self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
+    ) -> None:
+        """Waits in Lightning's thread until ``ticket`` holds the lock over user code; until ``deadline`` if given.
+
+        Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
+        is user code too. Where the lock does not come back, Lightning's thread goes on without it.
+        """
+        self._lost_lock = True
+        try:
+            if release:
+                self.lock.release()
+            ask()
+            if deadline is None:
+                self.patience.wait(ticket.wait, who)
+                self._lost_lock = False
+            else:
+                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._cancel()
+            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
+            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
+            self._lost_lock = self.patience.given_up is not None or not granted
+            raise
+        finally:
+            if self._lost_lock:
+                self.lock.abandon(ticket)
+
+    def _cancel(self) -> None:
+        for flight in self.minibatches.values():
+            flight.cancelled = True
+
+
+def _run(flight: Flight) -> None:
+    flight.context.run(flight.run)

@@ -1,0 +1,175 @@
+"""Which layers run on which stage and device, and the report of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from lightning_hetpipe.capture.parity_check import equal_outputs, evaluated
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.reporting.meter import Meter
+from lightning_hetpipe.reporting.report import RunReport, StageReport
+
+T = TypeVar("T")
+
+
+@dataclass
+class Layout:
+    """Which layers run on which stage, and what was measured.
+
+    Attributes:
+        layers: All layers of all pieces, in order.
+        cuts: The first layer of each stage.
+        devices: The device of each stage.
+        times: Seconds of each stage per minibatch, as profiled.
+        names: Of each stage's device, for people, where others were declared than torch's.
+        emulated: Whether stages take as long as those devices, which are not here.
+    """
+
+    layers: list[Layer]
+    cuts: tuple[int, ...]
+    devices: list[torch.device]
+    times: list[float]
+    names: Sequence[str] | None = None
+    emulated: bool = False
+
+    def is_spread(self) -> bool:
+        """Whether stages lie on different devices."""
+        return len(set(self.devices)) > 1
+
+    def stage_layers(self, stage: int) -> list[Layer]:
+        return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
+
+    def run_piece(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs live layers of ``piece``, each on its stage's device: what evaluation does outside the pipeline.
+
+        Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
+        """
+        value = piece.value(args, kwargs)
+        captured = piece.captured
+        trained = any(part.training for part in piece.module.modules())  # then its buffers change
+        if captured is None or trained or captured.changed(value) is None:
+            return self._run_across_devices(piece.layers, value)
+        gave = evaluated(piece, args, kwargs)
+        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
+            found = self._run_across_devices(piece.layers, value)
+        if equal_outputs(Value.of(found), Value.of(gave)):
+            captured.take_equal(value)
+        return move_data_to_device(gave, self.devices[-1])
+
+    def _run_across_devices(self, layers: Sequence[Layer], value: Any) -> Any:
+        device = {layer.name: self.devices[s] for s in range(len(self.devices)) for layer in self.stage_layers(s)}
+        for layer in layers:
+            value = move_data_to_device(value, device[layer.name])
+            value = layer.module(value)
+        return move_data_to_device(value, self.devices[-1])
+
+    def report(self, engine: Engine, meter: Meter) -> RunReport:
+        seconds = max(meter.seconds, 1e-9)
+        memories = [stage.memory for stage in engine.stages]
+        return RunReport(
+            in_flight=engine.in_flight,
+            minibatches=meter.minibatches,
+            samples_per_second=meter.samples / seconds,
+            stages=[
+                StageReport(
+                    device=device_name(device) if self.names is None else self.names[index],
+                    layers=[layer.name for layer in self.stage_layers(index)],
+                    layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
+                    time_s=self.times[index],
+                    busy=min(1.0, engine.stages[index].lane.busy_seconds() / seconds),
+                    parameters=sum(p.numel() for p in engine.live[index].parameters),
+                    versions_bytes=memories[index].versions.most,
+                    activations_bytes=memories[index].activations.most,
+                    gradients_bytes=memories[index].gradients.most,
+                    memory_bytes=memories[index].total.most,
+                    held=memories[index].minibatches.most,
+                    device_bytes=device_bytes(device),
+                    compile_s=engine.stages[index].compiling.seconds,
+                )
+                for index, device in enumerate(self.devices)
+            ],
+            emulated=self.emulated,
+        )
+
+
+def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int:
+    """k: as asked, or one for each device while there are layers.
+
+    Raises:
+        SettingError: if more stages are asked for than there are layers.
+    """
+    if stages == "auto":
+        if devices > layers:
+            idle = devices - layers
+            warnings.warn(
+                f"{devices} devices, but only {layers} layer{'' if layers == 1 else 's'}: {idle}"
+                f" {'stays' if idle == 1 else 'stay'} idle",
+                stacklevel=2,
+            )
+        if layers == 1:
+            warnings.warn("the pipelined module is one layer, so HetPipeStrategy trains it as one stage", stacklevel=2)
+        elif devices == 1:
+            warnings.warn(
+                "there is one device, so HetPipeStrategy trains the model as one stage, without a pipeline; for more,"
+                " set stages, as several may share a device",
+                stacklevel=2,
+            )
+        return min(devices, layers)
+    if stages > layers:
+        raise SettingError(
+            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module;"
+            f" set stages to at most {layers}, or split a layer into several modules"
+        )
+    return stages
+
+
+def place(stages: int, devices: Sequence[T]) -> list[T]:
+    """The device of each stage: the first k devices in order; where stages exceed devices, neighbours share one."""
+    if stages <= len(devices):
+        return list(devices[:stages])
+    return [devices[stage * len(devices) // stages] for stage in range(stages)]
+
+
+def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, moved: bool = False) -> None:
+    """Moves the live weights, their gradients and their optimizer state to their stages' devices.
+
+    Args:
+        layout: Which layers lie where.
+        optimizer: Whose state follows its parameters.
+        moved: Whether other parameters of the optimizer's have moved before.
+    """
+    for stage, device in enumerate(layout.devices):
+        for layer in layout.stage_layers(stage):
+            for tensor in [*layer.module.parameters(), *layer.module.buffers()]:
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                    if tensor.grad is not None:
+                        tensor.grad = tensor.grad.to(device)
+                    moved = True
+            if isinstance(layer.module, GraphLayer):
+                layer.module.device = device
+    if moved and optimizer is not None:
+        optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The most that torch has allocated on ``device`` at once; None for a CPU, where it does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """The device for people: "cpu", or the GPU's name with its index."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"

@@ -1,0 +1,168 @@
+"""Profile of the layers that a watched step has shown: measured once on each type of device, and kept on disk."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_hetpipe.capture.microbenchmark import measure
+from lightning_hetpipe.capture.profiling import METHOD, Study, code_of
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.placement.progress import Bar, hidden
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
+from lightning_hetpipe.planning.model.timing import ROUNDS
+from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
+
+_WHEEL = re.compile(r"\+(cpu|cu\d+)$")
+
+
+def profiled(
+    study: Study,
+    devices: Mapping[str, torch.device],
+    model: str,
+    precision: str,
+    cache: ProfileCache | None,
+    bar: Bar = hidden,
+) -> Profile:
+    """The profile of the layers on ``devices``, of which there is at least one.
+
+    Args:
+        study: What the watched step has shown.
+        devices: By the name of their type.
+        model: For people.
+        precision: The Trainer's.
+        cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
+        bar: Shows the measuring.
+    """
+    found: Profile | None = None
+    for name, device in devices.items():
+        one = kept(study, name, model, precision, cache)
+        if one is None:
+            one = _measured(study, device, name, model, bar)
+            if cache is not None:
+                cache.put(conditions(study, name, precision).key(), one)
+        found = one if found is None else _joined(found, one)
+    assert found is not None
+    return found
+
+
+def _joined(one: Profile, other: Profile) -> Profile:
+    """Merge the times of both devices; of the bytes that kernels keep there, a profile has the larger number."""
+    layers = [
+        replace(mine, kept=max(mine.kept, theirs.kept)) for mine, theirs in zip(one.layers, other.layers, strict=True)
+    ]
+    return replace(one, layers=layers).joined(replace(other, layers=layers))
+
+
+def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
+    """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
+    one = None if cache is None else cache.get(conditions(study, name, precision).key())
+    if one is None or name not in one.times or len(one.layers) != len(study.layers):  # a file that somebody has changed
+        return None
+    return replace(one, model=model, samples=study.samples)
+
+
+def _measured(study: Study, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
+    sizes: list[LayerBytes] = []
+    times: list[Times] = []
+    with bar(f"measuring on {name}", len(study.layers)) as tick:
+        for size, time in study.on(device):
+            sizes.append(size)
+            times.append(time)
+            tick()
+    return Profile(model, study.samples, sizes, {name: times}, {})
+
+
+def layer_seconds(study: Study, device: torch.device, bar: Bar) -> list[float]:
+    """Measure seconds of each layer on ``device``, forward and backward: all that cuts for equal devices need."""
+    with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
+        return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name of ``optimizer`` in the memory model; None if it does not know it."""
+    name, options = type(optimizer).__name__.lower(), optimizer.defaults
+    if name in ("sgd", "rmsprop") and options.get("momentum"):
+        name = f"{name}_momentum"
+    if options.get("amsgrad"):
+        name = "amsgrad"
+    return name if name in OPTIMIZERS else None
+
+
+def conditions(study: Study, device: str, precision: str) -> Conditions:
+    """Conditions of measuring the layers of ``study`` on a device; where they differ, no kept profile holds.
+
+    They are the same on a machine that has the device and on one that has not, so that a cache can be copied there:
+    which of its wheels of one version torch came in is left out.
+    """
+    layers = [(layer.name, layer.module) for layer, _, _ in study.layers]
+    return Conditions(
+        layers=[(name, code_of(module)) for name, module in layers],
+        parameters=[
+            (f"{name}.{own}", tuple(each.shape), f"{each.dtype} {each.requires_grad} {_strides(each)}")
+            for name, module in layers
+            for own, each in [*module.named_parameters(), *module.named_buffers()]
+        ],
+        inputs=[each for _, value, _ in study.layers for each in _inputs(value)],
+        precision=precision,
+        torch=_WHEEL.sub("", torch.__version__),
+        device=device,
+        settings=_settings(study) | ({"processor": processor()} if device == "cpu" else {}),
+    )
+
+
+def processor() -> str:
+    """Name of this machine's CPU, and the instructions that torch uses of it."""
+    model = platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
+    except OSError:  # another system
+        pass
+    return f"{model or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _settings(study: Study) -> dict[str, str]:
+    """Settings of the process and of the Trainer."""
+    backends: Any = torch.backends
+    found = {
+        "method": METHOD,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": study.default_dtype,
+        "autocast": [[str(dtype) for kind, dtype in piece.autocast.dtypes if dtype] for piece in study.pieces],
+        "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
+        # Those that decide how a step is computed are switches, or off at zero; how large the others are is no matter.
+        "options": _switches({} if study.optimizer is None else study.optimizer.defaults),
+        # These can be read whichever of torch's two ways to set them the user has taken.
+        "matmul": [backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision],
+        "convolutions": [backends.cudnn.conv.fp32_precision, backends.cudnn.benchmark, backends.mkldnn.enabled],
+        "rnn": backends.cudnn.rnn.fp32_precision,
+        "attention": [backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled()],
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def _switches(options: Mapping[str, object]) -> dict[str, bool | None]:
+    plain = {name: value for name, value in options.items() if value is None or isinstance(value, bool | int | float)}
+    return {name: None if plain[name] is None else bool(plain[name]) for name in sorted(plain)}
+
+
+def _inputs(value: Value) -> list[tuple[tuple[int, ...], str]]:
+    tensors = zip(value.tensors, value.requires_grad, strict=True)
+    others = [repr(each) for each in value.others if isinstance(each, bool | int | float | str)]
+    return [
+        *((tuple(each.shape), f"{each.dtype} {wanted} {_strides(each)}") for each, wanted in tensors),
+        *(((), text) for text in others),
+    ]
+
+
+def _strides(tensor: torch.Tensor) -> str:
+    """Channels that come last make convolutions faster, or slower."""
+    return str(tensor.stride() if tensor.layout is torch.strided else tensor.layout)

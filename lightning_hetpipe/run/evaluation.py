@@ -1,0 +1,153 @@
+"""Evaluation in a pipeline: validate, test and predict keep all stages busy, in order and without gradients.
+
+As in training, the user's step runs ahead of Lightning's loop, in a thread for each batch in flight; what it logs,
+counts and sets is there at its own step. Stages run the live layers: evaluation reads the live weights, which do not
+change meanwhile, and leaves no trace in training. The first batch of every evaluation runs in Lightning's own thread,
+and shows which of the modules that the step calls a pipeline can run, to the very same values. Any other call, such as
+one with gradients, is left to the module itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_hetpipe.capture.microbenchmark import measure
+from lightning_hetpipe.capture.pieces import Piece, named_pieces
+from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
+from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
+from lightning_hetpipe.planning.search.division import stage_times
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.evaluation_run import EvaluationRun
+from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.run_settings import FitSettings
+
+
+class Evaluation:
+    """The runs of one of Lightning's evaluating loops.
+
+    Args:
+        trainer: Lightning's.
+        loop: Its loop.
+        precision: The precision plugin.
+        settings: What the strategy was asked for.
+        run_seed: Seed of the run's random numbers.
+
+    Attributes:
+        pieces: What a pipeline may run, once it is known.
+        layout: The stages that they lie on.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, loop: EvaluatingLoop, precision: Precision, settings: FitSettings, run_seed: int
+    ) -> None:
+        self.trainer = trainer
+        self.loop = loop
+        self.module: L.LightningModule = trainer.lightning_module
+        self.precision = precision
+        self.settings = settings
+        self.run_seed = run_seed
+        self.chance = Chance(
+            run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
+        )
+        self.names = named_pieces(self.module, settings.module)
+        self.pieces: Sequence[Piece] = ()
+        self.layout: Layout | None = None
+        self.in_flight = 1
+        self._run: EvaluationRun | None = None
+        self._redirects: list[Redirect] = []
+        self._warned: set[str] = set()
+
+    def open(self) -> None:
+        """From now on every run of the loop goes through here; for one outside of training."""
+        self._redirects = [
+            Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)),
+            Redirect(self.module, BEFORE_TRANSFER, before_transfer),
+        ]
+
+    def close(self) -> None:
+        for redirect in self._redirects:
+            redirect.remove()
+        self._redirects = []
+
+    def take_over(self, pieces: Sequence[Piece], layout: Layout, in_flight: int) -> None:
+        """Training has found these pieces, and lies on these stages."""
+        self.pieces, self.layout, self.in_flight = pieces, layout, in_flight
+
+    def is_worth_it(self) -> bool:
+        """Whether several batches could be in flight over several stages."""
+        if self.layout is not None:
+            return len(self.layout.devices) > 1 and self.in_flight > 1
+        stages = len(self.settings.devices) if self.settings.stages == "auto" else self.settings.stages
+        return stages > 1 and self.settings.in_flight != 1
+
+    def run(self, original: Callable[[], Any]) -> Any:
+        """One evaluation: ``original`` is Lightning's own loop."""
+        if not self.is_worth_it():
+            return original()
+        threads, around = torch.get_num_threads(), self._run
+        torch.set_num_threads(self.settings.torch_threads)
+        # A BatchSizeFinder runs the loop within that loop's own start.
+        with nullcontext() if around is None else around.resting():
+            self._run = run = EvaluationRun(self)
+            try:
+                return original()
+            finally:
+                self._run = around
+                try:
+                    run.close()
+                finally:
+                    torch.set_num_threads(threads)
+
+    def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """The loop's step ``hook``, of which ``native`` is the strategy's own."""
+        return native(*args) if self._run is None else self._run.step(hook, native, *args)
+
+    # What a run asks.
+
+    def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
+        """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
+        layers = [layer for piece in pieces for layer in piece.layers]
+        devices, asked = self.settings.devices, self.settings.stages
+        stages = min(len(devices) if asked == "auto" else asked, len(layers))
+        times = measure(pieces, self.chance, default_dtype, devices[-1], backward=False)
+        cuts = self.settings.choose_cuts(times, stages)
+        layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
+        move_to_devices(layout, None)
+        for piece in pieces:
+            piece.inputs.clear()
+        asked_in_flight = self.settings.in_flight
+        self.take_over(pieces, layout, stages + 1 if asked_in_flight == "auto" else asked_in_flight)
+
+    def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
+        settings = self.settings
+        return StageSettings(self.chance, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass)
+
+    def context(self, hook: str) -> AbstractContextManager[Any]:
+        """Around the user's step ``hook``, what the precision plugin wants."""
+        contexts = {
+            "validation_step": self.precision.val_step_context,
+            "test_step": self.precision.test_step_context,
+            "predict_step": self.precision.predict_step_context,
+        }
+        return contexts[hook]()
+
+    def warn(self, reasons: Mapping[str, str]) -> None:
+        """Says once of each piece why it is not pipelined."""
+        for name, reason in reasons.items():
+            if name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
+
+
+def before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The redirected hook before a transfer, which a batch that was transferred ahead has had."""
+    return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)

@@ -1,0 +1,241 @@
+"""One evaluation: a run of one of Lightning's evaluating loops, from the first batch, which shows what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.capture.calls import Calls
+from lightning_hetpipe.capture.parity_check import compare
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import (
+    DataFetcher,
+    DataLoaderIterFetcher,
+    evaluation_arguments,
+    fetcher_of,
+    move_before_transfer,
+    set_fetcher,
+)
+from lightning_hetpipe.pipeline.evaluator import EvaluationFlight, Evaluator
+from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.extensions.observers import Observers
+from lightning_hetpipe.run.lifecycle import Extension, Extensions
+from lightning_hetpipe.run.look_ahead import LookAhead
+from lightning_hetpipe.run.piece_forwards import NOT_TAKEN, PieceForwards
+from lightning_hetpipe.torch_private import version_counter
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.run.evaluation import Evaluation
+
+
+class EvaluationRun:
+    """One run of the loop of ``evaluation``; :meth:`close` leaves no thread and no change in the module behind."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._driver: Driver[EvaluationFlight, Evaluator] = Driver(self, Extensions())
+        self._evaluator: Evaluator | None = None
+        self._ahead: tuple[DataFetcher, LookAhead] | None = None
+        self._steps = 0
+        self._hook = ""
+        self._reset = Redirect(evaluation.loop, "reset", self._on_reset)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._reset.remove)
+            if self._ahead is not None:
+                fetcher, ahead = self._ahead
+                stack.callback(set_fetcher, self._evaluation.loop, fetcher)
+                stack.callback(ahead.close)
+            self._driver.close()
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Within it, another run of the loop does not go through this one."""
+        return self._reset.aside()
+
+    def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """The loop's next step."""
+        if self._ahead is None:  # the user's step fetches batches itself
+            return native(*args)
+        self._steps += 1
+        crew = self._driver.crew
+        if crew is not None and self._steps in crew.minibatches:
+            return self._driver.finish(self._steps, args).output
+        return self._first(hook, native, *args) if self._steps == 1 else native(*args)
+
+    def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
+        evaluation, pieces = self._evaluation, self._evaluation.pieces
+        self._hook = hook
+        evaluation.settings.asked()
+        stretch = Stretch(self._state(1))  # which depends on no thread's timing, as that of later batches
+        stretch.enter()
+        try:
+            if evaluation.layout is not None and evaluation.layout.is_spread():
+                # No module could run as it is: its layers run on their devices, one by one.
+                self._evaluator = self._stand_in(pieces)
+                output = native(*args)
+            else:
+                calls = Calls(evaluation.module, evaluation.names, evaluation.chance, self._tag(1), pieces)
+                with calls.watching():
+                    output = native(*args)
+                pieces = calls.pieces
+                evaluation.warn(calls.reasons)
+        finally:
+            stretch.leave()
+        waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
+        if pieces and not waited:
+            self._start(self._evaluator or self._stand_in(pieces))
+        return output
+
+    def _on_reset(self, redirect: Redirect) -> None:
+        redirect.original()
+        fetcher = fetcher_of(self._evaluation.loop)
+        if fetcher is not None and not isinstance(fetcher, DataLoaderIterFetcher):
+            self._ahead = fetcher, LookAhead(fetcher, self._driver)
+            set_fetcher(self._evaluation.loop, self._ahead[1])
+
+    # What the driver asks of the loop.
+
+    def begun(self) -> int:
+        return self._steps
+
+    def limit(self, in_flight: int) -> int:
+        return in_flight
+
+    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
+        evaluation = self._evaluation
+        batch = evaluation.precision.convert_input(batch)
+        batch = move_before_transfer(evaluation.module, batch, dataloader_idx)
+        return evaluation.trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+
+    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
+        evaluation, hook = self._evaluation, self._hook
+        evaluator, extensions = self._driver.crew, self._driver.extensions
+        assert evaluator is not None
+        args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
+
+        def step() -> Any:
+            with evaluation.context(hook):
+                return getattr(evaluation.module, hook)(*args)
+
+        evaluator.submit(number, step, partial(extensions.user_step, number), extensions.section(number))
+
+    # Random numbers.
+
+    def _tag(self, number: int | None = None) -> str:
+        """Names this evaluation, or its batch ``number``, for random numbers."""
+        trainer = self._evaluation.trainer
+        name = f"{trainer.state.stage} {trainer.global_step}"
+        return name if number is None else f"{name} {number}"
+
+    def _state(self, number: int) -> ProcessState:
+        """The process-wide state that batch ``number`` begins with."""
+        settings = self._evaluation.settings
+        return ProcessState.seeded(self._evaluation.run_seed, settings.virtual_worker, self._tag(number))
+
+    # The pipeline.
+
+    def _stand_in(self, pieces: Sequence[Piece]) -> Evaluator:
+        """Makes the pipeline, and lets calls of ``pieces`` go through it once it is started."""
+        evaluation = self._evaluation
+        with evaluation.context(self._hook):
+            inside = torch.get_default_dtype()
+        default_dtype = None if inside is torch.get_default_dtype() else inside
+        if evaluation.layout is None:
+            evaluation.plan(pieces, default_dtype)
+        assert evaluation.layout is not None
+        evaluator = Evaluator(
+            [(piece.name, piece.layers) for piece in evaluation.pieces],
+            evaluation.layout.cuts,
+            evaluation.layout.devices,
+            evaluation.stage_settings(default_dtype),
+            evaluation.settings.timeout,
+            self._tag(),
+        )
+        self._driver.extend(EvaluatedPieces(evaluation, evaluator, pieces, self._tag))
+        return evaluator
+
+    def _start(self, evaluator: Evaluator) -> None:
+        """The first batch is through, in Lightning's own thread."""
+        evaluation = self._evaluation
+        self._driver.extend(
+            UnchangedWeights(evaluation.pieces),
+            Observers(evaluation.module, evaluation.in_flight, 1, self._state, partial(evaluation.context, self._hook)),
+        )
+        self._driver.crew = evaluator
+        evaluator.start()
+
+
+class UnchangedWeights(Extension):
+    """Refuses changes of weights and buffers of ``pieces`` while batches are in flight, as stages run the live ones."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._tensors: list[Tensor] = [t for p in pieces for t in (*p.module.parameters(), *p.module.buffers())]
+        self._counters = self._count()
+
+    def continues(self, version: int) -> None:
+        if self._counters != self._count():
+            raise SettingError(
+                f"weights of the evaluated modules were changed after batch {version} of an evaluation, while later"
+                " batches were in flight; change them between evaluations, or set in_flight=1"
+            )
+
+    def _count(self) -> list[int]:
+        return [0 if tensor.is_inference() else version_counter(tensor) for tensor in self._tensors]
+
+
+class EvaluatedPieces(PieceForwards, Extension):
+    """Stands in for the ``forward`` of the evaluated modules.
+
+    Args:
+        evaluation: With its pieces, and their layout.
+        evaluator: Runs them.
+        pipelined: Those of the pieces that the pipeline may run.
+        tag: Names a batch, for random numbers.
+    """
+
+    def __init__(
+        self, evaluation: Evaluation, evaluator: Evaluator, pipelined: Sequence[Piece], tag: Callable[[int], str]
+    ) -> None:
+        assert evaluation.layout is not None
+        super().__init__(evaluation.pieces, evaluation.layout)
+        self._evaluation = evaluation
+        self._pipelined = pipelined
+        self._tag = tag
+        self._exits = ExitStack()
+        for piece in evaluation.pieces:
+            if piece.captured is not None:
+                self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
+                piece.captured.alone = evaluator.quiet.alone
+
+    def closed(self) -> None:
+        self._exits.close()
+        self.close()
+
+    def through_pipeline(
+        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        batch = current()
+        if not isinstance(batch, EvaluationFlight) or piece not in self._pipelined:
+            return NOT_TAKEN
+        if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
+            return NOT_TAKEN
+        try:
+            with redirect.aside():  # an input of a new kind is captured now
+                value = piece.value(args, kwargs)
+                if piece.captured is not None and piece.captured.changed(value) is not None:
+                    compare(piece, (args, kwargs), value, self._evaluation.chance, self._tag(batch.number))
+        except SettingError as error:
+            self._evaluation.warn({piece.name: str(error)})
+            return NOT_TAKEN
+        return batch.call(index, piece.name, value)

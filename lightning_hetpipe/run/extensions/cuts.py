@@ -1,0 +1,187 @@
+"""Cuts of one fit: evaluations, checkpoints and ends of epochs, where all virtual workers hold the same (law L6)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import (
+    asks_at_every_step,
+    averages,
+    begun_minibatches,
+    in_a_step,
+    on_requeue,
+    saves_by_steps,
+    validates_at_the_end,
+)
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
+
+LOOP, EPOCH = 1 << 56, 1 << 32
+"""Cuts are numbered by the run of Lightning's loop in this fit (a search for a learning rate is one more), the epoch,
+and the place in it, so that virtual workers with different numbers of batches agree."""
+BEGIN = 1
+"""The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
+LAST_VALIDATION, END = EPOCH - 2, EPOCH - 1
+"""Places in an epoch that all virtual workers have, however many batches there are."""
+
+
+def within(minibatch: int) -> int:
+    """The place after ``minibatch`` of an epoch, which is 0 before the first."""
+    return minibatch + BEGIN + 2
+
+
+class Cuts(Extension):
+    """Where the virtual workers of ``synchroniser`` meet.
+
+    Args:
+        trainer: Lightning's.
+        synchroniser: The fit's.
+        unlocked: Opened around synchronisation, in which user code may run.
+        computing: Opened around what is computed in it.
+        waiting: Opened around any other wait for virtual workers.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        synchroniser: Synchroniser,
+        unlocked: Callable[[], AbstractContextManager[None]],
+        computing: Computing = nullcontext,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._trainer = trainer
+        self._synchroniser = synchroniser
+        self._unlocked = unlocked
+        self._computing = computing
+        self._running = False  # an epoch
+        self._compared = False
+        self._loop = 0
+        self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
+        synchroniser.group.waiting = waiting
+        self._redirects = [Redirect(trainer, "save_checkpoint", self._on_save), on_requeue(trainer, self._on_requeue)]
+
+    def closed(self) -> None:
+        for redirect in self._redirects:
+            redirect.remove()
+        self._synchroniser.group.waiting = nullcontext
+        self._synchroniser.let_go()
+
+    def epoch_begins(self, first: int) -> None:
+        if not self._compared:
+            self._compare()
+        self._compared = self._running = True
+        if self._number(BEGIN) < self._synchroniser.last_cut:
+            self._loop += 1
+        with self._unlocked():
+            self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing)
+
+    def stepped(self, version: int) -> None:
+        """It may end a wave."""
+        if not self._synchroniser.published(version):
+            return
+        with self._unlocked():
+            cuts = self._synchroniser.synchronise(self._computing, self._asks)
+        if cuts:
+            self._cut(version=version)
+            if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
+                self._save_and_requeue()
+
+    @contextmanager
+    def evaluating(self, minibatch: int) -> Iterator[None]:
+        """All evaluate the same weights, and buffers."""
+        self._cut(LAST_VALIDATION if validates_at_the_end(self._trainer) else None)
+        put_back = self._synchroniser.borrow_buffers()
+        try:
+            yield
+        finally:
+            put_back()
+
+    def epoch_ends(self) -> None:
+        """Who has come to the end of training has done so for all: nobody could go on with the others gone."""
+        self._cut(END)
+        self._running = False
+        self._synchroniser.take_buffers()
+        trainer = self._trainer
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        found = self._synchroniser.group.gather([stops, self._asks], "the end of an epoch")
+        if any(stop for stop, _ in found) and not stops:
+            trainer.should_stop = True
+        if any(asks for _, asks in found):
+            self._save_and_requeue()
+
+    def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""
+        if self._running and not self._trainer.interrupted:
+            if in_a_step(self._trainer):
+                raise SettingError(
+                    "a checkpoint is saved in the middle of a step, where virtual workers hold different weights and"
+                    " cannot wait for each other; save it in on_train_batch_end, or at the end of an epoch"
+                )
+            self._cut()
+        redirect.original(*args, **kwargs)
+
+    def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
+        """SLURM's signal comes at any moment, also during a wait: virtual worker 0 asks for a cut to save at."""
+        self._requeue = args
+
+    @property
+    def _asks(self) -> bool:
+        return self._requeue is not None and self._trainer.is_global_zero
+
+    def _save_and_requeue(self) -> None:
+        """At a cut, on all: what SLURM's signal is for."""
+        told, self._requeue = self._requeue, None
+        with self._redirects[0].aside():  # this is the cut to save at
+            self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
+
+    def _cut(self, place: int | None = None, version: int | None = None) -> None:
+        """Once at each place of each epoch; by default after the minibatch ``version``, or the last that has begun."""
+        begun, in_epoch = begun_minibatches(self._trainer)
+        version = begun if version is None else version
+        number = self._number(within(in_epoch - begun + version) if place is None else place)
+        with self._unlocked():
+            cut = self._synchroniser.cut(number, version, self._computing)
+        if cut:
+            self._synchroniser.take_averages(averages(self._trainer))
+
+    def _number(self, place: int) -> int:
+        return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place
+
+    def _compare(self) -> None:
+        """Refuses what virtual workers with different numbers of batches would do at different minibatches."""
+        trainer = self._trainer
+        callbacks = getattr(trainer, "callbacks", [])
+        if trainer.is_global_zero and any(map(asks_at_every_step, callbacks)):
+            L.pytorch.utilities.rank_zero_warn(
+                "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"
+                " that all go at its pace; leave them out where virtual workers are not equally fast"
+            )
+        told = (trainer.num_training_batches, trainer.val_check_batch if trainer.enable_validation else None)
+        found = self._synchroniser.group.gather(told, "the start of training")
+        batches, checks = zip(*found, strict=True)
+        if len(set(batches)) == 1:
+            return
+        counts = " and ".join(map(str, sorted(set(batches))))
+        if trainer.enable_validation and checks != batches:
+            if len(set(checks)) > 1:
+                raise SettingError(
+                    f"val_check_interval={trainer.val_check_interval!r} comes after different numbers of batches, as"
+                    f" virtual workers have {counts} of them in an epoch; give it as a number of batches"
+                )
+            if trainer.check_val_every_n_epoch is None:
+                raise SettingError(
+                    f"check_val_every_n_epoch=None counts batches over epochs, of which virtual workers have {counts}"
+                    " batches; leave it out, or give all the same number"
+                )
+        if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks)):
+            raise SettingError(
+                "ModelCheckpoint(every_n_train_steps=...) counts steps over epochs, of which virtual workers have"
+                f" {counts} batches; set every_n_epochs, or give all the same number"
+            )

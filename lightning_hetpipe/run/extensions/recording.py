@@ -1,0 +1,151 @@
+"""The timeline of a fit: recorded while it runs, then written into the run's folder and shown on TensorBoard."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Iterator
+
+import lightning as L
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_hetpipe.lightning_private import begun_minibatches
+from lightning_hetpipe.pipeline.recorder import Recorder, Window
+from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.reporting.timeline import Timeline
+from lightning_hetpipe.rules.spans import FORWARD
+from lightning_hetpipe.run.extensions.thread_sections import Sections, observed
+from lightning_hetpipe.run.lifecycle import Around, Extension
+
+
+class Recording(Extension):
+    """What Lightning's profilers and the timeline are told.
+
+    Args:
+        trainer: Lightning's; all virtual workers are to make theirs at the same time, as they agree on the folder.
+        window: What the timeline is to keep; None for no timeline.
+        virtual_worker: i.
+    """
+
+    def __init__(self, trainer: L.Trainer, window: Window | None, virtual_worker: int) -> None:
+        self.recorder = None if window is None else Recorder(window)
+        self.sections = Sections(trainer, self.recorder)
+        self._trainer = trainer
+        self._virtual_worker = virtual_worker
+        self._shown: range | None = None
+        self._folder = "" if window is None else str(trainer.log_dir or trainer.default_root_dir)
+
+    def observed(self, before: BeforePass | None) -> BeforePass | None:
+        """``before``, as stages are to call it before they compute."""
+        return observed(before, self._trainer, self.recorder)
+
+    def fetching(self, minibatch: int) -> Around:
+        return self.sections.fetch(minibatch)
+
+    def transferring(self, minibatch: int) -> Around:
+        return self.sections.look_ahead(minibatch)
+
+    def section(self, minibatch: int) -> UserSection | None:
+        return None if self.recorder is None else self.recorder.section(minibatch)
+
+    def submitted(self, minibatch: int, version: int) -> None:
+        if self.recorder is not None:
+            self.recorder.began(minibatch, version)
+
+    def waiting(self, minibatch: int) -> Around:
+        return self.sections.wait_for_minibatch(minibatch)
+
+    def publishing(self, version: int) -> Around:
+        return self.sections.publish(version)
+
+    def draining(self, minibatch: int) -> Around:
+        return self.sections.drain(minibatch)
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self.sections.evaluation(minibatch)
+
+    def computed(self, work: str, minibatch: int, start: float) -> None:
+        """Where there is no pipeline: Lightning's thread has done ``work`` of ``minibatch`` from ``start`` to now."""
+        if self.recorder is not None:
+            if work == FORWARD:
+                self.recorder.began(minibatch, minibatch - 1)
+            self.recorder.add(0, work, minibatch, start)
+
+    def discarded(self) -> None:
+        if self.recorder is not None:
+            self.recorder.forget(after=begun_minibatches(self._trainer)[0])
+
+    def timeline(self, stages: int, in_flight: int) -> Timeline | None:
+        """What was recorded so far."""
+        recorder = self.recorder
+        if recorder is None:
+            return None
+        recorder.pause()
+        return Timeline(
+            recorder.spans(), stages, in_flight, self._virtual_worker, recorder.versions(), recorder.zero_date
+        )
+
+    def show(self, timeline: Timeline | None) -> None:
+        """Writes ``timeline`` where users look for it, unless that was done. What fails here is no more than warned of,
+        as what was trained is worth more, and an error that ends the run is to be seen."""
+        if timeline is None or timeline.minibatches == self._shown or getattr(self._trainer, "fast_dev_run", False):
+            return
+        self._shown = kept = timeline.minibatches
+        if not kept:
+            self._warn_of_none()
+            return
+        try:
+            path = self._write(timeline)
+            rank_zero_info(
+                f"The timeline of minibatches {kept.start} to {kept.stop - 1} is in {path}; https://ui.perfetto.dev"
+                " opens it."
+            )
+        except Exception as error:
+            warnings.warn(f"the timeline could not be written into {self._folder}: {error}", stacklevel=2)
+        try:
+            self._log(timeline)
+        except Exception as error:
+            warnings.warn(f"TensorBoard does not show the timeline: {error}", stacklevel=2)
+
+    def _warn_of_none(self) -> None:
+        assert self.recorder is not None
+        window = self.recorder.window
+        asked = "True" if window.last is None else f"({window.first}, {window.last})"
+        rank_zero_warn(
+            f"timeline={asked} recorded nothing: the run ended after minibatch {begun_minibatches(self._trainer)[0]},"
+            " and the first one of a fit, before there are stages, is in no timeline; ask for minibatches that the run"
+            " has, or train for longer"
+        )
+
+    def _log(self, timeline: Timeline) -> None:
+        loggers = [logger for logger in self._trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not loggers or not self._trainer.is_global_zero:
+            return
+        from lightning_hetpipe.reporting.plots import image  # and matplotlib, which other runs do without
+
+        picture = image(timeline)
+        step = self._trainer.global_step
+        for logger in loggers:
+            logger.experiment.add_image("hetpipe/timeline", picture, global_step=step, dataformats="HWC")
+
+    def _write(self, timeline: Timeline) -> str:
+        """Under a name that no other virtual worker has, nor an earlier run in the same folder."""
+        files = get_filesystem(self._folder)
+        files.makedirs(self._folder, exist_ok=True)
+        worker = f"-vw{self._virtual_worker}" if self._trainer.world_size > 1 else ""
+        kept = timeline.minibatches
+        name = f"{self._folder.rstrip('/')}/timeline{worker}-{kept.start}-{kept.stop - 1}"
+        path = next(path for path in _paths(name) if not files.exists(path))
+        with files.open(path, "w") as file:
+            json.dump(timeline.to_chrome_trace(), file)
+        return path
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Names as ModelCheckpoint gives them."""
+    yield f"{name}.json"
+    yield from (f"{name}-v{version}.json" for version in itertools.count(1))

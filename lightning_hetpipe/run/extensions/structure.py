@@ -1,0 +1,75 @@
+"""Changes of the live layers other than of weights and buffers, which stages follow where their pipeline is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
+from lightning_hetpipe.run.piece_calls import PieceCalls
+
+
+class Structure(Extension):
+    """Has the stages of ``driver`` follow the live layers that ``calls`` stands in for.
+
+    Args:
+        driver: With its pipeline.
+        calls: Of the pipelined modules.
+        context: Opened while layers are captured anew.
+        evaluates: Whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
+    """
+
+    def __init__(
+        self,
+        driver: Driver[Minibatch, Engine],
+        calls: PieceCalls,
+        context: Callable[[], Around],
+        evaluates: Callable[[], bool],
+    ) -> None:
+        self._driver = driver
+        self._calls = calls
+        self._context = context
+        self._evaluates = evaluates
+
+    def epoch_begins(self, first: int) -> None:
+        self._calls.epoch_begins(first)
+
+    def section(self, minibatch: int) -> UserSection:
+        return _Modes(self._calls)
+
+    def stepped(self, version: int) -> None:
+        engine, changed = self._driver.crew, self._calls.changed()
+        if changed is None or engine is None:
+            return
+        if not self._driver.restarts and engine.in_flight > 1:
+            raise SettingError(
+                f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
+                " were in flight; change it at the start or end of an epoch, or set in_flight=1"
+            )
+        with self._context():
+            self._calls.follow()
+        self._driver.restarts = True  # a pipeline of new copies starts empty
+        engine.copy_layers()
+        self._calls.take()
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self._calls.aside() if self._evaluates() else NOTHING
+
+    def closed(self) -> None:
+        self._calls.close()
+
+
+class _Modes:
+    """Notes the modes of the pipelined modules at the beginning of each section, which must not change them."""
+
+    def __init__(self, calls: PieceCalls) -> None:
+        self._calls = calls
+
+    def enter(self) -> None:
+        self._calls.take_modes()
+
+    def leave(self, for_good: bool = False) -> None: ...

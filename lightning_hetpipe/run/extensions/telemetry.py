@@ -1,0 +1,77 @@
+"""What a fit tells about itself: metrics on the Trainer's loggers while it runs, and the report at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+
+from lightning_hetpipe.lightning_private import begun_minibatches, log_interval
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.placement.layout import Layout
+from lightning_hetpipe.reporting.meter import Meter
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.workers.synchroniser import Synchroniser
+
+
+class Telemetry(Extension):
+    """Counts the minibatches of ``engine``, and the time of its training."""
+
+    def __init__(
+        self, trainer: L.Trainer, engine: Engine, layout: Layout, synchroniser: Synchroniser | None = None
+    ) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._layout = layout
+        self._synchroniser = synchroniser
+        self._meter = Meter(len(engine.stages))
+        self._staleness = 0
+        self._logged = 0
+        self._meter.start()
+
+    def epoch_begins(self, first: int) -> None:
+        self._meter.start()
+
+    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None:
+        assert isinstance(minibatch, Minibatch)
+        self._meter.count(args[0] if args else None, minibatch.seconds)
+        self._staleness = minibatch.number - 1 - minibatch.version
+
+    def published(self, version: int) -> None:
+        self._log(version)
+
+    @contextmanager
+    def evaluating(self, minibatch: int) -> Iterator[None]:
+        self._meter.stop()
+        try:
+            yield
+        finally:
+            self._meter.start()
+
+    def epoch_ends(self) -> None:
+        self._meter.stop()
+        self._log(begun_minibatches(self._trainer)[0])
+
+    def _log(self, number: int) -> None:
+        """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
+        every = log_interval(self._trainer)
+        if not every or number % every or number == self._logged or not self._meter.minibatches:
+            return
+        self._logged = number
+        metrics = self._meter.interval([stage.lane.busy_seconds() for stage in self._engine.stages])
+        for index, stage in enumerate(self._engine.stages):
+            metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
+        metrics["hetpipe/staleness"] = float(self._staleness)
+        if self._synchroniser is not None:
+            metrics.update(self._synchroniser.metrics())
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
+
+    def report(self) -> RunReport:
+        """The numbers so far."""
+        return self._layout.report(self._engine, self._meter)

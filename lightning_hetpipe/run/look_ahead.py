@@ -1,0 +1,152 @@
+"""Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
+
+Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
+device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
+batch p (law L9). It never looks past the end of an epoch (law L6).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from lightning_hetpipe.lightning_private import LOADER_STATES, DataFetcher, loader_iterator, share_profiling
+from lightning_hetpipe.redirect import Redirect
+
+
+class ReadyBatch:
+    """A batch that has gone through all transfer hooks already; Lightning's own transfer lets it pass.
+
+    Not a dataclass: Lightning would look into it.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+@dataclass
+class _Fetched:
+    ready: ReadyBatch
+    batch_idx: int
+    dataloader_idx: int
+    fetched: int
+    done: bool
+    states: list[dict[str, Any]]
+
+
+class Ahead(Protocol):
+    """What the look-ahead asks of the strategy."""
+
+    def publish_last(self) -> None:
+        """Lightning asks for a batch: the step before it is over."""
+
+    def ahead_limit(self) -> int:
+        """How many batches, from the one that Lightning asks for, may be in flight now."""
+
+    def fetching(self, ahead: int) -> AbstractContextManager[None]:
+        """Opened around the fetch of the batch that is ``ahead`` batches after the one that Lightning asks for."""
+
+    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
+        """Runs the transfer hooks of the batch that is ``ahead`` batches after the one that Lightning asks for."""
+
+    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
+        """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
+
+    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
+        """The fetcher has iterators now; gives what to remove at the end of the epoch."""
+
+
+class LookAhead(DataFetcher):
+    """Stands before Lightning's fetcher ``inner`` for one epoch."""
+
+    def __init__(self, inner: DataFetcher, strategy: Ahead) -> None:
+        super().__init__()
+        self._combined_loader = inner.combined_loader
+        self.iterator = inner.iterator
+        self.length = inner.length
+        self.fetched = inner.fetched
+        self.done = inner.done
+        self._inner = inner
+        share_profiling(inner, self)  # where Lightning has told it already
+        self._strategy = strategy
+        self._waiting: deque[_Fetched] = deque()
+        self._states: list[dict[str, Any]] | None = None
+        self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
+        self._redirects = [self._states_of]
+        self._first = True
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> LookAhead:
+        iter(self._inner)
+        self.iterator, self.length = self._inner.iterator, self._inner.length
+        self.fetched, self.done = self._inner.fetched, self._inner.done
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._first:
+            # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
+            self._inner.fetched = max(self._inner.fetched, self.fetched)
+            share_profiling(self, self._inner)
+            self._redirects += self._strategy.on_iterators(self._inner)
+            self._first = False
+        self._strategy.publish_last()
+        limit = self._strategy.ahead_limit()
+        if self._failure is not None and not self._waiting:
+            raise self._failure
+        while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
+            try:
+                fetched = self._fetch()
+            except StopIteration:
+                if not self._waiting:
+                    self.done = True
+                    raise
+                self._waiting[-1].done = True
+                break
+            except Exception as error:
+                if not self._waiting:
+                    raise
+                self._failure = error  # it surfaces at its own batch
+                break
+            self._strategy.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
+            self._waiting.append(fetched)
+        current = self._waiting.popleft()
+        self.fetched, self.done, self._states = current.fetched, current.done, current.states
+        return current.ready, current.batch_idx, current.dataloader_idx
+
+    def close(self) -> None:
+        """Gives up what was fetched ahead. Whoever saves a checkpoint afterwards finds the state at the last batch."""
+        for redirect in self._redirects:
+            redirect.remove()
+        ahead = bool(self._waiting) or self._failure is not None
+        self._waiting.clear()
+        iterator = loader_iterator(self.combined_loader)
+        if ahead and self._states and iterator is not None:
+            Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
+
+    def _fetch(self) -> _Fetched:
+        with self._strategy.fetching(len(self._waiting)):
+            batch, batch_idx, dataloader_idx = next(self._inner)
+        return _Fetched(
+            ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting), dataloader_idx)),
+            batch_idx=batch_idx,
+            dataloader_idx=dataloader_idx,
+            fetched=self._inner.fetched,
+            done=self._inner.done,
+            states=copy.deepcopy(self._states_of.original()),  # a loader may give what it goes on changing
+        )
+
+    def _shown_states(self, redirect: Redirect) -> Any:
+        return redirect.original() if self._states is None else self._states
+
+
+def _left(iterator: weakref.ref[Any], states: list[dict[str, Any]], redirect: Redirect) -> Any:
+    """``states``, in which an epoch that was cut short has left the loader, until somebody iterates over it again."""
+    if loader_iterator(redirect.owner) in (None, iterator()):
+        return states
+    redirect.remove()
+    return redirect.original()

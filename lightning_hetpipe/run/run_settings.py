@@ -1,0 +1,155 @@
+"""Settings of a run, and refusals of what a pipeline cannot train: each is one sentence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import seconds_between_validations
+from lightning_hetpipe.pipeline.recorder import Window
+from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.placement.planner import Decide
+from lightning_hetpipe.placement.progress import Bar, hidden
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What the strategy was asked for, and what tests put in its place."""
+
+    stages: int | Literal["auto"]
+    in_flight: int | Literal["auto"]
+    module: Sequence[str] | None
+    timeout: float
+    devices: Sequence[torch.device]
+    torch_threads: int
+    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
+    before_pass: BeforePass | None
+    virtual_worker: int = 0
+    recompute: bool = False
+    compile: Mapping[str, Any] | None = None
+    timeline: Window | None = None
+    decide: Decide | None = None
+    """Decides on stages and Nm; None outside of a fit."""
+    planned: bool = False
+    """Whether there is more to decide than for devices that are all the same: a plan, a cluster, unequal devices."""
+    bar: Bar = hidden
+    """Shows what takes longer than a moment."""
+    first_memory: int | None = None
+    """Bytes of the device that runs the first minibatch whole; None for no limit."""
+    resumed: int | None = None
+    """Nm of the checkpoint that is resumed, where none was asked for."""
+    asked: Callable[[], str | None] = lambda: None
+    """A call in which virtual workers have waited for each other since it was last asked for."""
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuses a LightningModule that cannot be trained in a pipeline."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise SettingError(
+            f"{name} uses manual optimization, which decides inside training_step when weights change, and a pipeline"
+            " has later minibatches in flight by then; set automatic_optimization=True, or use another strategy"
+        )
+    if is_overridden("backward", module):
+        raise _own_backward(name)
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise SettingError(
+            f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx)"
+        )
+
+
+def check_pipelined(module: L.LightningModule) -> None:
+    """Refuses what only matters where stages compute: a ``backward`` of the instance's own, for one."""
+    if "backward" in vars(module):
+        raise _own_backward(type(module).__name__)
+
+
+def _own_backward(name: str) -> SettingError:
+    return SettingError(
+        f"{name} overrides backward, but stages run the backward pass here; remove the override, or use another"
+        " strategy"
+    )
+
+
+def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool) -> None:
+    """Refuses settings of the Trainer that this strategy cannot honour."""
+    if sync_batchnorm:
+        raise SettingError(
+            "sync_batchnorm=True joins statistics of concurrent workers in every step, which a pipeline does not run in"
+            " step; leave it out"
+        )
+    if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        raise SettingError(
+            f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
+            " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
+        )
+
+
+def check_together(trainer: L.Trainer) -> None:
+    """Refuses what several virtual workers cannot do at the same minibatch."""
+    if (seconds := seconds_between_validations(trainer)) is not None:
+        raise SettingError(
+            f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
+            " minibatch; give it as a number of batches, or as a part of an epoch"
+        )
+
+
+def returned_none() -> SettingError:
+    """``training_step`` wants its step skipped."""
+    return SettingError(
+        "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
+        " step, does not do; return a loss, such as one multiplied by zero"
+    )
+
+
+def nothing_to_recompute() -> None:
+    """Warns of a setting without effect."""
+    warnings.warn(
+        "recompute=True changes nothing where one stage holds the whole model: each backward follows its forward at"
+        " once; set stages to more, or leave it out",
+        stacklevel=2,
+    )
+
+
+def check_resumed(before: int | None, in_flight: int) -> None:
+    """Warns where a checkpoint is resumed with another Nm than ``before``, which nobody has asked for."""
+    if before not in (None, in_flight):
+        rank_zero_warn(
+            f"the checkpoint was trained with {before} in flight and is resumed with {in_flight}, on which results"
+            f" depend; set in_flight={before} to go on as before, or in_flight={in_flight} if it is meant"
+        )
+
+
+def several_optimizers() -> SettingError:
+    """Lightning itself refuses them, but advises manual optimization."""
+    return SettingError(
+        "configure_optimizers returned several optimizers, and a pipeline steps one; use one optimizer with several"
+        " parameter groups"
+    )
+
+
+def saving_ahead() -> SettingError:
+    """``training_step`` runs ahead of Lightning's loop, where no step is over."""
+    return SettingError(
+        "training_step saves a checkpoint while other minibatches are in flight, where the weights and the counters are"
+        " of no one step; save it in on_train_batch_end, or set in_flight=1"
+    )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses one that evaluates a step more than once."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SettingError(
+            "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
+            " optimizer"
+        )

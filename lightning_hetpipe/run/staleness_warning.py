@@ -1,0 +1,65 @@
+"""The warning of momentum with stale gradients, at the start of a fit."""
+
+from __future__ import annotations
+
+from decimal import ROUND_DOWN, Context
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hetpipe.rules.staleness import Momentum, bearable_rate, steps_behind
+from lightning_hetpipe.rules.waves import global_staleness
+from lightning_hetpipe.workers.synchroniser import Synchroniser
+
+DOWN = Context(prec=1, rounding=ROUND_DOWN)
+"""Rounds so that whoever does as the warning says has done enough."""
+
+AVERAGING = (torch.optim.Muon,)
+"""Optimizers whose ``momentum`` averages gradients, as Adam's first beta does, and so does not add to the rate."""
+
+
+def check_staleness(trainer: L.Trainer, in_flight: int, synchroniser: Synchroniser | None) -> None:
+    """Warns where momentum makes the learning rate larger than gradients so stale are likely to bear.
+
+    Args:
+        trainer: Before its first step.
+        in_flight: Nm.
+        synchroniser: Of several virtual workers.
+    """
+    minibatches, workers = in_flight - 1, 1
+    if synchroniser is not None and synchroniser.group.size > 1:
+        wsp = synchroniser.group.settings
+        minibatches = global_staleness(in_flight, wsp.clock_distance, synchroniser.wave)
+        workers = synchroniser.group.size if wsp.aggregate == "sum" else 1
+    steps = steps_behind(minibatches, trainer.accumulate_grad_batches)
+    clipped = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
+    for group in momenta(trainer.optimizers[0]):
+        most = bearable_rate(group, steps, workers, clipped)
+        if most is not None:
+            clip = "" if clipped or group.normalised else " clip gradients (gradient_clip_val=1),"
+            enough = f"{DOWN.create_decimal(most * (1 + 1e-9)):f}"
+            rank_zero_warn(
+                f"stale gradients and momentum={group.momentum:g} may keep this model from learning: with"
+                f" {in_flight} in flight, gradients are up to {steps} steps old, and lr={group.lr:g} acts like"
+                f" {group.lr * group.gain * workers:.3g}; lower lr to {enough} or less, or the momentum,{clip} set"
+                " accumulate_grad_batches, or set a smaller in_flight; docs/staleness.md has the rule, and how to"
+                " silence this warning"
+            )
+            return
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[Momentum]:
+    """What each parameter group of ``optimizer`` has of heavy-ball momentum; none is 0."""
+    if isinstance(optimizer, AVERAGING):
+        return []
+    return [
+        Momentum(
+            max((float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group), default=0.0),
+            float(group.get("momentum") or 0.0),
+            float(group.get("dampening") or 0.0),
+            normalised=isinstance(optimizer, torch.optim.RMSprop),
+        )
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,412 @@
+"""A VW's connection to the servers: blocking calls that can be cancelled, all shards at once, and a heartbeat.
+
+Bounds: in host memory lie two blocks of weights (the last pull, and the one that arrives) and one of an update: three
+times the model's bytes. A server on the same host adds the update from there, so it changes only once a pull of the
+VW's own includes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.member import Member
+from lightning_hetpipe.server.protocol.messages import (
+    Answer,
+    Departed,
+    Done,
+    Failed,
+    NotYet,
+    Parameter,
+    Refused,
+    Request,
+    ShardRequest,
+    Signature,
+    decode,
+    encode,
+)
+from lightning_hetpipe.server.protocol.shard import Layout, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.transport.interface import Channel, Unreachable
+from lightning_hetpipe.server.transport.interface import Refused as TransportRefused
+
+PATIENCE = 3600.0
+"""Seconds of a wait for other VWs that live, unless set otherwise: long, as they may be in user code."""
+
+ATTEMPTS_TO_LEAVE = 3
+"""A VW that cannot say that it leaves is missed when its lease runs out."""
+
+
+class Cancelled(Exception):
+    """``Client.cancel`` ended a call."""
+
+
+class ServersSilent(RuntimeError):
+    """A wait for servers, or through them for other VWs, ran into its timeout; the message says who waited for whom."""
+
+
+class ServersUnheard(ServersSilent):
+    """No server has answered for ``timeout``."""
+
+
+class NotJoined(ServersSilent):
+    """VWs, of which ``missing`` are the numbers, have not joined within ``join_timeout``."""
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class Client:
+    """One VW's way to train with others. Its calls are made by one thread at a time; ``cancel`` by any.
+
+    Args:
+        channels: one per server; the first is the coordinator's.
+        signature: what must be the same on all VWs; its parameters in the order of ``weights`` and ``update``.
+        placement: for each server, the indices of its parameters.
+        vw: i.
+        incarnation: larger than that of any earlier process of this VW.
+        lease: seconds, the servers' own; a heartbeat goes out three times in it.
+        timeout: seconds for which servers may be unreachable, and for which one request may take; may be set anew.
+        patience: seconds to wait for other VWs, as long as they live; may be set anew.
+        join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``patience``.
+        name: of the threads.
+        lost: why the servers will not come back, once somebody knows that; the call under way raises it, and all later
+            ones.
+        departed: told once of each other VW that was left out or has left, from any thread.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        signature: Signature,
+        placement: Sequence[Sequence[int]],
+        vw: int,
+        incarnation: int,
+        *,
+        lease: float = 30.0,
+        timeout: float = 300.0,
+        patience: float = PATIENCE,
+        join_timeout: float | None = None,
+        name: str = "hetpipe-client",
+        now: Callable[[], float] = time.monotonic,
+        lost: Callable[[], Exception | None] = lambda: None,
+        departed: Callable[[Departed], None] = lambda each: None,
+    ) -> None:
+        owned: list[tuple[Parameter, ...]] = [
+            tuple(signature.parameters[index] for index in indices) for indices in placement
+        ]
+        self.member = Member(vw, incarnation, signature, owned)
+        self.failure: Exception | None = None
+        """What the heartbeat has learnt: nothing can go on. The next call raises it."""
+        self.waits_for = ""
+        """For whom or what the call under way waits, as far as the coordinator has said."""
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        self._channels = channels
+        self._placement = placement
+        self._weight_layouts = [Layout(parameters, update=False) for parameters in owned]
+        self._update_layouts = [Layout(parameters, update=True) for parameters in owned]
+        self._weights = [[block_of(layout.size) for layout in self._weight_layouts] for _ in range(2)]
+        self._update = [block_of(layout.size) for layout in self._update_layouts]
+        self._silence = ""
+        """Why the last call had no answer, in the transport's words: it says which server."""
+        self._part = b""
+        self._kept = b""
+        self._result = bytearray()
+        self._lease, self.timeout, self.patience = lease, timeout, patience
+        self._join_timeout = patience if join_timeout is None else join_timeout
+        self._now = now
+        self._lost = lost
+        self._on_departed = departed
+        self._departed: set[Departed] = set()
+        self._hears = threading.Lock()
+        # One for each server, and one to join again.
+        self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
+        self._busy = threading.Lock()
+        """Held by whoever drives the member."""
+        self._stopped = threading.Event()
+        self._left = False
+        self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves, if that was not done: with an exception, the others are told and end as well."""
+        if not self._left:
+            self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads, without a word to the servers: they miss the VW when its lease runs out."""
+        self._left = True
+        self._stopped.set()
+        if self._heart.is_alive():
+            self._heart.join(timeout=self._lease)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # What a VW does.
+
+    def join(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Becomes a member; returns w_0, which are VW 0's ``weights``, or where a new incarnation comes in.
+
+        The tensors that this and the other calls return are of this object; they hold until the next call.
+
+        Raises:
+            RemoteFault: the VW differs from the others, and in what; or is not wanted any more.
+            PeerFailed: another VW has failed.
+            ServersSilent: after ``timeout`` or ``patience``; ``NotJoined`` after ``join_timeout``.
+            Cancelled: by ``cancel``.
+        """
+        self._write(self._weight_layouts, self._weights[self.member.newest], weights)
+        return self._do(self.member.join)
+
+    def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
+        """Ends a wave: pushes ``update`` and returns w_global, which includes it. Raises as ``join`` does; and
+
+        Raises:
+            LocalFault: ``update`` has a NaN or infinity, in the parameter that it names. Nothing was pushed.
+        """
+        with self._busy:
+            self._take(update)
+        return self._do(lambda: self.member.synchronise(cut=cut))
+
+    def room(self) -> list[Tensor]:
+        """Where an update may be written, before ``synchronise`` or ``arrive`` is given it: then nothing is copied."""
+        with self._busy:
+            self.member.check_idle()
+        return self._in_order(self._update_layouts, self._update)
+
+    def arrive(self, cut: int, update: Sequence[Tensor] | None = None, *, admit: bool = False) -> list[Tensor]:
+        """Waits at a cut for all others, after pushing a short wave's ``update``; returns the weights that all get."""
+        with self._busy:
+            if update is not None:
+                self._take(update)
+        return self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
+
+    def gather(self, ordinal: int, part: bytes) -> dict[int, bytes]:
+        """Everyone's part, by VW, in the ``ordinal``-th gather since the last cut."""
+
+        def begin() -> None:
+            self.member.gather(ordinal)
+            self._part = part
+
+        self._do(begin)
+        collected = self.member.gathered
+        assert collected is not None
+        self._kept = bytes(self._result)
+        found, start = {}, 0
+        for each in collected.parts:
+            found[each.vw] = self._kept[start : start + each.size]
+            start += each.size
+        return found
+
+    def leave(self) -> None:
+        """Ends the membership cleanly."""
+        self._leave("")
+
+    def fail(self, reason: str) -> None:
+        """Ends the membership, and tells the others why all must end."""
+        self._leave(reason)
+
+    def cancel(self) -> None:
+        """Ends the call that is under way, and all later ones, as ``Cancelled``."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        """Raises what the heartbeat has learnt, if anything: call it where nothing else is called for long."""
+        if (failure := self.failure or self._lost()) is not None:
+            raise failure
+
+    # How.
+
+    def _write(self, layouts: Sequence[Layout], blocks: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
+            for index, view in zip(indices, layout.views(block), strict=True):
+                view.copy_(values[index])
+
+    def _take(self, update: Sequence[Tensor]) -> None:
+        self.member.check_idle()
+        for indices, layout, block in zip(self._placement, self._update_layouts, self._update, strict=True):
+            for index, parameter, view in zip(indices, layout.parameters, layout.views(block), strict=True):
+                if not copy_finite(view, update[index]):
+                    wave = self.member.clock
+                    raise LocalFault(
+                        f"the update of wave {wave} has a NaN or infinity in '{parameter.name}', and is not pushed"
+                    )
+
+    def _in_order(self, layouts: Sequence[Layout], blocks: Sequence[Tensor]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
+            found.update(zip(indices, layout.views(block), strict=True))
+        return [found[index] for index in sorted(found)]
+
+    def _do(self, begin: Callable[[], None]) -> list[Tensor]:
+        with self._busy:
+            self.check()
+            begin()
+            self._drive()
+            return self._in_order(self._weight_layouts, self._weights[self.member.newest])
+
+    def _drive(self) -> None:
+        """Lets the member have its way until it has nothing more to do."""
+        began = heard = self._now()
+        while (action := self.member.next()) is not None:
+            if self._stopped.is_set():
+                raise Cancelled("the call was cancelled")
+            self.check()
+            state, why = self.member.state, ""
+            missing: tuple[int, ...] = ()
+            if isinstance(action, Ask):
+                answer = self._ask(action)
+                answers = {} if answer is None else {COORDINATOR: answer}
+            else:
+                answers = self._ask_shards(action)
+            for server, answer in answers.items():
+                if self.member.state is not state:
+                    break  # another server's answer has changed everything
+                if isinstance(action, AskShards):
+                    self.member.heard_from(server, answer)
+                else:
+                    if isinstance(answer, NotYet):
+                        why, missing = answer.waits_for, answer.missing
+                    self.waits_for = why
+                    self.member.heard(answer)
+            now = self._now()
+            if answers:
+                heard = now
+            if self.member.state is not state:
+                began = now
+                continue
+            who = f"VW {self.member.vw}, in state '{state.value}', has waited"
+            if now - heard > self.timeout:
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+            if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
+                raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
+            if now - began > self.patience:
+                awaited = why or "a server"
+                raise ServersSilent(f"{who} for {self.patience:g} s for {awaited}; set a longer timeout if it may")
+            if not why:
+                self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
+
+    def _ask(self, action: Ask) -> Answer | None:
+        body: Sequence[memoryview] = ()
+        into: Sequence[memoryview] = ()
+        if action.body is Body.PART:
+            body = [memoryview(self._part)]
+        elif action.body is Body.KEPT:
+            body = [memoryview(self._kept)]
+        elif action.body is Body.RESULT:
+            assert self.member.gathered is not None
+            self._result = bytearray(sum(part.size for part in self.member.gathered.parts))
+            into = [memoryview(self._result)]
+        return self._call(COORDINATOR, COORDINATOR_METHOD, action.message, body, into)
+
+    def _ask_shards(self, action: AskShards) -> dict[int, Answer]:
+        newest = self.member.newest
+
+        def ask(item: tuple[int, ShardRequest]) -> tuple[int, Answer | None]:
+            server, message = item
+            body: Sequence[memoryview] = ()
+            into: Sequence[memoryview] = ()
+            if action.body is Body.UPDATE:
+                body = [memory_of(self._update[server])]
+                self.bytes_pushed += self._update[server].numel()
+            elif action.body is Body.WEIGHTS:
+                body = [memory_of(self._weights[newest][server])]
+            elif action.body is Body.INCOMING:
+                into = [memory_of(self._weights[1 - newest][server])]
+                self.bytes_pulled += self._weights[newest][server].numel()
+            return server, self._call(server, SHARD_METHOD, message, body, into)
+
+        items: Mapping[int, ShardRequest] = action.messages
+        # One server is asked from here: on busy cores, each thread that has to wake up is a wait for all VWs.
+        answers = list((self._pool.map if len(items) > 1 else map)(ask, items.items()))
+        return {server: answer for server, answer in answers if answer is not None}
+
+    def _call(
+        self,
+        server: int,
+        method: str,
+        message: Request | ShardRequest,
+        body: Sequence[memoryview],
+        into: Sequence[memoryview],
+        timeout: float | None = None,
+    ) -> Answer | None:
+        """The answer; ``None`` if none came."""
+        try:
+            header = self._channels[server].call(method, encode(message), body, into, timeout or self.timeout)
+        except Unreachable as silence:
+            self._silence = str(silence)
+            return None
+        except TransportRefused as refused:
+            fault = RemoteFault.parse(str(refused))
+            return Refused("", fault.refusal, str(fault))
+        answer: Answer = decode(header)
+        if isinstance(answer, Done) and answer.departed:
+            self._hear(answer.departed)
+        return answer
+
+    def _hear(self, departed: Sequence[Departed]) -> None:
+        with self._hears:
+            # Of itself this one is told otherwise.
+            news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
+            self._departed.update(news)
+        for each in news:
+            self._on_departed(each)
+
+    def _leave(self, failure: str) -> None:
+        self._left = True
+        self._stopped.set()
+        with self._busy:
+            joined = self.member.state is not State.OUTSIDE
+            message = self.member.leave(failure)
+        for _ in range(ATTEMPTS_TO_LEAVE if joined else 0):
+            if self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is not None:
+                break
+
+    def _beat(self) -> None:
+        try:
+            while not self._stopped.wait(self._lease / 3):
+                if self.member.state is not State.OUTSIDE:
+                    self._say_alive()
+        except Exception as error:  # travels as a value: `check`, and the next call, raise it
+            self.failure = error
+
+    def _say_alive(self) -> None:
+        heartbeat = self.member.heartbeat()
+        answer = self._call(COORDINATOR, COORDINATOR_METHOD, heartbeat, (), (), self._lease / 3)
+        if isinstance(answer, Failed):
+            self.failure = PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
+        elif isinstance(answer, Refused) and answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT):
+            if not self._stopped.is_set():
+                self.failure = RemoteFault(answer.refusal, answer.why)
+        elif isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION:
+            self._pool.submit(self._rejoin, heartbeat.generation)  # it may take long, and the heart has to go on
+
+    def _rejoin(self, lost: str) -> None:
+        """A server was lost while the VW computes: its report is needed now. A call that is under way sees to it."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            if self.member.state is State.IDLE and self.member.generation == lost:
+                self.member.lose()
+                self._drive()
+        except Cancelled:
+            pass
+        except Exception as error:
+            self.failure = error
+        finally:
+            self._busy.release()

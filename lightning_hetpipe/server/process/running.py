@@ -1,0 +1,126 @@
+"""A server until it is told to end: by SIGTERM, by SIGINT, or by the end of the process that started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.interface import Handler
+from lightning_hetpipe.server.transport.security import Security
+
+PARENT_GONE = 0
+"""What `serve` returns instead of a signal's number."""
+
+_LOOK = 1.0  # seconds between looks at who the parent is
+_HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
+
+_LOG = logging.getLogger(__name__)
+
+
+class Lifeline(NamedTuple):
+    """What tells that the parent is gone: the end of a file that it holds open, or that another process is the parent.
+
+    Both: a process that the parent forked holds the file open too, and a parent in another pid namespace has no number.
+    """
+
+    parent: int
+    """``os.getppid()`` as it was when this process began."""
+    descriptor: int = 0
+
+    def cut(self, readable: list[int]) -> bool:
+        """Whether the parent is gone, where the descriptors ``readable`` can be read."""
+        at_end = self.descriptor in readable and not os.read(self.descriptor, 4096)
+        return at_end or os.getppid() != self.parent
+
+
+def serve(
+    handler: Handler,
+    address: str,
+    security: Security,
+    ready: Callable[[str], None],
+    lifeline: Lifeline | None = None,
+) -> int:
+    """Serves until something ends it; to be called in the main thread.
+
+    Args:
+        handler: if it has a method ``close``, that is called in the end, and is to wake whatever waits in ``run``.
+        address: where to listen.
+        security: certificates and token.
+        ready: told the address, with the port that the server got, once it serves.
+        lifeline: what says that the parent is gone; None: nothing does.
+
+    Returns:
+        The signal that ended it, or `PARENT_GONE`.
+
+    Raises:
+        SettingError: if the address cannot be had, or the certificates cannot be used.
+    """
+    with _Signals() as signals:
+        server = GrpcServer(handler, address, security)
+        try:
+            with server:
+                ready(server.address)
+                return signals.wait(lifeline)
+        finally:
+            close = getattr(handler, "close", None)
+            if close is not None:
+                close()
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process, whatever still waits in a handler: nothing of a server's is worth a process that stays.
+
+    The interpreter is not taken down: with torch that takes most of a second, for which a launch would wait.
+    """
+    deadline = time.monotonic() + _HELD
+    ours = threading.current_thread()
+    for thread in threading.enumerate():
+        if thread is not ours and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _LOG.warning("hetpipe server: %s did not end in %g s; ending without it", thread.name, _HELD)
+                break
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
+class _Signals:
+    """SIGTERM and SIGINT as bytes in a pipe: a handler of signals may take no lock, and so set no event."""
+
+    def __enter__(self) -> _Signals:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = {each: signal.signal(each, self._note) for each in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():  # from here on a second one ends the process at once
+            signal.signal(each, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        os.write(self._write, bytes([number]))
+
+    def wait(self, lifeline: Lifeline | None) -> int:
+        """Returns the first signal's number, or `PARENT_GONE`."""
+        watched = [self._read] if lifeline is None else [self._read, lifeline.descriptor]
+        while True:
+            readable, _, _ = select.select(watched, [], [], None if lifeline is None else _LOOK)
+            if self._read in readable:
+                return os.read(self._read, 1)[0]
+            if lifeline is not None and lifeline.cut(readable):
+                return PARENT_GONE

@@ -1,0 +1,84 @@
+"""The one collective among live VWs: everyone gives some bytes, and gets everyone's.
+
+A gather is known by (cut, ordinal). Its members are those who are live when it starts and do not wait at a later cut;
+it is complete when each of them has given its part, has left, or has come to a later cut meanwhile. The last result is
+kept until the next one is complete: then everyone who needs it has it, since it had to go on from there.
+
+Bound: a part has at most ``limit`` bytes, and there are at most two gathers, one complete and one open: 2 N ``limit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import Collected, Part
+
+Name = tuple[int, int]
+
+LIMIT = 64 << 20
+"""Bytes of a part, unless set otherwise; who has more to give gives it in several gathers."""
+
+
+class Gathers:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open: dict[Name, dict[int, bytes]] = {}
+        self._members: dict[Name, frozenset[int]] = {}
+        self._given: dict[int, Name] = {}
+        self._name: Name = (-1, -1)
+        self._parts: dict[int, bytes] = {}
+
+    def check(self, size: int) -> None:
+        if size > self.limit:
+            raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes in a gather are more than the {self.limit} allowed")
+
+    def give(self, vw: int, name: Name, part: bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
+        """Takes the VW's part, once; ``waits`` are the cuts at which VWs wait."""
+        self.check(len(part))
+        if name == self._name and vw in self._parts:
+            return
+        if name <= self._name or name < self._given.get(vw, name):
+            raise RemoteFault(Refusal.STALE, f"gather {name} of VW {vw} is over")
+        if name not in self._open:
+            # Nobody is in two gathers at once: an older one is left over from those who are gone.
+            for older in [each for each in self._open if each < name]:
+                del self._open[older], self._members[older]
+            self._open[name] = {}
+            self._members[name] = frozenset(each for each in live if waits.get(each, -1) <= name[0])
+        self._open[name].setdefault(vw, part)
+        self._given[vw] = name
+
+    def missing(self, name: Name, live: Collection[int], waits: Mapping[int, int]) -> list[int]:
+        """Whose parts are still to come; where nobody's are, the gather is complete."""
+        if name == self._name:
+            return []
+        missing = [
+            vw
+            for vw in sorted(self._members[name])
+            if vw in live and waits.get(vw, -1) <= name[0] and vw not in self._open[name]
+        ]
+        if not missing:
+            del self._members[name]
+            self._name, self._parts = name, self._open.pop(name)
+        return missing
+
+    def result(self, name: Name) -> tuple[Collected, list[bytes]]:
+        """What all gave, and the parts themselves, in VW order."""
+        if name != self._name:
+            raise RemoteFault(Refusal.STALE, f"the result of gather {name} is not kept any more")
+        parts = tuple(Part(vw, len(self._parts[vw])) for vw in sorted(self._parts))
+        return Collected(*name, parts), [self._parts[part.vw] for part in parts]
+
+    def restore(self, collected: Collected, body: bytes) -> None:
+        """Takes over a result that a VW has kept, if it is newer; what was open is given anew."""
+        self._open.clear()
+        self._members.clear()
+        name = (collected.cut, collected.ordinal)
+        if sum(part.size for part in collected.parts) != len(body) or any(part.size < 0 for part in collected.parts):
+            raise RemoteFault(Refusal.MALFORMED, f"gather {name} is reported with {len(body)} bytes")
+        if name > self._name:
+            self._name, self._parts, start = name, {}, 0
+            for part in collected.parts:
+                self._parts[part.vw] = body[start : start + part.size]
+                start += part.size

@@ -1,0 +1,396 @@
+"""A VW's side of the protocol: what it has to send next, given what happened. Pure.
+
+    state     sends                              goes to
+    -----------------------------------------------------------------------------------------------------------------
+    OUTSIDE   nothing
+    HELLO     Hello                  to shards   JOIN, when all have said what they hold
+    JOIN      Join with a report                 CONFIRM; LOAD, if its weights are the newest
+    CONFIRM   Heartbeat                          on with what it was doing, see below
+    LOAD      Load + last pull       to shards   LOADED
+    LOADED    Loaded                             JOIN
+    STAGE     Stage + update         to shards   PUSH
+    PUSH      Pushed                             PULL; ARRIVE at a cut
+    ARRIVE    Arrive                             PULL, when the cut has closed
+    PULL      Pull                               READ, when it gets a turn
+    READ      Read                   to shards   PULLED
+    PULLED    Pulled                             IDLE; the weights that came are the last pull now
+    GATHER    Gather + part                      FETCH, when all have given theirs
+    FETCH     Fetch                              IDLE
+    IDLE      nothing
+
+A server that was lost shows in any state, by a refusal (``Refusal.GENERATION``): then the way leads through HELLO and
+JOIN back to what the VW was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE;
+to GATHER; or to IDLE. Requests without an answer are sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.protocol.identifiers import LocalFault, Mark, PeerFailed, Point, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import (
+    Answer,
+    Arrive,
+    Closed,
+    Collected,
+    Done,
+    Failed,
+    Fetch,
+    Gather,
+    Gathered,
+    Granted,
+    Heartbeat,
+    Hello,
+    Holding,
+    Join,
+    Joined,
+    Leave,
+    Load,
+    Loaded,
+    LoadNow,
+    Lost,
+    NotYet,
+    Parameter,
+    Pull,
+    Pulled,
+    Pushed,
+    Read,
+    Refused,
+    Report,
+    ShardRequest,
+    Signature,
+    Stage,
+)
+
+
+class Member:
+    """
+    Args:
+        vw: i.
+        incarnation: larger than that of any earlier process of this VW.
+        signature: what must be the same on all VWs.
+        placement: the parameters on each server.
+    """
+
+    def __init__(
+        self, vw: int, incarnation: int, signature: Signature, placement: Sequence[tuple[Parameter, ...]]
+    ) -> None:
+        self.vw = vw
+        self.incarnation = incarnation
+        self.state = State.OUTSIDE
+        self.goal = Goal.NONE
+        self.generation = ""
+        self.clock = 0
+        """c_local."""
+        self.slowest = 0
+        """c_global, at the last pull."""
+        self.cut = 0
+        """The last one that was passed."""
+        self.cut_at = -1
+        self.point: Point | None = None
+        """Where the last pull was."""
+        self.newest = 0
+        """Which of two blocks of weights, 0 or 1, holds the last pull; the other one takes the next."""
+        self.lost: list[Lost] = []
+        """What nobody holds any more, as generations began."""
+        self._signature = signature
+        self._placement = placement
+        self._pending: int | None = None
+        self._wants_cut = False
+        self._cut_clock = 0
+        self._arrival = (0, False)
+        self._closed = 0
+        self._name = (0, 0)
+        self._collected: Collected | None = None
+        self.gathered: Collected | None = None
+        self._era = 0
+        self._attempt = 0
+        self.turn = 0
+        self._joining: Join | None = None
+        self._load: LoadNow | None = None
+        self._base: Point | None = None
+        self._granted: Granted | None = None
+        self._unanswered: set[int] = set()
+        self._holdings: dict[int, Holding] = {}
+
+    # What the VW's owner asks for.
+
+    def join(self) -> None:
+        if self.state is not State.OUTSIDE:
+            raise LocalFault("join() is called once")
+        self.goal = Goal.START
+        self._hello()
+
+    def synchronise(self, *, cut: bool = False) -> None:
+        """The update of the wave that ends now is pushed, then weights are pulled. ``cut``: as in ``Pushed``."""
+        self._begin(Goal.WAVE)
+        self._take_update()
+        self._wants_cut = cut
+        self._resume(None)
+
+    def arrive(self, cut: int, *, update: bool, admit: bool = False) -> None:
+        """Waits at ``cut``, with an update of a short wave or without."""
+        if cut <= self.cut:
+            raise LocalFault(f"cut {cut} comes after cut {self.cut}")
+        self._begin(Goal.CUT)
+        if update:
+            self._take_update()
+        self._arrival = cut, admit
+        self._resume(None)
+
+    def gather(self, ordinal: int) -> None:
+        self._begin(Goal.GATHER)
+        self._name = self.cut, ordinal
+        self._resume(None)
+
+    def lose(self) -> None:
+        """A heartbeat was answered that the generation is lost."""
+        if self.state is not State.IDLE:
+            raise LocalFault("what is under way finds out by itself")
+        self._hello()
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.vw, self.incarnation, self.generation)
+
+    def leave(self, failure: str = "") -> Leave:
+        self.state = State.OUTSIDE
+        return Leave(self.vw, self.incarnation, failure)
+
+    def check_idle(self) -> None:
+        """Raises a ``LocalFault`` while something is under way, or before the VW has joined."""
+        if self.state is not State.IDLE:
+            raise LocalFault(f"the VW is in state '{self.state.value}', and must be idle for that")
+
+    def _begin(self, goal: Goal) -> None:
+        self.check_idle()
+        self.goal = goal
+
+    def _take_update(self) -> None:
+        self._pending = self.clock
+        self._wants_cut = False
+
+    # What to send.
+
+    def next(self) -> Ask | AskShards | None:
+        """What to send now; ``None`` when there is nothing to do."""
+        me = (self.vw, self.incarnation)
+        here = (*me, self.generation)
+        shards: Mapping[State, tuple[type[Hello] | type[Load] | type[Stage] | type[Read], Body]] = {
+            State.HELLO: (Hello, Body.NONE),
+            State.LOAD: (Load, Body.WEIGHTS),
+            State.STAGE: (Stage, Body.UPDATE),
+            State.READ: (Read, Body.INCOMING),
+        }
+        if self.state in shards:
+            return AskShards(
+                {server: self._shard_request(server) for server in sorted(self._unanswered)}, shards[self.state][1]
+            )
+        match self.state:
+            case State.JOIN:
+                assert self._joining is not None
+                return Ask(self._joining, Body.KEPT if self._joining.report.collected else Body.NONE)
+            case State.CONFIRM:
+                return Ask(self.heartbeat())
+            case State.LOADED:
+                assert self._load is not None
+                return Ask(Loaded(*me, self._load.generation))
+            case State.PUSH:
+                assert self._pending is not None
+                return Ask(Pushed(*here, self._pending, self._wants_cut))
+            case State.ARRIVE:
+                return Ask(Arrive(*here, *self._arrival))
+            case State.PULL:
+                return Ask(Pull(*here, self.turn))
+            case State.PULLED:
+                return Ask(Pulled(*here, self.turn))
+            case State.GATHER:
+                return Ask(Gather(*here, *self._name), Body.PART)
+            case State.FETCH:
+                return Ask(Fetch(*here, *self._name), Body.RESULT)
+        return None
+
+    def _shard_request(self, server: int) -> ShardRequest:
+        me = (self.vw, self.incarnation)
+        if self.state is State.HELLO:
+            return Hello(*me)
+        if self.state is State.LOAD:
+            load = self._load
+            assert load is not None
+            over, included = load.contents[server], load.base.included
+            return Load(*me, load.generation, over, included, self._placement[server])
+        if self.state is State.STAGE:
+            assert self._pending is not None
+            return Stage(*me, self.generation, self._pending)
+        granted = self._granted
+        assert granted is not None
+        return Read(*me, self.generation, granted.start, granted.tail)
+
+    # What was answered.
+
+    def heard(self, answer: Answer) -> None:
+        """The coordinator's answer to what ``next`` said.
+
+        Raises:
+            PeerFailed: all must end.
+            RemoteFault: the servers will have nothing more to do with this VW, or broke the protocol.
+        """
+        if isinstance(answer, Failed):
+            raise PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
+        if isinstance(answer, Refused):
+            self._refused(answer)
+            return
+        if isinstance(answer, NotYet):
+            return
+        match self.state, answer:
+            case State.JOIN, Joined():
+                self._joined(answer)
+            case State.CONFIRM, Done():
+                assert self._base is not None
+                self._resume(self._base)
+            case State.JOIN, LoadNow():
+                self._load = answer
+                self._ask_shards(State.LOAD)
+            case State.LOADED, Done():
+                assert self._load is not None
+                # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
+                self.point = self.point or self._load.base
+                self.state = State.JOIN
+            case State.PUSH, Done():
+                assert self._pending is not None
+                self.clock = self._pending + 1
+                if self.goal is Goal.CUT:
+                    self.state = State.ARRIVE
+                else:
+                    self._to_pull()
+            case State.ARRIVE, Closed():
+                self._closed = answer.clock
+                self._to_pull()
+            case State.PULL, Granted(turn=turn) if turn == self.turn:
+                self._granted = answer
+                self._ask_shards(State.READ)
+            case State.PULLED, Done():
+                self._pulled()
+            case State.GATHER, Gathered(collected=collected):
+                self.gathered = collected
+                self.state = State.FETCH
+            case State.FETCH, Gathered(collected=collected) if collected == self.gathered:
+                self._collected = collected
+                self._done()
+            case _:
+                raise RemoteFault(
+                    Refusal.MALFORMED, f"a {type(answer).__name__} was answered to a VW that is {self.state.value}"
+                )
+
+    def heard_from(self, server: int, answer: Answer) -> None:
+        """A shard's answer to what ``next`` said. Raises as ``heard`` does."""
+        if server not in self._unanswered:
+            return
+        had = isinstance(answer, Refused) and answer.refusal is Refusal.STALE
+        if had and self.state in (State.STAGE, State.LOAD):
+            pass  # an earlier request arrived, and its answer did not
+        elif isinstance(answer, Refused):
+            self._refused(answer)
+            return
+        elif isinstance(answer, Holding):
+            self._holdings[server] = answer
+        else:
+            raise RemoteFault(Refusal.MALFORMED, f"a {type(answer).__name__} was answered by a shard")
+        self._unanswered.discard(server)
+        if self._unanswered:
+            return
+        match self.state:
+            case State.HELLO:
+                self._to_join()
+            case State.LOAD:
+                self.state = State.LOADED
+            case State.STAGE:
+                self.state = State.PUSH
+            case State.READ:
+                self.state = State.PULLED
+
+    def _refused(self, answer: Refused) -> None:
+        overtaken = answer.refusal is Refusal.STALE and self.state not in (State.GATHER, State.FETCH)
+        if answer.refusal is Refusal.GENERATION or overtaken:
+            self._hello()
+        elif answer.refusal is Refusal.FAILED:
+            raise PeerFailed(answer.why)
+        elif answer.refusal is not Refusal.BUSY:
+            raise RemoteFault(answer.refusal, answer.why)
+
+    # From state to state.
+
+    def _ask_shards(self, state: State) -> None:
+        self.state = state
+        self._unanswered = set(range(len(self._placement)))
+
+    def _hello(self) -> None:
+        self._holdings.clear()
+        self._ask_shards(State.HELLO)
+
+    def _to_join(self) -> None:
+        self._attempt += 1
+        pending = self._pending is not None
+        self._joining = Join(
+            self.vw,
+            self.incarnation,
+            self._attempt,
+            self._signature,
+            Report(
+                self._era,
+                self.point,
+                self.clock if self._pending is None else self._pending,
+                pending,
+                self.cut,
+                self._cut_clock,
+                self.cut_at,
+                self._collected,
+            ),
+            tuple(self._holdings[server].content for server in range(len(self._placement))),
+        )
+        self.state = State.JOIN
+
+    def _joined(self, answer: Joined) -> None:
+        self.generation = answer.generation
+        self._era = answer.base.era
+        self.clock = answer.clock
+        self.lost += answer.lost
+        if self.goal is Goal.START:
+            self.cut, self._cut_clock = answer.cut, answer.clock
+        self._base = answer.base
+        self.state = State.CONFIRM
+
+    def _resume(self, base: Point | None) -> None:
+        """On with the goal; ``base`` is that of a generation that has just begun."""
+        mark = None if self._pending is None else Mark(self.vw, self.incarnation, self._pending)
+        owes = mark is not None and not (base is not None and base.includes(mark))
+        if self.goal is Goal.NONE or (self.goal is Goal.START and self.point is not None):
+            self._done()
+        elif owes:
+            self._ask_shards(State.STAGE)
+        elif self.goal is Goal.CUT:
+            self.state = State.ARRIVE
+        elif self.goal is Goal.GATHER:
+            self.state = State.GATHER
+        else:
+            self._to_pull()
+
+    def _to_pull(self) -> None:
+        self.turn += 1
+        self.state = State.PULL
+
+    def _pulled(self) -> None:
+        granted = self._granted
+        assert granted is not None
+        self.newest = 1 - self.newest
+        self.point = granted.point
+        self.slowest, self.cut_at = granted.slowest, granted.cut_at
+        self._pending = None
+        if self.goal is Goal.CUT:
+            self.cut = self._arrival[0]
+            self.clock = self._cut_clock = self._closed
+        self._done()
+
+    def _done(self) -> None:
+        self.goal = Goal.NONE
+        self.state = State.IDLE

@@ -1,0 +1,1 @@
+"""Transports: how calls travel between virtual workers and servers."""

@@ -1,0 +1,434 @@
+"""The strategy: what Lightning sees of the pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_hetpipe.emulation import Emulation
+from lightning_hetpipe.launch.ranks import devices_of
+from lightning_hetpipe.lightning_private import (
+    StrategyRegistry,
+    evaluating_loop,
+    set_checkpoint_io,
+    synchronises_batchnorm,
+    wants_several_optimizers,
+)
+from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.placement import emulated_speeds, progress
+from lightning_hetpipe.placement.device_placement import DevicePlacement
+from lightning_hetpipe.placement.planner import Planner
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search.division import partition
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.run import run_settings
+from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.fit import Fit
+from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.single_stage import is_single_stage
+from lightning_hetpipe.strategy import compile_setting, environment, other_lightning, settings
+from lightning_hetpipe.strategy.checkpoints import (
+    ReplacingCheckpointIO,
+    filled,
+    is_lightnings_own,
+)
+from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
+
+
+class HetPipeStrategy(VirtualWorkers):
+    """Trains one LightningModule as a pipeline over devices that need not match, exactly.
+
+    Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
+    et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
+
+    Args:
+        stages: k, the number of stages; by default one for each device, of devices that differ those that are of use.
+            On CPU they may exceed the devices. A list gives each virtual worker of a node its own, or each of all
+            nodes.
+        in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage; where
+            devices differ, as many as are planned. Each stage holds Nm copies of its weights, and gradients are Nm - 1
+            steps stale, which asks for lower learning rates (docs/staleness.md).
+        virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
+            starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
+            processes, each of those is one, and this is to be left out.
+        weights: Weight policy. Only "stash", until a later release.
+        module: Name or names of the modules to pipeline; by default every one with trainable parameters that
+            ``training_step`` calls.
+        timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
+            that user code takes does not count: other virtual workers, as long as they live, are waited for an hour, or
+            for this if it is longer. Servers may be silent for so long.
+        wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
+            its defaults.
+        recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
+            there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
+            forward at once, so that it has nothing to gain and computes once. A ``plan`` that says so is enough, too.
+        compile: Whether stages run their layers compiled by ``torch.compile``: True for its inductor, which needs a C++
+            compiler for stages on a CPU; the name of another backend; or some of its arguments ``backend``, ``mode``,
+            ``dynamic`` and ``options``. Each stage is compiled in its first minibatch (which may take minutes, in which
+            all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
+            what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
+            warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
+            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other cuts. A
+            weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
+        timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
+            the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
+            ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
+        plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
+            flight. By default, where devices differ, one is made at the start of a fit from measurements of the layers,
+            which are kept on disk: the devices' order, the cuts and, unless they are given, k and Nm. Results depend on
+            Nm alone of these (law L1 of the design), and so on measurements, which differ a little from time to time:
+            runs on one machine repeat as long as what was measured is kept, and ``plan`` or ``in_flight`` pins Nm for
+            good. Where devices are all the same, measurements decide on cuts only.
+        cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
+            CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
+            the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
+        allocation, lr_correction, start_method: of later releases.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
+
+    Attributes:
+        last_run: What the last ``fit`` did, once it has ended.
+
+    Raises:
+        SettingError: one sentence that names the setting, its value and the way out.
+    """
+
+    strategy_name = "hetpipe"
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"] | Sequence[int] = "auto",
+        in_flight: int | Literal["auto"] = "auto",
+        virtual_workers: int = 1,
+        weights: str = "stash",
+        module: str | Sequence[str] | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        cluster: Cluster | None = None,
+        allocation: str = "auto",
+        compile: bool | str | Mapping[str, Any] = False,
+        recompute: bool = False,
+        timeline: bool | Sequence[int] = False,
+        lr_correction: Any = None,
+        wsp: Any = None,
+        start_method: str = "popen",
+        timeout: timedelta | float = timedelta(minutes=5),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        other_lightning.let_in(HetPipeStrategy)
+        super().__init__(
+            virtual_workers,
+            wsp,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=filled(checkpoint_io),
+            precision_plugin=precision_plugin,
+        )
+        of_later_releases = {
+            "weights": weights,
+            "allocation": allocation,
+            "lr_correction": lr_correction,
+            "start_method": start_method,
+        }
+        for name, value in of_later_releases.items():
+            settings.check_later(name, value)
+        self._stages = settings.stage_counts(stages, self.virtual_workers)
+        self.in_flight = settings.count("in_flight", in_flight)
+        self.plan, self.cluster = settings.plan(plan), settings.cluster(cluster)
+        self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
+        if self.plan is not None:
+            self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
+            self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+        self._check_alone(self.virtual_workers)
+        self.module = settings.module_names(module)
+        self.recompute = settings.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
+        self.compile = compile_setting.options(compile)
+        self._timeline = settings.timeline(timeline)
+        self.last_run: RunReport | None = None
+        self._fit: Fit | None = None
+        self._evaluation: Evaluation | None = None
+        self._before_pass: BeforePass | None = None
+        self._emulation: Emulation | None = None
+        self._asked_in_flight = in_flight != "auto"
+        self._resumed: int | None = None  # Nm of the checkpoint that is loaded
+
+    # Who we are: one process, one virtual worker.
+
+    @property
+    def stages(self) -> int | Literal["auto"]:
+        """k of this virtual worker."""
+        return settings.stages_of(self._stages, self._rank)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The last stage's device; until there are stages, the one that runs the first minibatch of a fit whole."""
+        if self._engine is not None:
+            root: torch.device = self._engine.root_device
+            return root
+        if self.plan is None and self._group is None and not (placement := self._placement()).is_even:
+            return placement.roomiest  # until it is planned where the last stage lies
+        devices = self._devices()
+        used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
+        return devices[used - 1]
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        if is_lightnings_own(super().checkpoint_io):
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        set_checkpoint_io(self, filled(io))
+
+    def _configure_launcher(self) -> None:
+        other_lightning.refuse_trainer(self.accelerator)
+        settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        self._check_alone(self.world_size)
+        super()._configure_launcher()
+
+    def _check_alone(self, virtual_workers: int) -> None:
+        for name, value in (("plan", self.plan), ("cluster", self.cluster)):
+            if value is not None:
+                settings.check_alone(name, virtual_workers)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # The life of a run.
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Checks what is to be trained, and prepares a fit."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            run_settings.check_module(trainer.lightning_module)
+            run_settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
+            if self._group is not None:
+                run_settings.check_together(trainer)
+            if self.compile is not None:
+                compile_setting.check(self.compile, self._devices())
+        super().setup(trainer)
+        asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
+        self._resumed = None
+        if not fitting:
+            loop = evaluating_loop(trainer)
+            asked = replace(asked, before_pass=self._before_pass, decide=None, planned=False)
+            self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
+            self._evaluation.open()
+        else:
+            if is_single_stage(asked) and self._group is None:
+                run_settings.check_resumed(asked.resumed, 1)
+            else:
+                run_settings.check_pipelined(trainer.lightning_module)
+            self._fit = Fit(trainer, self.precision_plugin, asked, seed, self._synchroniser(trainer))
+            self._evaluation = self._fit.evaluation
+            self._fit.open()
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if not wants_several_optimizers(error):
+                raise
+            raise run_settings.several_optimizers() from None
+        run_settings.check_optimizer(self.optimizers[0])
+
+    def teardown(self) -> None:
+        """Ends every thread and takes every trace out of the module."""
+        fit, self._fit = self._fit, None
+        evaluation, self._evaluation = self._evaluation, None
+        try:
+            if evaluation is not None:
+                evaluation.close()
+            if fit is not None:
+                try:
+                    fit.close()
+                finally:
+                    self.last_run = fit.report
+                if self._emulation is not None and self._failure is None:
+                    self._emulation.check(emulated_speeds.TOLERATED)
+        finally:
+            super().teardown()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._report()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._report()
+
+    def _report(self) -> None:
+        """While loggers are open."""
+        if self._fit is not None:
+            self._fit.finish_report()
+            self.last_run = self._fit.report
+
+    # Lightning's steps.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._fit is not None
+        output: STEP_OUTPUT = self._fit.training_step(super().training_step, *args)
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._evaluate("validation_step", super().validation_step, *args)
+        return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._evaluate("test_step", super().test_step, *args)
+        return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, *args)
+
+    def _evaluate(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        return native(*args) if self._evaluation is None else self._evaluation.step(hook, native, *args)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._fit is not None
+        assert self.lightning_module is not None
+        fit, module = self._fit, self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        fit.backward(lambda: self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs))
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._fit is not None
+        with self._fit.optimizer_step(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._fit is not None:
+            self._fit.offer()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, ReadyBatch):
+            return batch.batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._engine is not None and self._engine.in_flight > 1 and isinstance(current(), Minibatch):
+            raise run_settings.saving_ahead()
+        note_in_flight(checkpoint, self._in_flight_now if self._fit or not self.last_run else self.last_run.in_flight)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed = take_in_flight(checkpoint)
+        return checkpoint
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+        other_lightning.let_in(cls)
+        strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+    def _devices(self) -> list[torch.device]:
+        """Those that stages may lie on, in the plan's order if there is one."""
+        found = self._found_devices()
+        if self.plan is None and self.cluster is None:
+            return found
+        placement = DevicePlacement.of(self.cluster, found, self.plan)
+        return list(placement.devices) if self.plan is None else placement.planned(self.plan)
+
+    def _placement(self) -> DevicePlacement:
+        return DevicePlacement.of(self.cluster, self._found_devices(), self.plan)
+
+    def _found_devices(self) -> list[torch.device]:
+        rank = self._rank
+        return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
+
+    def _planner(self) -> Planner:
+        placement = self._placement()
+        even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
+        assert self.lightning_module is not None
+        self._emulation = Emulation(()) if placement.emulated else None
+        trainer = self.lightning_module.trainer
+        return Planner(
+            placement,
+            type(self.lightning_module).__name__,
+            str(self.precision_plugin.precision),
+            self.stages,
+            self.in_flight,
+            self.recompute,
+            self.plan,
+            self._plan_name,
+            self._emulation,
+            ProfileCache(),
+            progress.of_trainer(trainer),
+            even,
+            self._choose_cuts,
+            bool(trainer.loggers),
+        )
+
+    def _fit_settings(self) -> run_settings.FitSettings:
+        assert self.lightning_module is not None
+        planner = self._planner()
+        return run_settings.FitSettings(
+            stages=self.stages,
+            in_flight=self.in_flight,
+            module=self.module,
+            timeout=self.timeout,
+            devices=self._devices(),
+            torch_threads=environment.torch_threads(),
+            choose_cuts=self._choose_cuts,
+            before_pass=self._before_pass or planner.emulation,
+            decide=planner,
+            planned=not planner.even,
+            recompute=self.recompute,
+            compile=self.compile,
+            virtual_worker=self.global_rank,
+            timeline=self._timeline,
+            bar=progress.of_trainer(self.lightning_module.trainer),
+            asked=self.asked,
+            first_memory=self._placement().memory_of(self.root_device),
+            resumed=None if self._asked_in_flight else self._resumed,
+        )
+
+    def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """The first layer of each stage; tests put their own cuts in its place."""
+        if self.plan is not None and len(times) == len(self.plan.layers):  # evaluation outside of a fit
+            return tuple(stage.first_layer for stage in self.plan.virtual_workers[0].stages)
+        return partition(times, stages)
+
+    @property
+    def _in_flight_now(self) -> int:
+        return 1 if self._engine is None else self._engine.in_flight
+
+    @property
+    def _engine(self) -> Any:
+        """The running engine, if any."""
+        return self._fit.engine if self._fit is not None else None

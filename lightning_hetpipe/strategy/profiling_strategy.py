@@ -1,0 +1,91 @@
+"""Profiles a model on this machine: runs its first minibatch as a fit would, measures the layers, and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.placement.measuring import optimizer_name, profiled
+from lightning_hetpipe.placement.planner import Decision
+from lightning_hetpipe.placement.progress import Bar, hidden
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.run.run_settings import FitSettings
+from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
+
+
+class _Studied(Exception):
+    """Ends the fit once the layers are measured."""
+
+
+class ProfilingStrategy(HetPipeStrategy):
+    """Measures the layers of a model in its first minibatch, which ends the fit: see :func:`profile`.
+
+    Args:
+        cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
+        bar: Shows the measuring.
+        module, timeout: As HetPipeStrategy's.
+    """
+
+    def __init__(
+        self,
+        cache: ProfileCache | None = None,
+        bar: Bar = hidden,
+        module: str | Sequence[str] | None = None,
+        timeout: float = 300.0,
+        **lightnings: Any,
+    ) -> None:
+        # Two in flight have it watch the first minibatch, as a pipeline does.
+        super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
+        self.found: Profile | None = None
+        self.optimizer_name: str | None = None
+        self._cache, self._bar = cache, bar
+
+    def _fit_settings(self) -> FitSettings:
+        return replace(super()._fit_settings(), decide=self._measure)
+
+    def _measure(self, study: Study) -> Decision:
+        assert self.lightning_module is not None
+        devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
+        found = {slot.device: device for device in devices for slot in discovered_cluster([device]).slots}
+        memory = {each.name: each.memory for each in found if each.memory is not None}
+        one_of_each = {each.name: device for each, device in found.items()}
+        model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
+        measured = profiled(study, one_of_each, model, precision, self._cache, self._bar)
+        self.found = replace(measured, memory=memory)
+        self.optimizer_name = None if study.optimizer is None else optimizer_name(study.optimizer)
+        raise _Studied
+
+
+def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> tuple[Profile, str | None]:
+    """The profile of ``model`` on each distinct device of ``trainer``, whose strategy is a :class:`ProfilingStrategy`.
+
+    The model is trained on one minibatch as far as its gradients; its weights stay.
+
+    Args:
+        trainer: Ends its fit once all is measured.
+        model: Whose ``training_step`` is to be profiled.
+        **data: As ``trainer.fit`` takes it: ``train_dataloaders`` or ``datamodule``.
+
+    Returns:
+        The profile, and the name of the optimizer for the memory model; None where that does not know it.
+
+    Raises:
+        SettingError: if the model cannot be pipelined, or has no minibatch.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ProfilingStrategy):
+        raise SettingError(f"the Trainer's strategy is a {type(strategy).__name__}; give it a ProfilingStrategy")
+    with suppress(_Studied):
+        trainer.fit(model, **data)
+    if strategy.found is None:
+        raise SettingError(f"{type(model).__name__} has no minibatch to train on, so that nothing can be measured")
+    return strategy.found, strategy.optimizer_name

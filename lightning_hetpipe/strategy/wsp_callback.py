@@ -1,0 +1,128 @@
+"""Wave Synchronous Parallel: how virtual workers share what they learn (HetPipe, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.transport.security import Security, split
+
+AGGREGATES = ("sum", "mean")
+PLACEMENTS = ("size", "round_robin", "local")
+LONGEST = 365 * 24 * 3600.0
+"""Seconds of a setting; clocks and timers count on."""
+
+
+class WSPCallback(L.Callback):
+    """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
+
+    Args:
+        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
+        wave: W, minibatches per wave; by default Nm.
+        aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
+        update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
+            lost by it is added to the next update.
+        servers: Addresses (``host:port``) of running servers; by default one is started on each machine.
+        placement: Which server holds which parameter, where there are several: "size" balances their bytes,
+            "round_robin" deals parameters out one by one, "local" leaves all of them to the first server, beside
+            virtual worker 0: no other machine is needed then for weights to survive, but one link carries everything.
+        security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
+            from ``HETPIPE_*`` environment variables.
+        lease: How long a virtual worker may be silent before the others go on without it.
+        end_timeout: How long the first process of a machine, at its end, waits for the other virtual workers' programs
+            to end, before it ends those that it has started and exits with 1; None: as long as they run.
+        join_timeout: How long virtual workers wait at the start, and at the start of each fit, for those that have not
+            come. After that all end, and the error says who is missing.
+
+    Raises:
+        SettingError: one sentence that names the setting, its value and the way out.
+    """
+
+    def __init__(
+        self,
+        clock_distance: int = 0,
+        wave: int | Literal["auto"] = "auto",
+        aggregate: str = "sum",
+        update_dtype: str | None = None,
+        servers: Sequence[str] | None = None,
+        placement: str = "size",
+        security: Security | Mapping[str, Any] | None = None,
+        lease: timedelta | float = timedelta(seconds=30),
+        end_timeout: timedelta | float | None = None,
+        join_timeout: timedelta | float = timedelta(minutes=10),
+    ) -> None:
+        if isinstance(clock_distance, bool) or not isinstance(clock_distance, int) or clock_distance < 0:
+            raise SettingError(f"clock_distance={clock_distance!r} must be a whole number of at least 0")
+        if wave != "auto" and (isinstance(wave, bool) or not isinstance(wave, int) or wave < 1):
+            raise SettingError(f"wave={wave!r} must be a whole number of at least 1, or 'auto'")
+        _one_of("aggregate", aggregate, AGGREGATES)
+        _one_of("placement", placement, PLACEMENTS)
+        if update_dtype is not None:
+            _one_of("update_dtype", update_dtype, ("bfloat16", "float16", "float32"))
+        if isinstance(servers, str) or (servers is not None and not servers):
+            raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
+        _check_addresses(servers or ())
+        self.settings = WSPSettings(
+            clock_distance,
+            wave,
+            aggregate,
+            update_dtype,
+            None if servers is None else tuple(servers),
+            placement,
+            _security(security),
+            _seconds("lease", lease),
+            None if end_timeout is None else _seconds("end_timeout", end_timeout),
+            _seconds("join_timeout", join_timeout),
+        )
+
+
+def _seconds(name: str, given: object) -> float:
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        raise SettingError(
+            f"{name}={given!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most a"
+            " year"
+        )
+    return float(seconds)
+
+
+def _security(given: Security | Mapping[str, Any] | None) -> Security:
+    if given is None or isinstance(given, Security):
+        return given or Security()
+    known = [each.name for each in fields(Security)]
+    if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
+        what = (
+            f"security[{unknown[0]!r}] is not known"
+            if isinstance(given, Mapping)
+            else f"security={given!r} is no mapping"
+        )
+        raise SettingError(f"{what}; give a mapping of {', '.join(known)}")
+    made = Security(**given)
+    _ = made.from_environment().encrypted  # raises where files are missing
+    return made
+
+
+def _check_addresses(servers: Sequence[str]) -> None:
+    for number, address in enumerate(servers):
+        try:
+            port = split(address if isinstance(address, str) else "")[1]
+        except SettingError:
+            port = 0
+        if not port:
+            raise SettingError(
+                f"servers={list(servers)!r} holds {address!r}, which is not host:port with a port from 1 to 65535, such"
+                " as '10.0.0.1:5000'"
+            )
+        if address in servers[:number]:
+            raise SettingError(f"servers={list(servers)!r} holds {address!r} twice; name each server once")
+
+
+def _one_of(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise SettingError(f"{name}={value!r} is not known; use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")

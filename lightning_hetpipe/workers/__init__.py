@@ -1,0 +1,1 @@
+"""Virtual workers among each other: waves, collectives, group membership and the join handshake."""

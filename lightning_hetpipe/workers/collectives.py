@@ -1,0 +1,126 @@
+"""Lightning's collectives over the one primitive that virtual workers have, a gather."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.group import Group
+
+_LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
+"""Where Lightning reduces what ``self.log`` was given."""
+
+
+def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
+    """Everyone's ``tensor``, without its graph, on the device of one's own; ``what`` names the call."""
+    return [each.to(tensor.device) for each in group.gather(_alone(tensor), what)]
+
+
+def barrier(group: Group, name: str | None) -> None:
+    group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
+
+
+def broadcast(group: Group, value: Any, source: int) -> Any:
+    """What virtual worker ``source`` gives; where that one does not take part, the first that does."""
+    given = (group.index == source, isinstance(value, Path), _sent(value))
+    found = group.gather(given, f"strategy.broadcast(src={source})")
+    _, is_path, content = next((each for each in found if each[0]), found[0])
+    return Path(content) if is_path else content
+
+
+def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
+    """The sum, or by default the mean, of everyone's ``tensor``, added in the order of virtual workers."""
+    name = str(getattr(how, "name", how) or "mean").lower().rpartition(".")[2]
+    reductions: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "mean": lambda found: _total(found).div(len(found)).to(tensor.dtype),
+        "avg": lambda found: _total(found).div(len(found)).to(tensor.dtype),
+        "sum": _total,
+        "max": lambda found: torch.stack(found).amax(0),
+        "min": lambda found: torch.stack(found).amin(0),
+        "product": lambda found: torch.stack(found).prod(0),
+    }
+    if name not in reductions:
+        raise SettingError(f"reduce_op={how!r} is not known; use 'mean', 'sum', 'max', 'min' or 'product'")
+    return reductions[name](everyones(group, tensor, f"strategy.reduce(reduce_op={name!r})"))
+
+
+def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
+    """Everyone's ``tensor``, stacked.
+
+    Raises:
+        SettingError: if gradients are to come back from the others.
+    """
+    if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
+        raise SettingError(
+            "all_gather(sync_grads=True) joins the backward passes of concurrent workers in every step, which virtual"
+            " workers do not run in step; leave out sync_grads, or use another strategy"
+        )
+    return torch.stack(everyones(group, tensor, "all_gather"))
+
+
+def decide(group: Group, decision: bool, unanimous: bool) -> bool:
+    """Whether all (or any) of them say yes."""
+    found = group.gather(bool(decision), "strategy.reduce_boolean_decision")
+    return all(found) if unanimous else any(found)
+
+
+def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+    """Virtual worker 0's ``tensors``, on the CPU; one's own, if that one does not take part."""
+    mine = [_alone(tensor) for tensor in tensors]
+    given: list[Tensor] | None = group.gather(mine if group.index == 0 else None, what)[0]
+    return mine if given is None else given
+
+
+def runs_ahead(in_flight: int) -> bool:
+    """Whether this thread runs a user's step ahead of Lightning's loop, where virtual workers are at different places.
+
+    Args:
+        in_flight: Nm of the training that runs.
+    """
+    flight = current()
+    return flight is not None and (in_flight > 1 or not isinstance(flight, Minibatch))
+
+
+def is_logging() -> bool:
+    """Whether ``self.log`` asks: what it is given ahead of a step waits for that step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _LOG:
+        frame = frame.f_back
+    return frame is not None
+
+
+def ahead(what: str) -> SettingError:
+    """A user's step, of which later ones are in flight, waits for the other virtual workers."""
+    return SettingError(
+        f"{what} waits for the other virtual workers in a step that runs ahead of Lightning's loop, where each of them"
+        " is at another place; call it in a hook, such as on_train_batch_end, or set in_flight=1"
+    )
+
+
+def _total(found: list[Tensor]) -> Tensor:
+    total = found[0].clone()
+    for each in found[1:]:
+        total += each
+    return total
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU, without its graph, and without the rest of a larger one of which it is a view."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
+
+
+def _sent(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

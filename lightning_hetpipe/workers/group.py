@@ -1,0 +1,336 @@
+"""The virtual workers of a launch, as one of them sees the others: through servers, and never through a process group.
+
+They gather in a *room* on the servers, from the first run of a Trainer to the program's end, as long as ddp's process
+group lasts: user code may gather between runs, too. A fit has one more, in which they share weights. While that is
+open, gathers go through it, as it knows who waits at which cut (law L6).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import io
+import itertools
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.lost_workers import say
+from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.uncaught import Uncaught
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.client import Client, ServersUnheard
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.messages import Departed
+from lightning_hetpipe.server.transport.interface import STATUS, Refused, Unreachable
+from lightning_hetpipe.workers.join_handshake import UNTIL_SAID, Entrance
+from lightning_hetpipe.workers.large_gathers import gather_in_pieces
+
+ROOMS = "HETPIPE_ROOMS"
+"""Name by which a child of our launcher is told how many rooms there were before it was started."""
+
+
+@functools.cache
+def _entered() -> dict[str, int]:
+    """Rooms so far. All processes of a launch run the same program, and so count alike."""
+    return {"talk": 0, "fit": 0, **json.loads(parent_watch.told().get(ROOMS, "{}"))}
+
+
+def rooms_so_far() -> dict[str, str]:
+    """For processes that take part from now on."""
+    return {ROOMS: json.dumps(_entered())}
+
+
+def _next_room(kind: str) -> str:
+    _entered()[kind] += 1
+    return f"{kind}-{_entered()[kind]}"
+
+
+class Group:
+    """Virtual worker ``index`` among ``size``.
+
+    Args:
+        found: What this one knows of the servers.
+        settings: Of the synchronisation.
+        timeout: Seconds for which servers may be silent.
+        lost: As for a `Client`.
+        place: The node of this one, in words; empty where there is but one node.
+        on_loss: Told of each virtual worker that is lost as `Losses.note` is, from any thread, in the first one of each
+            node that is left.
+        stays: Where it was told, whether this one stays until the others have left: what has started them ends all of
+            them, as torchrun does, when one exits with 1.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        found: Found,
+        settings: WSPSettings,
+        timeout: float,
+        lost: Callable[[], Exception | None] = lambda: None,
+        place: str = "",
+        on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
+        stays: bool = False,
+    ) -> None:
+        self.index = index
+        self.size = size
+        self._entrance = Entrance(index, size, found, settings, timeout, lost, self._lose)
+        self._found = found
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
+        the others do not come."""
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Opened around waits for the others' parts of a gather."""
+        self._exits = ExitStack()
+        self._talk: Client | None = None
+        self._fit: Client | None = None
+        self._ordinal = itertools.count(1)
+        self._fit_ordinal = itertools.count(1)
+        self._failed = False
+        self._places = {index: place}
+        self._on_loss = on_loss
+        self._stays = stays
+        self._lost: set[int] = set()
+        self._told_early: list[Departed] = []
+        self._tells = False
+        self._uncaught = Uncaught()
+
+    @property
+    def coordinator(self) -> str:
+        """Its address."""
+        return self._found.coordinator
+
+    @property
+    def is_open(self) -> bool:
+        return self._talk is not None
+
+    @property
+    def settings(self) -> WSPSettings:
+        """Of the synchronisation."""
+        return self._entrance.settings
+
+    def open(self) -> None:
+        """Enters the room of the launch; waits until all virtual workers have. At exit it is left, if not before."""
+        atexit.register(self.part)
+        room = _next_room("talk")
+        self._entrance.connect([self.coordinator])
+        self._exits.callback(self._entrance.close)
+        self._exits.callback(self._wait_until_all_have_left, room)
+        try:
+            with self._entrance.told_what_it_waits_for():
+                talk, _ = self._entrance.enter(room)
+        except ServersUnheard as silent:
+            if self.settings.servers is not None:
+                raise SettingError(
+                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
+                    " address=..., or give the address of one that runs and that this machine may reach"
+                ) from None
+            raise ServersUnheard(
+                f"{silent}; is the program running that starts the server at {self.coordinator}, and may this machine"
+                " reach it?"
+            ) from None
+        self._exits.push(talk)
+        self._talk = talk
+        self._entrance.check_lease()
+        self._meet_servers(self._found)
+
+    def renew(self, found: Found, settings: WSPSettings, timeout: float) -> None:
+        """What a later Trainer of the program was given holds from now on."""
+        assert self._talk is not None
+        further = settings.placement != self.settings.placement  # as with "local" only one may have been started
+        self._entrance.settings, self._entrance.timeout = settings, timeout
+        self._talk.timeout, self._talk.patience = timeout, self._entrance.patience
+        if further:
+            self._meet_servers(found)
+
+    def _meet_servers(self, found: Found) -> None:
+        told = self.gather((self.index, self._places[self.index], list(found.known)), "the list of servers")
+        self._places.update((index, place) for index, place, _ in told)
+        known = [address for *_, addresses in told for address in addresses]
+        self._entrance.connect([self.coordinator, *known[1:]])
+
+    def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
+        """Enters the room of a fit with its weights; returns w_0, which are those of VW 0.
+
+        Args:
+            named: The parameters, by name.
+            settings: What else must be the same on all, as "name=value".
+        """
+        self._entrance.check_lease()
+        self._fit, weights = self._entrance.enter(_next_room("fit"), named, settings)
+        self._fit_ordinal = itertools.count(1)
+        return weights
+
+    def lose(self, gone: Mapping[int, str]) -> None:
+        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails."""
+        self._entrance.lose(gone)
+
+    def _lose(self, departed: Departed, of_fit: bool) -> None:
+        """From any thread: the others go on without that one; but not without virtual worker 0."""
+        vw, why = departed.vw, departed.why
+        if not why:  # that is no loss; only nobody is to wait for it any more, where it has left the launch
+            if not of_fit:
+                self.lose({vw: "has ended"})
+            return
+        if vw in self._lost:
+            return
+        if not of_fit and self._fit is not None:  # the fit's room tells it as well, and after how many waves
+            self._told_early.append(departed)
+            return
+        self._lost.add(vw)
+        who = f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+        what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
+        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in self._lost]
+        if self.index == min(here):
+            self._tells = True
+            self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
+        self.lose({vw: f"was {why}"})
+        for client in (self._fit, self._talk) if vw == 0 else ():
+            if client is not None:
+                client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+
+    def _end_fit(self, fit: Client) -> None:
+        fit.__exit__(None, None, None)
+        early, self._told_early = self._told_early, []
+        for each in early:
+            self._lose(each, of_fit=False)
+
+    @property
+    def weights(self) -> Client:
+        """The membership of the fit that runs."""
+        assert self._fit is not None
+        return self._fit
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What every virtual worker that takes part gives here, in their order; at least one's own.
+
+        Args:
+            value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
+            what: Names the call; where others have made another one, nobody's values belong together.
+
+        Raises:
+            RuntimeError: if they have.
+            SettingError: if somebody's value cannot travel between processes.
+        """
+        if self._talk is None or self.interrupted():
+            return [value]
+        buffer = io.BytesIO()
+        torch.save((what, value), buffer)
+        found = self._gathered(buffer.getbuffer())
+        parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
+        if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
+            raise RuntimeError(
+                f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
+                f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
+                " that only some make, such as below `if trainer.is_global_zero:`"
+            )
+        return [theirs for _, theirs in parts.values()]
+
+    def collect(self, content: bytes | memoryview, what: str) -> dict[int, bytearray]:
+        """On virtual worker 0 what each of those that take part gives, by its index; nothing on the others.
+
+        Bound: on virtual worker 0 the sum of what is given; on the others a gather's pieces.
+
+        Args:
+            content: Bytes, of any size, which nobody reads here.
+            what: As for :meth:`gather`.
+        """
+        self.gather(None, what)
+        if self._talk is None or self.interrupted():
+            return {}
+        found = self._gathered(content, keep=self.index == 0)
+        return found if self.index == 0 else {}
+
+    def _gathered(self, content: bytes | memoryview, keep: bool = True) -> dict[int, bytearray]:
+        assert self._talk is not None
+        client, ordinal = (self._talk, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
+        with self.waiting():
+            return gather_in_pieces(content, lambda piece: client.gather(next(ordinal), piece), keep=keep)
+
+    def passed_cut(self) -> None:
+        """All have come to a cut: gathers count from one again."""
+        self._fit_ordinal = itertools.count(1)
+
+    def leave_fit(self) -> None:
+        """A run is over. If it was a fit, gathers go on in the launch's room.
+
+        If servers die, they are rebuilt from what the virtual workers hold. Who has left holds nothing: so nobody does
+        before all have what the last gather and the last cut gave.
+        """
+        self.gather(None, "the end of a run")
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            self._end_fit(fit)
+
+    def close(self, failure: str = "") -> None:
+        """Leaves, once all are about to; with a ``failure`` the others are told, and end."""
+        try:
+            if not failure:
+                self.leave_fit()
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.part(failure)
+
+    def part(self, failure: str = "") -> None:
+        """Leaves at once; with a ``failure``, such as one that ends the program, the others are told, and end."""
+        atexit.unregister(self.part)
+        ending = self._uncaught.error
+        failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
+        self._failed = bool(failure)
+        fit, talk, self._fit, self._talk = self._fit, self._talk, None, None
+        for client in (fit, talk):
+            if client is not None and failure:
+                client.fail(failure)
+        if fit is not None:
+            self._end_fit(fit)
+        self._exits.close()
+
+    def check(self) -> None:
+        """Raises what has become known of the others: that one of them has failed."""
+        for client in (self._fit, self._talk):
+            if client is not None:
+                client.check()
+
+    def _wait_until_all_have_left(self, room: str) -> None:
+        """A server that ends with this process must outlast the others' last calls, and tell them of a failure."""
+        if not self._found.hosts and not (self._stays and self._tells):
+            return
+        began, told, again = time.monotonic(), False, threading.Event()
+        while True:
+            try:
+                status = json.loads(self._entrance.coordinator.call(STATUS, b"", timeout=self.settings.lease))
+            except (Unreachable, Refused):
+                return  # it has ended, and only ends when all have left
+            members = status.get(room, {}).get("members", ())
+            left = [str(member["vw"]) for member in members if member["vw"] != self.index]
+            waited = time.monotonic() - began
+            bound = self.settings.lease if self._failed else self.settings.end_timeout
+            if not left or (bound is not None and waited > bound):
+                return
+            if waited > UNTIL_SAID and not told:
+                told = True
+                say(f"virtual worker {self.index} has ended, and waits for virtual worker {', '.join(left)} to end")
+            again.wait(0.1)
+
+
+def _loaded(part: bytearray, index: int) -> tuple[str, Any]:
+    try:
+        loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
+    except pickle.UnpicklingError:
+        raise SettingError(
+            f"virtual worker {index} gave the others something that does not travel between processes, which only"
+            " tensors, numbers, strings, None, and lists, tuples and dicts of them do; make such a thing of it"
+        ) from None
+    return loaded

@@ -1,0 +1,266 @@
+"""How a virtual worker enters the rooms in which it meets the others, and stays by itself in those of other launches.
+
+Servers that people started may be those of several launches. One of them at a time: who finds another one there waits
+for its end, and is refused if that does not come soon. A server that is not the coordinator hears of no virtual worker,
+only of weights, and those of another launch would take their place. So before a fit each launch that has a name makes
+itself *present* on every server that gets weights: it enters a room there that has the same name for all launches.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.lost_workers import say
+from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.client import PATIENCE, Cancelled, Client, NotJoined
+from lightning_hetpipe.server.process.sessions import RoomChannel
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import Departed, Parameter, Signature
+from lightning_hetpipe.server.protocol.sharding import place
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
+
+LEASES_TO_END = 2.0
+"""Leases after which a launch that was killed is forgotten, and its servers serve the next one."""
+
+UNTIL_SAID = 15.0
+"""Seconds of a wait for other processes after which a person is told of it."""
+
+_AGAIN = 0.5  # seconds between attempts to have a server that another launch has
+_LAUNCH = "launch"
+_PRESENCE = "launch-1"
+
+
+class _Occupied(Exception):
+    """Another launch is there."""
+
+
+class Entrance:
+    """Virtual worker ``index`` among ``size``, before the servers.
+
+    Args:
+        found: What it knows of them.
+        settings: Of the synchronisation; may be set anew, as may ``timeout``.
+        timeout: Seconds for which servers may be silent.
+        lost, departed: As for a `Client`; the latter is told, too, whether it was in a room with weights.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        found: Found,
+        settings: WSPSettings,
+        timeout: float,
+        lost: Callable[[], Exception | None],
+        departed: Callable[[Departed, bool], None],
+    ) -> None:
+        self.index = index
+        self.size = size
+        self.found = found
+        self.settings = settings
+        self.timeout = timeout
+        self._lost = lost
+        self._departed = departed
+        self._channels: list[GrpcChannel] = []
+        self._present: dict[int, Client] = {}
+        """By server."""
+        self._servers_lease: float | None = None
+        self._gone: Mapping[int, str] = {}
+        self._somebody_is_gone = threading.Event()
+        self._entering: Client | None = None
+
+    @property
+    def coordinator(self) -> GrpcChannel:
+        return self._channels[COORDINATOR]
+
+    @property
+    def patience(self) -> float:
+        """Seconds of a wait for others that live: the time that user code takes on them is not ours to limit."""
+        return max(PATIENCE, self.timeout)
+
+    def connect(self, servers: Sequence[str]) -> None:
+        """These are the servers, the coordinator's first; those that were there before stay."""
+        for address in servers[len(self._channels) :]:
+            self._channels.append(GrpcChannel(address, self.found.security))
+
+    def enter(
+        self,
+        room: str,
+        named: Sequence[tuple[str, Tensor]] = (),
+        settings: Sequence[str] = (),
+        servers: Sequence[int] | None = None,
+    ) -> tuple[Client, list[Tensor]]:
+        """Enters once all others do, and no other launch is there; gives VW 0's weights.
+
+        Args:
+            named: The parameters, by name.
+            settings: What must be the same on all, as "name=value".
+            servers: On which, if not on those that get parameters.
+
+        Raises:
+            SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
+            PeerFailed: if others have ended.
+            NotJoined: if some have not come within ``join_timeout``; the others end as well.
+        """
+        rounded = self.settings.update_dtype
+        parameters = tuple(
+            Parameter(name, tuple(tensor.shape), _name(tensor.dtype), rounded or _name(tensor.dtype))
+            for name, tensor in named
+        )
+        placed = place(parameters, len(self._channels), self.settings.placement)
+        # A server that has nothing to keep is not asked for anything: it may be lost.
+        used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
+        if self.found.launch and parameters:
+            for server in used:
+                if server not in self._present:
+                    self._present[server] = self.enter(_PRESENCE, servers=[server])[0]
+        weights = [tensor.detach() for _, tensor in named]
+        until = time.monotonic() + LEASES_TO_END * self.settings.lease
+        while True:
+            client = self._client(room, parameters, settings, used, [placed[server] for server in used]).__enter__()
+            try:
+                return client, self._join(client, weights)
+            except _Occupied:
+                client.close()  # without a word: the other launch would take it for its own virtual worker's
+                if time.monotonic() > until:
+                    which = " and ".join(self._channels[server].address for server in used)
+                    raise SettingError(
+                        f"the server at {which} serves another launch; wait until that has ended, or start servers for"
+                        " this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
+                    ) from None
+            except BaseException:
+                client.__exit__(*sys.exc_info())
+                raise
+            self._somebody_is_gone.wait(_AGAIN)
+
+    def lose(self, gone: Mapping[int, str]) -> None:
+        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails.
+
+        The others go on without them in a room that all have entered, once their lease has run out.
+        """
+        self._gone = {**self._gone, **gone}
+        if self._gone:
+            self._somebody_is_gone.set()
+            if (entering := self._entering) is not None:
+                entering.cancel()
+
+    def check_lease(self) -> None:
+        """Heartbeats go out by our lease, and the server misses them by its own."""
+        if self._servers_lease is None:
+            self._servers_lease = self._told_lease()
+        told = self._servers_lease
+        if told is not None and told != self.settings.lease:
+            raise SettingError(
+                f"lease={self.settings.lease:g}, but the server at {self.found.coordinator} has lease={told:g}; give"
+                " both the same, and a program's later Trainers that of its first"
+            )
+
+    def close(self) -> None:
+        """The launch is not present any more; connections end."""
+        present, self._present = self._present, {}
+        for client in present.values():
+            client.__exit__(None, None, None)
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+    @contextmanager
+    def told_what_it_waits_for(self) -> Iterator[None]:
+        """Within it a person at the terminal learns after a while why nothing happens."""
+
+        def tell() -> None:
+            entering = self._entering
+            missing = entering.waits_for if entering is not None else ""
+            what = f"for {missing}" if missing else f"until all {self.size} have come"
+            say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
+
+        timer = threading.Timer(UNTIL_SAID, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _told_lease(self) -> float | None:
+        try:
+            status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
+        except Unreachable:
+            return None  # for a moment, perhaps; whoever calls next sees to it
+        return float(status["lease"])
+
+    def _client(
+        self,
+        room: str,
+        parameters: tuple[Parameter, ...],
+        settings: Sequence[str],
+        servers: Sequence[int],
+        placed: Sequence[Sequence[int]],
+    ) -> Client:
+        wsp = self.settings
+        signature = Signature(
+            importlib.metadata.version("lightning_hetpipe"),
+            self.size,
+            wsp.clock_distance,
+            wsp.aggregate,
+            len(servers),
+            (f"{_LAUNCH}={self.found.launch}", *settings),
+            parameters,
+        )
+        return Client(
+            [RoomChannel(self._channels[server], room) for server in servers],
+            signature,
+            placed,
+            self.index,
+            time.time_ns(),
+            lease=wsp.lease,
+            timeout=self.timeout,
+            patience=self.patience,
+            join_timeout=wsp.join_timeout,
+            name=f"hetpipe-{room}",
+            lost=self._lost,
+            departed=lambda each: self._departed(each, bool(parameters)),
+        )
+
+    def _join(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
+        self._entering = client
+        try:
+            if self._gone:
+                raise Cancelled
+            return client.join(weights)
+        except Cancelled:
+            if not self._gone:
+                raise
+            who = ", ".join(f"VW {vw}, which {how}" for vw, how in sorted(self._gone.items()))
+            raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None
+        except NotJoined as late:
+            who = ", ".join(f"VW {vw}{self.found.place_of(vw)}" for vw in late.missing)
+            raise NotJoined(
+                f"VW {self.index} has waited {self.settings.join_timeout:g} s for {who} to join; look at what happened"
+                " to each of them, or, where they may take so long to start, give all virtual workers a longer"
+                " WSPCallback(join_timeout=...)",
+                late.missing,
+            ) from None
+        except RemoteFault as error:
+            if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
+                raise _Occupied from None
+            way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
+            raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
+        finally:
+            self._entering = None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,281 @@
+"""Waves of one fit: when this virtual worker pushes what it has learnt, and takes what all have (laws L3 and L6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.torch_private import foreach_copy_
+from lightning_hetpipe.workers.collectives import tensors_of_first
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.group import Group
+
+Computing = Callable[[], AbstractContextManager[None]]
+"""Opened around computing, as ``Quiet.computing`` is."""
+
+
+class Synchroniser:
+    """Shares the weights of ``module`` with the other virtual workers.
+
+    Bounds: one copy of the weights on their devices, of the last synchronisation, besides what the client holds; with
+    ``update_dtype`` one more, of what was rounded away.
+
+    Args:
+        group: The virtual workers.
+        module: Whose parameters are shared, all of them.
+    """
+
+    def __init__(self, group: Group, module: L.LightningModule) -> None:
+        self.group = group
+        self.wave = 1
+        """W."""
+        self._waited = 0.0
+        self._told: tuple[float, int, int] = (0.0, 0, 0)
+        self._module = module
+        self._named = list(module.named_parameters())
+        self._counted = 0  # the newest version that is part of a wave
+        self._open = 0  # minibatches in the wave that is open
+        self.last_cut = 0
+        """Its number."""
+
+    def enter(self, settings: list[str]) -> None:
+        """Takes w_0, and the buffers that belong to them."""
+        self._take(self.group.enter_fit(self._named, settings), everything=True)
+        self.take_buffers()
+        self._last = [parameter.detach().clone() for _, parameter in self._named]
+        rounded = self.group.settings.update_dtype
+        self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
+        self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
+
+    def follow(self) -> None:
+        """The weights have moved to their stages' devices: what they are compared with goes there, too."""
+        devices = [parameter.device for _, parameter in self._named]
+        self._last = [last.to(device) for last, device in zip(self._last, devices, strict=True)]
+        self._lost = [lost.to(device) for lost, device in zip(self._lost, devices, strict=False)]
+
+    @property
+    def rounded(self) -> list[Tensor]:
+        """What ``update_dtype`` has taken from each parameter's updates so far, to go into the next; empty without."""
+        return self._lost
+
+    @rounded.setter
+    def rounded(self, saved: list[Tensor]) -> None:
+        """As a checkpoint has it; of a run without ``update_dtype``, nothing."""
+        with torch.no_grad():
+            for lost, before in zip(self._lost, saved or [torch.zeros(())] * len(self._lost), strict=False):
+                lost.copy_(before)
+
+    def let_go(self) -> None:
+        """Gives the memory of its copies back; nothing is synchronised any more."""
+        self._last, self._lost = [], []
+
+    def agree(self, in_flight: int) -> int:
+        """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
+        in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
+        asked = self.group.settings.wave
+        self.wave = in_flight if asked == "auto" else asked
+        return in_flight
+
+    def metrics(self) -> dict[str, float]:
+        """What a logger is told, since the last time."""
+        client = self.group.weights
+        counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
+        waited, pushed, pulled = (now - before for now, before in zip(counters, self._told, strict=True))
+        self._told = counters
+        point = client.member.point
+        return {
+            "hetpipe/members": float(0 if point is None else len(point.members)),
+            "hetpipe/clock": float(client.member.clock),
+            "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
+            "hetpipe/sync_wait_seconds": waited,
+            "hetpipe/push_bytes": float(pushed),
+            "hetpipe/pull_bytes": float(pulled),
+        }
+
+    def published(self, version: int) -> bool:
+        """``version`` is there, after Lightning's step of that number, with all its callbacks.
+
+        Returns:
+            Whether it ends a wave, so that :meth:`synchronise` is due.
+        """
+        self.group.check()
+        self._count(version)
+        return self._open >= self.wave
+
+    def synchronise(self, computing: Computing, ask_for_cut: bool = False) -> bool:
+        """The end of a wave: the live weights become what the servers make of them.
+
+        None of it is user code, which may run meanwhile, as while the optimizer computes.
+
+        Args:
+            computing: See there.
+            ask_for_cut: Virtual worker 0 wants all to cut as soon as they can after the same wave.
+
+        Returns:
+            Whether this is where all cut, because virtual worker 0 has asked for it.
+        """
+        update = self._update(computing)
+        with self._waiting():
+            weights = self.group.weights.synchronise(update, cut=ask_for_cut)
+        self._settle(weights, computing)
+        member = self.group.weights.member
+        return member.clock == member.cut_at
+
+    def cut(self, number: int, version: int, computing: Computing) -> bool:
+        """All come to hold the same weights, unless they have done so at this cut. User code may run meanwhile.
+
+        Args:
+            number: The cut's, larger than that of any before.
+            version: That of the live weights.
+            computing: See there.
+
+        Returns:
+            Whether they had not.
+        """
+        if number <= self.last_cut:
+            return False
+        self._count(version)
+        self._pass_cut(number, self._update(computing) if self._open else None, computing)
+        self._take_frozen()
+        return True
+
+    def begin(self, first: int, version: int, computing: Computing) -> None:
+        """Lightning's loop begins an epoch, or goes on in one, with weights that all hold: those of the last cut.
+
+        Where callbacks have changed them since, all take virtual worker 0's; each would add its own change, else.
+
+        Args:
+            first: The number of a cut; the next one is free, too.
+            version: That of the live weights.
+            computing: See there.
+        """
+        self._counted, self._open = version, 0
+        for number in (first, first + 1):  # what is added and rounded once is off by a rounding; not the second time
+            if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
+                return
+            update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
+            if self.group.settings.aggregate == "mean":
+                update = [each * self.group.size for each in update]
+            self._pass_cut(number, update, computing, everything=True)
+
+    def _pass_cut(
+        self, number: int, update: list[Tensor] | None, computing: Computing, everything: bool = False
+    ) -> None:
+        self.last_cut = number
+        with self._waiting():
+            weights = self.group.weights.arrive(number, update)
+        self._settle(weights, computing, everything)
+        self.group.passed_cut()
+
+    def take_averages(self, averages: list[Tensor]) -> None:
+        """At a cut: the averages of weights that callbacks keep are virtual worker 0's."""
+        if averages:
+            self._take_first(averages, "the exchange of averaged weights")
+
+    def _take_frozen(self) -> None:
+        """At a cut: what callbacks have made of frozen weights since the epoch began is virtual worker 0's, on all.
+
+        Servers hear of it when the next epoch begins, as of all that callbacks change between epochs.
+        """
+        mine = [
+            index
+            for index, ((_, p), last) in enumerate(zip(self._named, self._last, strict=True))
+            if not p.requires_grad and not torch.equal(p, last)
+        ]
+        changed = {index for each in self.group.gather(mine, "a cut") for index in each}
+        if changed:
+            frozen = [self._named[index][1] for index in sorted(changed)]
+            self._take_first(frozen, "the exchange of frozen weights")
+
+    def _has_changed(self) -> bool:
+        return not all(torch.equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
+
+    def take_buffers(self) -> None:
+        """The end of an epoch: all take the buffers of virtual worker 0, as in DDP."""
+        self._take_first(list(self._module.buffers()), "the exchange of buffers")
+
+    def borrow_buffers(self) -> Callable[[], None]:
+        """An evaluation within an epoch sees the buffers of virtual worker 0; gives what puts the own ones back."""
+        own = [buffer.clone() for buffer in self._module.buffers()]
+        self.take_buffers()
+
+        def give_back() -> None:
+            for buffer, before in zip(self._module.buffers(), own, strict=True):
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+        return give_back
+
+    def _take_first(self, tensors: list[Tensor], what: str) -> None:
+        """``tensors`` become virtual worker 0's; the others' version counters stay where nothing changes."""
+        with torch.no_grad():
+            for tensor, theirs in zip(tensors, tensors_of_first(self.group, tensors, what), strict=True):
+                if not torch.equal(tensor.cpu(), theirs):
+                    tensor.copy_(theirs)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - started
+
+    def _count(self, version: int) -> None:
+        if version > self._counted:
+            self._open += version - self._counted
+            self._counted = version
+
+    def _update(self, computing: Computing, everything: bool = False) -> list[Tensor]:
+        """w_local - w at the last synchronisation, in the dtype in which it travels.
+
+        Frozen parameters are not learnt: what callbacks make of them is virtual worker 0's from the next cut on, and
+        goes to the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
+        """
+        with computing():
+            same = [
+                not p.requires_grad and (not everything or torch.equal(p, last))
+                for (_, p), last in zip(self._named, self._last, strict=True)
+            ]
+            if self._dtype is None:
+                room = self.group.weights.room()
+                for (_, parameter), last, place, zero in zip(self._named, self._last, room, same, strict=True):
+                    if zero:
+                        place.zero_()
+                    elif last.device == place.device:
+                        torch.sub(parameter.detach(), last, out=place)
+                    else:
+                        place.copy_(parameter.detach() - last)
+                return room
+            updates = [
+                torch.zeros_like(last) if zero else p.detach() - last
+                for (_, p), last, zero in zip(self._named, self._last, same, strict=True)
+            ]
+            wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
+            sent = [update.to(self._dtype) for update in wanted]
+            self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
+            return sent
+
+    def _nothing(self) -> list[Tensor]:
+        """An update by zero."""
+        return [torch.zeros_like(last, dtype=self._dtype) for last in self._last]
+
+    def _settle(self, weights: list[Tensor], computing: Computing, everything: bool = False) -> None:
+        self._open = 0
+        with computing(), torch.no_grad():
+            self._take(weights, everything)
+            taken = [
+                (last, p) for (_, p), last in zip(self._named, self._last, strict=True) if everything or p.requires_grad
+            ]
+            foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])
+
+    def _take(self, weights: list[Tensor], everything: bool) -> None:
+        """The live weights become ``weights``; frozen ones are the same everywhere, from the start."""
+        pairs = [(p, w) for (_, p), w in zip(self._named, weights, strict=True) if everything or p.requires_grad]
+        with torch.no_grad():
+            foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])

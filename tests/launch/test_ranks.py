@@ -1,0 +1,152 @@
+"""Which virtual worker a process is, by whoever started it, and which devices it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch import ranks
+from lightning_hetpipe.launch.parent_watch import Started, pair
+from lightning_hetpipe.launch.ranks import Rank, Role, announce, devices_of, find_rank
+
+NAMES = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment but what the test sets."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ranks, "started", lambda: None)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, node: int, local: int, processes: list[int]) -> ClusterEnvironment:
+    """As torchrun sets it for one process, where so many processes run on each node."""
+    put(monkeypatch, RANK=sum(processes[:node]) + local, LOCAL_RANK=local, WORLD_SIZE=sum(processes))
+    put(monkeypatch, GROUP_RANK=node, LOCAL_WORLD_SIZE=processes[node], GROUP_WORLD_SIZE=len(processes))
+    return TorchElasticEnvironment()
+
+
+def slurm(monkeypatch: pytest.MonkeyPatch, process: int, node: int, local: int, **more: object) -> ClusterEnvironment:
+    put(monkeypatch, SLURM_PROCID=process, SLURM_NODEID=node, SLURM_LOCALID=local, SLURM_JOB_NAME="train", **more)
+    return SLURMEnvironment()
+
+
+def test_a_process_that_a_user_started_is_the_first_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_rank(1, 1, LightningEnvironment()) == Rank(0, 1, 0, 0, 1, 1, Role.FIRST)
+    assert find_rank(3, 1, LightningEnvironment()) == Rank(0, 3, 0, 0, 3, 1, Role.FIRST)
+    put(monkeypatch, NODE_RANK=1)
+    assert find_rank(3, 2, LightningEnvironment()) == Rank(3, 6, 1, 0, 3, 2, Role.FIRST)
+    with pytest.raises(SettingError, match="NODE_RANK=1 is beyond num_nodes=1; set num_nodes"):
+        find_rank(3, 1, LightningEnvironment())
+
+
+def test_a_process_that_our_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, childs = pair()
+    with ours, childs:
+        monkeypatch.setattr(ranks, "started", lambda: Started(2, 3, childs))
+        put(monkeypatch, NODE_RANK=1, LOCAL_RANK=2)
+        assert find_rank(3, 2, LightningEnvironment()) == Rank(5, 6, 1, 2, 3, 2, Role.CHILD)
+        with pytest.raises(SettingError, match="virtual_workers=1, but the processes of this program are 3 virtual"):
+            find_rank(1, 2, LightningEnvironment())
+
+
+def test_processes_that_a_user_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, LOCAL_RANK=1, NODE_RANK=1)
+    assert find_rank(2, 2, LightningEnvironment()) == Rank(3, 4, 1, 1, 2, 2, Role.EXTERNAL)
+    with pytest.raises(SettingError, match="LOCAL_RANK=1 is beyond virtual_workers=1 on this node"):
+        find_rank(1, 2, LightningEnvironment())
+
+
+@pytest.mark.parametrize(("node", "local", "index"), [(0, 0, 0), (0, 2, 2), (1, 0, 3), (2, 1, 5)])
+def test_torchrun_may_start_unequal_numbers(monkeypatch: pytest.MonkeyPatch, node: int, local: int, index: int) -> None:
+    processes = [3, 1, 2]
+    expected = Rank(index, 6, node, local, processes[node], 3, Role.EXTERNAL)
+    assert find_rank(1, 1, torchrun(monkeypatch, node, local, processes)) == expected
+    assert find_rank(processes[node], 3, torchrun(monkeypatch, node, local, processes)) == expected
+
+
+def test_what_torchrun_started_must_not_contradict_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = torchrun(monkeypatch, 0, 0, [2, 2])
+    with pytest.raises(SettingError, match=r"virtual_workers=3, but 2 processes were started on this node.*start 3"):
+        find_rank(3, 1, environment)
+    with pytest.raises(SettingError, match="num_nodes=3, but processes were started on 2; leave num_nodes out"):
+        find_rank(2, 3, environment)
+
+
+@pytest.mark.parametrize(("process", "node", "local", "here"), [(0, 0, 0, 2), (3, 1, 1, 2), (4, 2, 0, 1)])
+def test_slurm(monkeypatch: pytest.MonkeyPatch, process: int, node: int, local: int, here: int) -> None:
+    started = {"SLURM_NTASKS": 5, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 3, "SLURM_TASKS_PER_NODE": "4(x9)"}
+    environment = slurm(monkeypatch, process, node, local, SLURM_STEP_TASKS_PER_NODE="2(x2),1", **started)
+    assert find_rank(1, 1, environment) == Rank(process, 5, node, local, here, 3, Role.EXTERNAL)
+
+
+def test_an_environment_that_says_only_how_many_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, RANK=2, WORLD_SIZE=3)
+    assert find_rank(1, 3, KubeflowEnvironment()) == Rank(2, 3, 2, 0, 1, 3, Role.EXTERNAL)
+    with pytest.raises(SettingError, match="num_nodes=2 does not divide the 3 processes"):
+        find_rank(1, 2, KubeflowEnvironment())
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_accelerators_are_divided_in_order(count: int, workers: int) -> None:
+    devices = [torch.device("cuda", number) for number in range(count)]
+    if count < workers:
+        with pytest.raises(SettingError, match=f"virtual_workers={workers} on a node need a device each"):
+            devices_of(devices, 0, workers)
+        return
+    blocks = [devices_of(devices, local, workers) for local in range(workers)]
+    assert [device for block in blocks for device in block] == devices
+    sizes = [len(block) for block in blocks]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_virtual_workers_share_the_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert [devices_of([cpu], local, 2) for local in range(2)] == [[cpu], [cpu]]
+    assert [devices_of([cpu] * 3, local, 2) for local in range(2)] == [[cpu, cpu], [cpu]]
+
+
+def test_only_rank_zero_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    known: Any = rank_zero_only
+    before = known.rank
+    undo = announce(Rank(1, 2, 0, 1, 2, 1, Role.CHILD))
+    with caplog.at_level("INFO"):
+        rank_zero_info("said twice")
+    undo()
+    assert known.rank == before
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "equal"),
+    [
+        (Rank(0, 6, 0, 0, 3, 2, Role.FIRST), 3),
+        (Rank(5, 6, 1, 2, 3, 2, Role.CHILD), 3),
+        (Rank(1, 4, 0, 1, 2, 2, Role.EXTERNAL), 2),
+        (Rank(0, 3, 0, 0, 3, 1, Role.FIRST), 0),  # there is one node only
+        (Rank(1, 4, 1, 0, 3, 2, Role.EXTERNAL), 0),
+        (Rank(1, 6, 1, 0, 2, 3, Role.EXTERNAL), 0),  # 1, 2 and 3 are as many as three times 2
+    ],
+)
+def test_which_node_a_virtual_worker_is_on_is_known_of_equal_nodes(rank: Rank, equal: int) -> None:
+    assert rank.on_equal_nodes == equal

@@ -1,0 +1,88 @@
+"""Many compute at once, or one is alone; a wait for that says who waits."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from lightning_hetpipe.errors import PipelineStalled
+from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.threads import Patience
+
+
+def quiet(seconds: float = 20.0) -> Quiet:
+    return Quiet(Patience(seconds, lambda: False, lambda: "nothing"))
+
+
+def test_any_number_compute_at_once() -> None:
+    one = quiet()
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(one.computing())
+
+
+def test_one_is_alone() -> None:
+    one, order, begun = quiet(), list[str](), threading.Event()
+
+    def other() -> None:
+        begun.set()
+        with one.alone():
+            order.append("alone")
+
+    thread = threading.Thread(target=other)
+    with one.computing():
+        thread.start()
+        assert begun.wait(20)
+        order.append("computed")
+    thread.join(20)
+    with one.computing():
+        order.append("computed again")
+    assert order == ["computed", "alone", "computed again"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "who"),
+    [
+        ("computing", "alone", "the capture or compilation of a model"),
+        ("alone", "computing", "a thread that is to compute"),
+    ],
+)
+def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> None:
+    one = quiet(0.05)
+    held, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with getattr(one, first)():
+            held.set()
+            assert ended.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    stalled = pytest.raises(PipelineStalled, match=f"{who} .* has waited for 0.05 s")
+    with stalled, getattr(one, then)():
+        pytest.fail("both at once")
+    ended.set()
+    thread.join(20)
+
+
+def test_an_error_ends_it() -> None:
+    one = quiet()
+    for state in (one.alone, one.computing, one.alone):
+        with pytest.raises(ZeroDivisionError), state():
+            raise ZeroDivisionError
+
+
+def test_who_is_alone_computes() -> None:
+    """As a stage does in the pass in which it compiles."""
+    one = quiet(0.05)
+    with one.alone():
+        with one.computing():
+            pass
+        other = threading.Thread(target=one.computing().__enter__)
+        with one.computing():
+            other.start()
+    other.join(20)
+    assert not other.is_alive()

@@ -1,0 +1,392 @@
+"""No lane uses what another one's stream may still compute, or may give away."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from lightning_hetpipe.pipeline import values
+from lightning_hetpipe.pipeline.evaluator import Evaluator
+from lightning_hetpipe.pipeline.line import Line
+from lightning_hetpipe.pipeline.passes import Loss
+from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.streams import CudaLane, HostLane, Lane, Lanes, OutsideLane, WaitingLane
+from lightning_hetpipe.pipeline.user.minibatch import Step
+from tests.pipeline.streams import FakeLane, Streams
+from tests.support.waits import Waits
+
+MINIBATCHES = 9
+
+
+def net() -> nn.Sequential:
+    """Five layers: buffers, chance, and one that changes its input in place."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(4, 4))
+
+
+def head() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(
+    cuts: tuple[int, ...], in_flight: int, streams: Streams | None = None, pieces: int = 1, lanes: Lanes | None = None
+) -> list[Tensor]:
+    """The weights after some steps of SGD; every minibatch's input is user code's."""
+    made = [net(), head()][:pieces]
+    if streams is not None:
+        lanes = streams.lanes()
+    line = Line(*made, cuts=cuts, in_flight=in_flight, lanes=lanes)
+    inputs = torch.randn(MINIBATCHES, 6, 4, generator=torch.Generator().manual_seed(2))
+    parameters = [parameter for piece in made for parameter in piece.parameters()]
+
+    def step(number: int) -> Step:
+        x = inputs[number - 1]
+
+        def run() -> Tensor:
+            value = line.call(x if streams is not None and streams.host_inputs else x.mul(1))
+            if pieces > 1:
+                value = line.call(value.sigmoid(), piece=1)
+            loss: Tensor = value.square().mean()
+            return loss
+
+        def watched() -> Tensor:
+            if streams is None:
+                return run()
+            with streams.watched():
+                return run()
+
+        return line.step(watched)
+
+    def go() -> Iterator[None]:
+        with line.running():
+            for minibatch in line.train(MINIBATCHES, step):
+                with torch.no_grad():
+                    for parameter in parameters:
+                        parameter.sub_(minibatch.gradients[parameter], alpha=0.1)
+                yield
+
+    if streams is None:
+        list(go())
+    else:
+        with streams.watched():
+            list(go())
+    return [tensor.detach().clone() for piece in made for tensor in piece.state_dict().values()]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize(("cuts", "pieces"), [((0,), 1), ((0, 2), 1), ((0, 1, 2, 3), 1), ((0, 2, 5), 2), ((0, 6), 2)])
+def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:
+    streams = Streams()
+    weights = train(cuts, in_flight, streams, pieces)
+    assert streams.races == []
+    assert all(map(torch.equal, weights, train(cuts, in_flight, pieces=pieces)))
+
+
+@pytest.mark.parametrize("cuts", [(0,), (0, 1, 2, 3)])
+def test_a_version_is_waited_for_where_inputs_come_from_the_host(cuts: tuple[int, ...]) -> None:
+    """With inputs of user code's stream a stage would have waited already for what Lightning's thread did before."""
+    streams = Streams(host_inputs=True)
+    train(cuts, 3, streams)
+    assert streams.races == []
+
+
+def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
+    """A stage has made it, and the next step's takes its place while, on a device, readers may not be through."""
+    streams = Streams()
+    layers = net()
+    for layer in (layers[0], layers[4]):
+        prune.random_unstructured(layer, "weight", amount=1)  # type: ignore[no-untyped-call]  # torch has no types here
+    line = Line(layers, cuts=(0, 2), in_flight=3, lanes=streams.lanes())
+    with streams.watched(), line.running():
+        for minibatch in line.train(6, lambda number: line.step(lambda: line.call(torch.ones(6, 4)).square().mean())):
+            computed = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+            assert len(computed) == 2
+            assert all(value.isfinite().all() for value in computed)
+            with torch.no_grad():
+                for parameter, gradient in minibatch.gradients.items():
+                    parameter.sub_(gradient, alpha=0.1)
+    assert streams.races == []
+
+
+def test_gradients_of_a_tied_weight_are_added_in_order() -> None:
+    """Found in three stages and, before and after them, by user code: each adds what lanes before it may still compute,
+    and lets go of it, so that its memory would be given away."""
+    streams = Streams()
+    torch.manual_seed(0)
+    tied = nn.Linear(4, 4)
+    layers = nn.Sequential(tied, nn.Tanh(), tied, nn.Tanh(), tied)
+    line = Line(layers, cuts=(0, 1, 3), in_flight=3, lanes=streams.lanes())
+
+    def run() -> Tensor:
+        with streams.watched():
+            before = torch.ones(6, 4) @ tied.weight
+            after = tied.weight.square().sum()
+            loss: Tensor = (line.call(before) @ tied.weight).square().mean() + after
+            return loss
+
+    with streams.watched(), line.running():
+        for minibatch in line.train(6, lambda number: line.step(run)):
+            with torch.no_grad():
+                for parameter, gradient in minibatch.gradients.items():
+                    parameter.sub_(gradient, alpha=0.1)
+    assert streams.races == []
+
+
+BROKEN: dict[str, Callable[[str, FakeLane], bool]] = {
+    "a stage does not wait for what it is given": lambda what, lane: what == "marks" and lane.number > 0,
+    "user code does not wait for what stages give": lambda what, lane: what == "marks" and lane.number == 0,
+    "Lightning's thread does not wait for the minibatch": lambda what, lane: what == "waits",
+    "a stage does not say what it uses": lambda what, lane: what == "tensors" and lane.number > 0,
+    "user code does not say what it uses": lambda what, lane: what == "tensors" and lane.number == 0,
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_left_out_is_a_race(what: str) -> None:
+    """Each of the marks, waits and names is needed, and this would see that it is missing."""
+    streams = Streams(BROKEN[what])
+    train((0, 2), 3, streams)
+    assert streams.races
+
+
+def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
+    class Counts:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    mark, lane = Counts(), HostLane()
+    lane.join(mark)
+    lane.join(None)
+    assert mark.waits == 1
+
+
+def test_a_version_is_compared_with_the_one_before_by_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here nothing steps: of each stage all weights, and all buffers if it has any, are compared at once."""
+    monkeypatch.setattr(values, "_waits", lambda tensor: True)
+    line = Line(net(), cuts=(0, 2), in_flight=2)
+    with line.running(), Waits() as waits:
+        for _ in line.train(3, lambda number: line.step(lambda: line.call(torch.ones(6, 4)).square().mean())):
+            assert waits.count % 3 == 0
+        assert waits.count == 3 * 3
+
+
+class Stream:
+    """Stands in for one of torch's, and notes what it waits for."""
+
+    made: list[Stream]
+    current: dict[torch.device, Stream]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waited: list[object] = []
+        self.synchronized = 0
+        Stream.made.append(self)
+
+    def record_event(self) -> tuple[str, Stream]:
+        return ("event", self)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class OnDevice:
+    """Stands in for a tensor there."""
+
+    layout = torch.strided
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.used: list[Stream] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.used.append(stream)
+
+
+class Event:
+    """Stands in for one of torch's that measure time; the device is at ``done``."""
+
+    count = 0
+    done = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Stream) -> None:
+        Event.count += 1
+        self.number, self.stream = Event.count, stream
+
+    def query(self) -> bool:
+        return self.number <= Event.done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return 1000.0 * (end.number - self.number)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
+    """Torch's streams, as a machine without a GPU can see them."""
+    Stream.made, Stream.current = [], {}
+
+    def set_stream(stream: Stream) -> None:
+        Stream.current[stream.device] = stream
+        Stream.current[torch.device("cuda")] = stream  # this thread's device follows
+
+    Event.count = Event.done = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
+    return Stream
+
+
+def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[Stream]) -> None:
+    """Torch's copy runs in this thread's stream of the device that it copies from: that must have waited, too."""
+    here, there = torch.device("cuda:1"), torch.device("cuda:0")
+    lane, giver = CudaLane(here), CudaLane(there)
+    own, theirs = streams.made
+    lane.enter()
+    given: list[Any] = [OnDevice("cuda:0"), OnDevice("cuda:0"), OnDevice("cuda:1"), OnDevice("cpu")]
+    mark = giver.mark()
+    lane.join(mark, given)
+    side = streams.made[-1]
+    assert (side.device, streams.made) == (there, [own, theirs, side])
+    assert streams.current == {there: side, here: own, torch.device("cuda"): own}
+    assert own.waited == side.waited == mark.events == [("event", theirs)]
+    assert [tensor.used for tensor in given] == [[side], [side], [own], []]
+    lane.join(None, given[:1])
+    assert (len(streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
+
+
+def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[Stream]) -> None:
+    """A fit without loggers asks at its end, after millions of events."""
+    lane = CudaLane(torch.device("cuda:0"))
+    lane.enter()
+    for _ in range(4):
+        lane.spent(lane.now())
+    assert len(lane._pending) == 4
+    Event.done = 7  # the fourth has begun
+    assert (lane.busy_seconds(), len(lane._pending)) == (3.0, 1)
+    Event.done = 10
+    lane.spent(lane.now())
+    assert lane._pending == deque(), "those that are over are let go of"
+    assert lane.busy_seconds() == 5.0
+
+
+def test_a_loss_takes_as_long_as_on_the_device(streams: type[Stream]) -> None:
+    """Its thread is through long before; what it computes lies in the streams of user code."""
+    lane = measured = CudaLane(torch.device("cuda:0"))
+    mine = Stream(torch.device("cuda:0"))
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+
+    class Last:
+        index = 0
+        lane: Lane = measured
+
+    Loss(Last(), None, 1).end(None)
+    began, ended = lane._pending[0]
+    assert vars(began)["stream"] is vars(ended)["stream"] is mine
+    assert lane.busy_seconds() == 0.0
+    Event.done = 2
+    assert lane.busy_seconds() == 1.0
+
+
+def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
+    """In a timeline it is as long as it takes on the device, and not as its thread takes to give it there."""
+    happened: list[str] = []
+
+    class Last:
+        index = 0
+        lane: Lane = HostLane()
+
+    class Computed:
+        def synchronize(self) -> None:
+            happened.append("it is computed")
+
+    Loss(Last(), lambda stage, work, minibatch: lambda: happened.append("it ends"), 1).end(Computed())
+    assert happened == ["it is computed", "it ends"]
+    Loss(Last(), None, 1).end(Computed())
+    assert len(happened) == 2, "nobody looks"
+
+
+def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    giver, outside = CudaLane(second), OutsideLane()
+    mine = Stream(second)
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]
+    mark = giver.mark()
+    outside.join(mark, given)
+    assert mine.waited == mark.events
+    assert given[0].used == [mine]
+    marked = outside.mark([second, torch.device("cpu")])
+    assert marked is not None
+    assert marked.events == [("event", mine)]
+    assert outside.mark([torch.device("cpu")]) is None
+    assert first not in streams.current, "no stream is asked for on a device that is not used"
+
+
+def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[Stream]) -> None:
+    """``with torch.cuda.stream(mine): trainer.fit(...)``: batches are moved there, and versions published."""
+    gpu = torch.device("cuda:0")
+    mine, default = Stream(gpu), Stream(gpu)
+    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    lane = WaitingLane(gpu)
+    torch.cuda.set_stream(default)  # type: ignore[arg-type]  # what another thread has
+    lane.enter()
+    assert Stream.current[gpu] is mine
+    lane.synchronize()
+    assert (mine.synchronized, default.synchronized) == (1, 0)
+
+
+def test_evaluating_threads_share_the_streams_of_all_devices(streams: type[Stream]) -> None:
+    """A stage copies what it is given from another GPU in a stream there: in one of its own it would not wait for user
+    code or the stage before, which compute in Lightning's."""
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    theirs = {device: Stream(device) for device in (first, second)}
+    streams.current = dict(theirs)
+    layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
+    settings = StageSettings(Chance(0), 2, 1, None)
+    evaluator = Evaluator([("piece", layers)], (0, 1), (first, second), settings, 60.0, "validation")
+    for stage in evaluator.stages:
+        streams.current = {first: Stream(first), second: Stream(second)}  # what another thread has
+        stage.lane.enter()
+        assert streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")
+def test_no_pass_waits_for_its_gpu() -> None:
+    """Copies to the host and the like would be refused; several stages share the device."""
+    gpu = torch.device("cuda:0")
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(gpu)
+    line = Line(layers, cuts=(0, 1, 2, 3), in_flight=5, device=gpu)
+    x = torch.randn(32, 64, device=gpu)
+
+    def run() -> Tensor:
+        loss: Tensor = line.call(x).square().mean()
+        return loss
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with line.running():
+            for minibatch in line.train(12, lambda number: line.step(run)):
+                assert len(minibatch.gradients) == 8
+                with torch.no_grad():
+                    for parameter, gradient in minibatch.gradients.items():
+                        parameter.sub_(gradient, alpha=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

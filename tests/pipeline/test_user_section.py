@@ -1,0 +1,212 @@
+"""A stretch of user code has random states and a default dtype of its own, swapped in while it runs."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    before = ProcessState.current()
+    yield
+    before.restore()
+
+
+def draw() -> tuple[float, float, float, torch.dtype]:
+    """One number from each default generator, and the dtype of a new tensor."""
+    return torch.rand(1, dtype=torch.float64).item(), random.random(), np.random.rand(), torch.zeros(1).dtype
+
+
+def test_restoring_repeats_what_came_after() -> None:
+    state = ProcessState.current()
+    first = draw()
+    torch.set_default_dtype(torch.float64)
+    draw()
+    state.restore()
+    assert draw() == first
+
+
+def test_a_state_is_a_copy() -> None:
+    state = ProcessState.current()
+    first = draw()
+    for _ in range(2):
+        state.restore()
+        assert draw() == first
+
+
+def test_stretches_in_turns_draw_as_if_each_was_alone() -> None:
+    def alone(minibatch: int) -> list[Any]:
+        ProcessState.seeded(7, 0, minibatch).restore()
+        return [draw() for _ in range(3)]
+
+    expected = [alone(1), alone(2)]
+    states = [ProcessState.seeded(7, 0, 1), ProcessState.seeded(7, 0, 2)]
+    outside = ProcessState.current()
+    found: list[list[Any]] = [[], []]
+    for _ in range(3):
+        for index in (0, 1):
+            states[index].restore()
+            found[index].append(draw())
+            states[index] = ProcessState.current()
+            outside.restore()
+    assert found == expected
+
+
+def test_a_stretch_that_goes_on_draws_as_if_it_was_alone() -> None:
+    ProcessState.seeded(7, 0, 1).restore()
+    torch.set_default_dtype(torch.float64)
+    expected = [draw() for _ in range(3)]
+    torch.set_default_dtype(torch.float32)
+
+    stretch, outside, found = Stretch(ProcessState.seeded(7, 0, 1)), [], []
+    ProcessState.seeded(1, 0, 0).restore()
+    for turn in range(3):
+        stretch.enter()
+        if turn == 0:
+            torch.set_default_dtype(torch.float64)
+        found.append(draw())
+        stretch.leave()
+        outside.append(draw())
+    assert found == expected
+    ProcessState.seeded(1, 0, 0).restore()
+    assert outside == [draw() for _ in range(3)]
+    assert outside[0][-1] is torch.float32
+
+
+@pytest.mark.parametrize("other", [(8, 0, 1), (7, 1, 1), (7, 0, 2)])
+def test_seeds_differ_by_run_worker_and_minibatch(other: tuple[int, int, int]) -> None:
+    ProcessState.seeded(7, 0, 1).restore()
+    first = draw()
+    ProcessState.seeded(*other).restore()
+    second = draw()
+    assert [a != b for a, b in zip(first, second, strict=True)] == [True, True, True, False]
+
+
+def test_a_seeded_state_repeats_and_keeps_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    state = ProcessState.seeded(7, 0, 1)
+    torch.set_default_dtype(torch.float32)
+    state.restore()
+    first = draw()
+    assert first[-1] is torch.float64
+    random.random()
+    ProcessState.seeded(7, 0, 1).restore()
+    assert draw() == first
+
+
+def test_making_a_seeded_state_draws_nothing() -> None:
+    state = ProcessState.current()
+    first = draw()
+    state.restore()
+    ProcessState.seeded(7, 0, 1)
+    assert draw() == first
+
+
+def test_the_second_of_a_pair_of_normal_numbers_stays_with_whom_it_is_of() -> None:
+    """numpy draws them in pairs, and keeps the second beside its bit generator."""
+
+    def normals(seed: int) -> list[float]:
+        return list(np.random.RandomState(seed).standard_normal(6))
+
+    np.random.seed(1)
+    expected = normals(1)
+    found, outside = [], []
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    for turn in range(3):
+        outside.append(np.random.randn())
+        stretch.enter()
+        if turn == 0:
+            np.random.seed(2)
+        found.append(np.random.randn())
+        stretch.leave()
+        outside.append(np.random.randn())
+    assert outside == expected
+    assert found == normals(2)[:3]
+
+
+def test_a_bit_generator_of_the_users_own_is_given_back() -> None:
+    mine = np.random.PCG64(3)
+    before = get_bit_generator()
+    set_bit_generator(mine)
+    try:
+        stretch = Stretch(ProcessState.seeded(7, 0, 1))
+        stretch.enter()
+        np.random.rand()
+        stretch.leave()
+        assert get_bit_generator() is mine
+        assert np.random.rand() == np.random.RandomState(np.random.PCG64(3)).rand()
+    finally:
+        set_bit_generator(before)
+
+
+def test_what_a_stretch_sees_of_numpys_state_is_all_of_it() -> None:
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    stretch.enter()
+    try:
+        state = np.random.get_state()
+        first = np.random.rand(3)
+        np.random.set_state(state)
+        assert (np.random.rand(3) == first).all()
+        np.random.set_state(np.random.RandomState(5).get_state())
+        assert np.random.rand() == np.random.RandomState(5).rand()
+    finally:
+        stretch.leave()
+
+
+def test_the_process_keeps_its_numbers_when_its_generator_is_first_exchanged() -> None:
+    set_bit_generator(np.random.MT19937(9))
+    np.random.randn()  # its second is kept beside
+    expected = np.random.RandomState()
+    expected.set_state(np.random.get_state())
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    for _ in range(2):
+        stretch.enter()
+        np.random.randn(3)
+        stretch.leave()
+        assert list(np.random.randn(3)) == list(expected.randn(3))
+    again = pickle.loads(pickle.dumps(get_bit_generator()))
+    assert np.random.rand() == np.random.RandomState(again).rand()
+
+
+def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that training_step draws there must not depend on whose stretch comes first."""
+    gpu = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+
+    def noise() -> list[float]:
+        return torch.rand(2, generator=gpu).tolist()
+
+    def turns(order: list[int]) -> list[list[float]]:
+        stretches = [Stretch(ProcessState.seeded(7, 0, minibatch)) for minibatch in (1, 2)]
+        found: list[list[float]] = [[], []]
+        for index in order:
+            stretches[index].enter()
+            found[index] += noise()
+            stretches[index].leave()
+        return found
+
+    first = turns([0, 0, 1, 1])
+    assert first[0] != first[1]
+    assert turns([0, 1, 0, 1]) == turns([1, 0, 1, 0]) == first
+    assert noise() == torch.rand(2, generator=torch.Generator().manual_seed(5)).tolist(), (
+        "the process's goes on as it was"
+    )
+
+
+def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    stretch.enter()
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator().manual_seed(5),))
+    stretch.leave()
+    stretch.enter()
+    stretch.leave(for_good=True)

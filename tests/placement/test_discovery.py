@@ -1,0 +1,52 @@
+"""What is found on a machine: GPUs by the catalogue's names with the memory that torch says, or the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Device
+
+THERE = [
+    ("NVIDIA GeForce RTX 3090", 25_300_000_000),
+    ("NVIDIA TITAN RTX", 25_200_000_000),
+    ("NVIDIA Whatever", 7 << 30),
+]
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(device: torch.device) -> SimpleNamespace:
+        name, memory = THERE[device.index]
+        return SimpleNamespace(name=name, total_memory=memory)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(THERE))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_gpus_by_the_catalogues_names() -> None:
+    (node,) = discovered_cluster().nodes
+    assert node.devices == (
+        Device("RTX-3090", 25_300_000_000),
+        Device("Titan-RTX", 25_200_000_000),
+        Device("NVIDIA Whatever", 7 << 30),
+    )
+    assert node.link == PCIE
+    assert node.name
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_only_the_devices_that_are_asked_for() -> None:
+    (node,) = discovered_cluster([torch.device("cuda", 1)]).nodes
+    assert [device.name for device in node.devices] == ["Titan-RTX"]
+
+
+def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (node,) = discovered_cluster().nodes
+    assert (node.devices, node.link) == ((Device("cpu"),), NO_LINK)
+    assert len(discovered_cluster([torch.device("cpu")] * 3).slots) == 3

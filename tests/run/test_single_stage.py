@@ -1,0 +1,184 @@
+"""One stage with one minibatch in flight: Lightning's own steps, of which nothing is restricted."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
+from tests.support.ahead import Memory
+from tests.support.small import Learner, batches, quiet_trainer
+
+
+class Dropping(nn.Module):
+    """Draws in a module of torch's own, in its own forward, and in one module that stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.net = nn.Sequential(nn.Linear(8, 8), self.drop, nn.ReLU(), self.drop, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x) + torch.rand_like(x)
+        return y
+
+
+class Draws(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.ReLU(), nn.Dropout(0.2)))
+        self.second = Dropping()
+        self.third = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output, _ = self.third(self.second(self.first(batch))[:, None])
+        loss: Tensor = output.square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(strategy: Any, module: L.LightningModule) -> list[Tensor]:
+    torch.manual_seed(5)
+    data: Any = list(torch.randn(24, 8))
+    quiet_trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=4))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_chance_is_that_of_a_pipeline() -> None:
+    """Law L7: what is drawn depends on the minibatch and the operation, not on how many stages there are."""
+    alone = trained(HetPipeStrategy(stages=1, in_flight=1), Draws())
+    assert same(alone, trained(HetPipeStrategy(stages=3, in_flight=1), Draws()))
+    assert not same(alone, trained("auto", Draws()))
+
+
+def test_only_the_named_modules_draw_so() -> None:
+    settings: dict[str, Any] = {"module": ["first", "second"], "in_flight": 1}
+    alone = trained(HetPipeStrategy(stages=1, **settings), Draws())
+    assert same(alone, trained(HetPipeStrategy(stages=2, **settings), Draws()))
+
+
+class Free(L.LightningModule):
+    """Does in ``training_step`` what a pipeline could not do as it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Linear(8, 8)
+        self.threads: set[int | None] = set()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.threads.add(threading.get_ident())
+        assert "forward" not in vars(self.net) or batch_idx == 0
+        y: Tensor = self.net(self.net(batch).tanh())
+        if y.sum() > 0 or batch_idx == 2:
+            self.net.weight.data.mul_(0.9)
+            y = self.net(y)
+        (slope,) = torch.autograd.grad(y.sum(), y, retain_graph=True)
+        return (y * slope).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_nothing_is_restricted() -> None:
+    module = Free()
+    alone = trained(HetPipeStrategy(stages=1), module)
+    assert module.threads == {threading.get_ident()}
+    assert same(alone, trained("auto", Free()))
+
+
+def test_a_loss_without_a_module() -> None:
+    class Bare(Free):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (batch * self.scale).square().mean()
+
+    alone = trained(HetPipeStrategy(), Bare())
+    assert same(alone, trained("auto", Bare()))
+
+
+def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise AssertionError(f"{thread.name} was started")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    trained(HetPipeStrategy(), Free())
+
+
+def test_boring_model_is_one_stage_and_a_warning_says_so() -> None:
+    with pytest.warns(UserWarning, match="one layer, so HetPipeStrategy trains it as one stage"):
+        L.Trainer(strategy="hetpipe", accelerator="cpu", fast_dev_run=True, enable_progress_bar=False).fit(
+            BoringModel()
+        )
+
+
+def test_loggers_get_nothing_of_ours() -> None:
+    """There is no pipeline whose stages could be busy."""
+    memory = Memory()
+    quiet_trainer(HetPipeStrategy(), logger=memory, log_every_n_steps=1).fit(Learner(), batches(4))
+    assert not any(name.startswith("hetpipe/") for _, row in memory.logged for name in row)
+
+
+def test_the_report() -> None:
+    strategy = HetPipeStrategy()
+    quiet_trainer(strategy, max_epochs=1).fit(Learner(), batches(4))
+    report = strategy.last_run
+    assert report is not None
+    assert (report.in_flight, report.minibatches, len(report.stages)) == (1, 3, 1)
+    (stage,) = report.stages
+    assert stage.layers == ["net.0", "net.1", "net.2", "net.3"][: len(stage.layers)]
+    assert stage.layer_types[0] == "Linear"
+    assert report.samples_per_second > 0
+    assert 0 < stage.busy <= 1
+    assert stage.time_s > 0
+
+
+def test_a_named_module_that_is_never_called() -> None:
+    class Two(Free):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+
+    with pytest.raises(SettingError, match="module=\\['other'\\] names 'other', which training_step did not call"):
+        trained(HetPipeStrategy(module="other"), Two())
+
+
+def test_none_is_refused_as_in_a_pipeline() -> None:
+    class Skips(Free):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(SettingError, match="training_step returned None"):
+        trained(HetPipeStrategy(), Skips())
+
+
+def test_torch_threads_are_those_of_a_pipeline_and_restored() -> None:
+    seen: list[int] = []
+
+    class Counts(Free):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    torch.set_num_threads(2)
+    trained(HetPipeStrategy(), Counts())
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == 2

@@ -1,0 +1,87 @@
+"""A model is profiled through its first minibatch, pieces and graphs as they are in training, and stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement.measuring import optimizer_name
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy, profile
+from tests.support.small import Learner, batches, quiet_trainer
+
+
+class Blocks(nn.Module):
+    """No Sequential, so that its graph is captured."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 3)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh() * self.factor)
+        return y
+
+
+def profiled(model: L.LightningModule, cache: ProfileCache | None = None, **settings: Any) -> Profile:
+    found, _ = profile(quiet_trainer(ProfilingStrategy(cache, **settings)), model, train_dataloaders=batches(3))
+    return found
+
+
+def test_layers_and_times() -> None:
+    model = Learner()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = profiled(model)
+    assert found.model == "Learner"
+    assert list(found.times) == ["cpu"]
+    assert [layer.parameters for layer in found.layers] == [
+        sum(parameter.nbytes for parameter in layer.parameters()) for layer in model.net.children()
+    ]
+    assert all(times.forward > 0 for times in found.times["cpu"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_was_measured_once_is_not_measured_again(tmp_path: Path) -> None:
+    """Until the model, or what its graphs compute, is another one."""
+    cache = ProfileCache(tmp_path)
+    blocks = Blocks(4)
+    found = profiled(Learner(net=blocks), cache)
+    assert profiled(Learner(net=Blocks(4)), cache) == found
+    assert len(list(tmp_path.iterdir())) == 1
+    assert profiled(Learner(net=Blocks(5)), cache) != found
+    blocks.factor = 2.0
+    assert profiled(Learner(net=blocks), cache) != found
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_without_a_minibatch() -> None:
+    with pytest.raises(SettingError, match="Learner has no minibatch to train on, so that nothing can be measured"):
+        profile(quiet_trainer(ProfilingStrategy()), Learner(), train_dataloaders=[])
+
+
+def test_with_another_strategy() -> None:
+    with pytest.raises(SettingError, match=r"the Trainer's strategy is a .*; give it a ProfilingStrategy"):
+        profile(quiet_trainer("hetpipe"), Learner(), train_dataloaders=batches(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, "sgd"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd_momentum"),
+        (torch.optim.AdamW, {}, "adamw"),
+        (torch.optim.Adam, {"amsgrad": True}, "amsgrad"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "rmsprop_momentum"),
+        (torch.optim.LBFGS, {}, None),
+    ],
+)
+def test_the_optimizers_name_in_the_memory_model(kind: Any, options: dict[str, Any], name: str | None) -> None:
+    assert optimizer_name(kind(nn.Linear(1, 1).parameters(), **options)) == name

@@ -1,0 +1,118 @@
+"""Gathers of any size: what goes in comes out on all bit for bit, whoever dies, and whatever somebody sends."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetpipe.server.protocol.gathers import LIMIT
+from lightning_hetpipe.workers.large_gathers import PIECE, gather_in_pieces
+
+SECONDS = 30.0
+
+
+class Gathers:
+    """The servers' primitive among threads.
+
+    Args:
+        dies: By virtual worker, the gather, from 0, that it does not come to.
+    """
+
+    def __init__(self, members: int, dies: Mapping[int, int]) -> None:
+        self.dies = dies
+        self.alive = set(range(members))
+        self.given: list[dict[int, bytes]] = [{}]
+        self.changed = threading.Condition()
+
+    def gather(self, vw: int, ordinal: int, piece: bytes) -> dict[int, bytes]:
+        with self.changed:
+            if self.dies.get(vw) == ordinal:
+                self.alive.remove(vw)
+                self.changed.notify_all()
+                raise ConnectionAbortedError
+            self.given.extend({} for _ in range(ordinal + 1 - len(self.given)))
+            self.given[ordinal][vw] = piece
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.alive <= self.given[ordinal].keys(), SECONDS)
+            return dict(self.given[ordinal])
+
+
+def gathered(
+    contents: list[bytes], piece: int, dies: Mapping[int, int], keeps: int | None = None
+) -> list[dict[int, bytes] | None]:
+    """What each of them gets; None for who dies. Where only one ``keeps`` it, the others do not."""
+    gathers = Gathers(len(contents), dies)
+
+    def one(vw: int) -> dict[int, bytes] | None:
+        ordinals = iter(range(1000))
+        try:
+            found = gather_in_pieces(
+                contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece, keeps in (None, vw)
+            )
+            return {each: bytes(part) for each, part in found.items()}
+        except ConnectionAbortedError:
+            return None
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        return list(pool.map(one, range(len(contents))))
+
+
+def test_a_server_takes_a_piece() -> None:
+    assert gather_in_pieces(bytes(PIECE + 1), lambda part: {0: part} if len(part) <= LIMIT else {})[0] == bytes(
+        PIECE + 1
+    )
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
+def test_what_goes_in_comes_out_on_all(contents: list[bytes], piece: int) -> None:
+    assert gathered(contents, piece, {}) == [dict(enumerate(contents))] * len(contents)
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
+def test_who_needs_nothing_keeps_nothing(contents: list[bytes], piece: int) -> None:
+    """And takes part in as many gathers as those who do."""
+    found = gathered(contents, piece, {}, keeps=0)
+    assert found == [dict(enumerate(contents)), *[dict.fromkeys(range(len(contents)), b"")] * (len(contents) - 1)]
+
+
+@given(
+    st.lists(st.binary(max_size=20), min_size=2, max_size=4),
+    st.integers(1, 9),
+    st.dictionaries(st.just(0), st.integers(0, 4)),
+)
+def test_who_dies_meanwhile_is_left_out_by_all_alike(contents: list[bytes], piece: int, dies: dict[int, int]) -> None:
+    """Unless all that it had to give was there."""
+    found = gathered(contents, piece, dies)
+    living = [each for each in found if each is not None]
+    assert all(each == living[0] for each in living)
+    whole = dict(enumerate(contents))
+    assert living[0] == whole or (0 in dies and living[0] == {vw: whole[vw] for vw in whole if vw})
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ([b"short"], "virtual worker 1 gave 5 bytes to a gather"),
+        ([struct.pack("<Q", 1 << 60)], "virtual worker 1 gave 0 bytes to a gather where 4 were due"),
+        ([struct.pack("<Q", 2) + b"too long"], "virtual worker 1 gave 8 bytes to a gather where 2 were due"),
+        ([struct.pack("<Q", 6) + b"four", b"ab", b"more"], ""),
+        ([struct.pack("<Q", 9) + b"four", b"ab", b"c"], "virtual worker 1 gave 2 bytes to a gather where 4 were due"),
+    ],
+)
+def test_whoever_sends_something_else_is_named(said: list[bytes], what: str) -> None:
+    pieces = iter(said)
+
+    def gather(own: bytes) -> dict[int, bytes]:
+        return {0: own, 1: next(pieces)}
+
+    if not what:
+        assert gather_in_pieces(b"own", gather, 4) == {0: b"own", 1: b"fourab"}
+        return
+    with pytest.raises(RuntimeError, match=what):
+        gather_in_pieces(b"own", gather, 4)
