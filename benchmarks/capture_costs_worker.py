@@ -25,7 +25,7 @@ from benchmarks.harness import Measurement, announce
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.watch import Watch
-from lightning_hetpipe.pipeline.random.generators import Chance, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.redirect import Redirect
 from tests.oracle import Batch
 from tests.support.models import Learner
@@ -94,7 +94,7 @@ def captured(model: Model, batch: Batch) -> tuple[Learner, list[Piece], float]:
 
 
 def _watched(model: Model, learner: Learner, batch: Batch) -> tuple[Watch, Tensor]:
-    watch = Watch(learner, None, Chance(0), 1)
+    watch = Watch(learner, None, RandomGenerators(0), 1)
     with watch.watching(), _autocast(model):
         loss: Tensor = learner.compute(batch)["loss"]
     return watch, loss
@@ -119,7 +119,7 @@ def through_graphs(pieces: Sequence[Piece]) -> Iterator[None]:
                 calls = [attach(layer.module, layer.name) for layer in piece.layers]
                 redirect = Redirect(piece.module, "forward", partial(_run_layers, piece, calls))
                 stack.callback(redirect.remove)
-        stack.enter_context(Chance(0).minibatch(1))
+        stack.enter_context(RandomGenerators(0).minibatch(1))
         yield
 
 
@@ -164,7 +164,7 @@ def memory(model: Model) -> dict[str, float]:
     notes["capture"] = _peak() - before
     del loss  # its backward pass is done before layers are timed
     _reset_peak()
-    measure(watch.pieces, Chance(0), None, torch.device("cpu"))
+    measure(watch.pieces, RandomGenerators(0), None, torch.device("cpu"))
     notes["layer_times"] = _peak() - before
     del watch
 

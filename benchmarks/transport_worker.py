@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import Measurement, announce, wait_for_others
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import Service
-from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from lightning_hetpipe.server.transport.frames import CHUNK as MESSAGE
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
@@ -223,7 +223,7 @@ def rounds_of(job: Job) -> Iterator[Round]:
     with closing(GrpcChannel(address, job.security(), shared_memory=seen)) as channel:
         if job.carrier == "whole":
             parameter = Parameter("w", (job.size // 4,), "float32", "float32")
-            signature = Signature("", job.clients, 0, "sum", 1, (), (parameter,))
+            signature = TrainingSignature("", job.clients, 0, "sum", 1, (), (parameter,))
             with Client([channel], signature, [[0]], job.client, 0) as client:
                 client.join([weights])
 

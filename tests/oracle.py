@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
 Batch = Any
 Outputs = dict[str, Tensor]
@@ -339,7 +339,7 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 
     Yields a function that says which minibatch comes next.
     """
-    chance = Chance(run_seed(), virtual_worker)
+    chance = RandomGenerators(run_seed(), virtual_worker)
     paths: dict[nn.Dropout | Noise, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Dropout | Noise):

@@ -20,9 +20,9 @@ from lightning_hetpipe.capture.opaque_containers import stranger_in
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.seeded_forward import run_drawing
-from lightning_hetpipe.capture.single_layer import Single, is_single
+from lightning_hetpipe.capture.single_layer import SingleLayer, is_single
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.redirect import Redirect
@@ -45,7 +45,12 @@ class Calls:
     """
 
     def __init__(
-        self, root: nn.Module, names: Collection[str] | None, chance: Chance, batch: str, known: Sequence[Piece] = ()
+        self,
+        root: nn.Module,
+        names: Collection[str] | None,
+        chance: RandomGenerators,
+        batch: str,
+        known: Sequence[Piece] = (),
     ) -> None:
         self.pieces: list[Piece] = []
         self.reasons: dict[str, str] = {}
@@ -144,7 +149,7 @@ def _new(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     refuse_scripted(name, module)
     piece = Piece(name, module)
     if is_single(module):
-        piece.single = Single(module)
+        piece.single = SingleLayer(module)
     if piece.single is not None or is_plain_sequential(module):
         for path, layer in piece.modules_of_layers():
             refuse_hooks(path, layer)

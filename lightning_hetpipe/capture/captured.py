@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues, Values
-from lightning_hetpipe.capture.layer_functions import Part, at, device_of, parts
+from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
@@ -147,7 +147,7 @@ class Captured:
             held.code.add_graph(part.graph, part.own, part.changes)
         self._variants.append(variant)
 
-    def _tensors(self, part: Part, graph: fx.GraphModule) -> dict[str, Tensor]:
+    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         live.update(self._module.named_buffers(remove_duplicate=False))
         return {path: live[path] if path in live else at(graph, path) for path in part.own}

@@ -14,7 +14,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import contents, has_hooks, version_counter
 
 
-class Form:
+class Fingerprint:
     """The form of ``pieces`` when last taken: their modules, parameters, buffers, hooks and plain attributes."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:

@@ -19,7 +19,7 @@ from lightning_hetpipe.torch_private import OperatorOverload, arguments_of
 
 
 @dataclass
-class Group:
+class LayerNodes:
     """A layer's nodes, in order.
 
     Attributes:
@@ -36,11 +36,11 @@ class Group:
         return _unmarked(self.call or "")
 
 
-def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
+def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
     """The layers of ``graph``, in order, with all its nodes but inputs, weights and the output."""
     blocks = set(_blocks(module))
-    found: list[Group] = []
-    where: dict[fx.Node, Group] = {}
+    found: list[LayerNodes] = []
+    where: dict[fx.Node, LayerNodes] = {}
     for node in compute_nodes(graph):
         source = node.args[0] if node.args else None
         if _is_a_look(node) and isinstance(source, fx.Node) and source in where:
@@ -48,15 +48,15 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[Group]:
         else:
             call = _call_of(_marked_path(node), blocks)
             if not found or (call is not None and found[-1].call not in (call, None)):
-                found.append(Group(call))
+                found.append(LayerNodes(call))
             group = found[-1]
             group.call = call if group.call is None else group.call
         group.nodes.append(node)
         where[node] = group
-    return _joined(found or [Group(None)], _spans(graph, found))
+    return _joined(found or [LayerNodes(None)], _spans(graph, found))
 
 
-def alike(found: Sequence[Group], calls: Sequence[str | None]) -> list[Group] | None:
+def alike(found: Sequence[LayerNodes], calls: Sequence[str | None]) -> list[LayerNodes] | None:
     """``found``, cut where another graph of the same module is cut, whose groups have these ``calls``.
 
     Groups that the other one lacks are joined with those before; those that only the other one has are empty.
@@ -64,14 +64,14 @@ def alike(found: Sequence[Group], calls: Sequence[str | None]) -> list[Group] | 
     Returns:
         None if that cannot be, as the graph begins otherwise.
     """
-    cut: list[Group] = []
+    cut: list[LayerNodes] = []
     for group in found:
         if group.call in calls[len(cut) :]:
-            cut += [Group(call) for call in calls[len(cut) : calls.index(group.call, len(cut)) + 1]]
+            cut += [LayerNodes(call) for call in calls[len(cut) : calls.index(group.call, len(cut)) + 1]]
         if not cut:
             return None
         cut[-1].nodes += group.nodes
-    return cut + [Group(call) for call in calls[len(cut) :]]
+    return cut + [LayerNodes(call) for call in calls[len(cut) :]]
 
 
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -141,7 +141,7 @@ def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
         yield from (str(value.target) for value in _written_and_viewed(node)[0] if value.op == "get_attr")
 
 
-def _spans(graph: fx.Graph, found: Sequence[Group]) -> Iterator[tuple[int, int]]:
+def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, int]]:
     """From where to where groups belong together, as one changes in place what another has made."""
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     shares: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose values may lie in the same memory
@@ -179,16 +179,16 @@ _STATISTICS = ("running_mean", "running_var")
 """What batch and instance norm change in place without saying so."""
 
 
-def _joined(found: Sequence[Group], spans: Iterator[tuple[int, int]]) -> list[Group]:
+def _joined(found: Sequence[LayerNodes], spans: Iterator[tuple[int, int]]) -> list[LayerNodes]:
     together = list(range(len(found)))  # for each group the first one that it is joined with
     for first, last in spans:
         start = together[first]
         for index in range(first, len(together)):
             if index <= last or together[index] in together[first : last + 1]:
                 together[index] = start
-    joined: dict[int, Group] = {}
+    joined: dict[int, LayerNodes] = {}
     for index, group in enumerate(found):
-        target = joined.setdefault(together[index], Group(None))
+        target = joined.setdefault(together[index], LayerNodes(None))
         target.call = group.call if target.call is None else target.call
         target.nodes += group.nodes
     return list(joined.values())

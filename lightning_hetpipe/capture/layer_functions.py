@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from lightning_hetpipe.capture.grouping import Group, alike, changed_buffers, groups, path_of
+from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.torch_private import OperatorOverload, arguments_of, outputs_of
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerFunction:
     """One layer of one graph.
 
     Attributes:
@@ -44,7 +44,7 @@ def parts(
     name: str,
     device: torch.device,
     calls: Sequence[str | None] | None = None,
-) -> list[Part] | None:
+) -> list[LayerFunction] | None:
     """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs.
 
     Args:
@@ -74,7 +74,7 @@ def parts(
     ordinals: dict[str, int] = {}
     names: dict[str, int] = {}
     given: list[fx.Node] = inputs
-    made: list[Part] = []
+    made: list[LayerFunction] = []
     for index, group in enumerate(found):
         kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
         path = ".".join(part for part in (name, group.block) if part)
@@ -83,7 +83,7 @@ def parts(
         made_of = (tuple(kept), None) if index < last else (output.args[0], outputs_of(graph))
         kind = type(module.get_submodule(group.block)).__name__
         made.append(
-            Part(
+            LayerFunction(
                 group.call,
                 path if names[path] == 1 else f"{path}:{names[path]}",
                 kind,
@@ -113,7 +113,7 @@ class _Maker:
         self,
         graph: fx.GraphModule,
         given: Sequence[fx.Node],
-        group: Group,
+        group: LayerNodes,
         name: str,
         owners: Mapping[str, str],
         ordinals: dict[str, int],
@@ -196,7 +196,7 @@ class _Maker:
         return self._device if isinstance(value, torch.device) and value == self._captured_on else value
 
 
-def _attributes(group: Group) -> Iterator[fx.Node]:
+def _attributes(group: LayerNodes) -> Iterator[fx.Node]:
     nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
     return iter(nodes)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.creation import creating
-from lightning_hetpipe.pipeline.random.generators import Chance, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
@@ -21,7 +21,7 @@ from lightning_hetpipe.planning.model.timing import layer_times
 
 def measure(
     pieces: Sequence[Piece],
-    chance: Chance,
+    chance: RandomGenerators,
     default_dtype: torch.dtype | None,
     device: torch.device,
     backward: bool = True,
@@ -39,7 +39,7 @@ def measure(
                 (each.run if backward else each.infer)
                 for piece in pieces
                 for layer, value in zip(piece.layers, piece.inputs, strict=True)
-                for each in [Rehearsal(layer, value, piece, chance, default_dtype, device)]
+                for each in [Microbenchmark(layer, value, piece, chance, default_dtype, device)]
             ],
             tick=tick,
         )
@@ -47,7 +47,7 @@ def measure(
         state.restore()
 
 
-class Rehearsal:
+class Microbenchmark:
     """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Rehearsal:
         layer: Layer,
         value: Value,
         piece: Piece,
-        chance: Chance,
+        chance: RandomGenerators,
         default_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:

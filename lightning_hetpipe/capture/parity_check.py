@@ -21,7 +21,7 @@ from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restore
 from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from lightning_hetpipe.torch_private import pytree
@@ -47,7 +47,7 @@ class Call:
     frozen: FrozenValues
 
 
-def capture(piece: Piece, call: Call, chance: Chance, minibatch: int) -> None:
+def capture(piece: Piece, call: Call, chance: RandomGenerators, minibatch: int) -> None:
     """Gives ``piece`` its layers, and what each of them was given in the watched call.
 
     Raises:
@@ -68,7 +68,11 @@ def capture(piece: Piece, call: Call, chance: Chance, minibatch: int) -> None:
 
 
 def compare(
-    piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]], value: Any, chance: Chance, minibatch: int | str
+    piece: Piece,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    value: Any,
+    chance: RandomGenerators,
+    minibatch: int | str,
 ) -> None:
     """Compares the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
 
@@ -128,7 +132,7 @@ def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:
 
 
 def _run_graph(
-    piece: Piece, value: Any, buffers: dict[str, Tensor], chance: Chance, minibatch: int | str
+    piece: Piece, value: Any, buffers: dict[str, Tensor], chance: RandomGenerators, minibatch: int | str
 ) -> tuple[Value, list[Value]]:
     """What the layers of ``piece`` make of ``value``, starting from ``buffers``; and what each of them is given."""
     inputs: list[Value] = []

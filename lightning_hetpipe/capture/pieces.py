@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.plain_attributes import plain_attributes
-from lightning_hetpipe.capture.single_layer import Single
+from lightning_hetpipe.capture.single_layer import SingleLayer
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
@@ -42,7 +42,7 @@ class Piece:
     layers: list[Layer] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     autocast: Autocast = field(default_factory=Autocast.current)
-    single: Single | None = None
+    single: SingleLayer | None = None
     captured: Captured | None = None
 
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:

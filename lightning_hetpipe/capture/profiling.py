@@ -12,11 +12,11 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.microbenchmark import Rehearsal
+from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.pipeline.values import Value
@@ -31,7 +31,7 @@ METHOD = 2
 
 
 @dataclass(frozen=True)
-class Study:
+class ProfilingInput:
     """What a watched step has shown of a model, from which it can be profiled.
 
     Attributes:
@@ -43,7 +43,7 @@ class Study:
     """
 
     pieces: Sequence[Piece]
-    chance: Chance
+    chance: RandomGenerators
     default_dtype: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
     samples: int = 1
@@ -68,14 +68,14 @@ class Study:
         for layer, value, piece in self.layers:
             state = ProcessState.current()
             try:
-                rehearsal = Rehearsal(layer, value, piece, self.chance, self.default_dtype, device)
+                rehearsal = Microbenchmark(layer, value, piece, self.chance, self.default_dtype, device)
                 found = _bytes(layer, rehearsal), _times(rehearsal, _update(self.optimizer, rehearsal), now)
             finally:
                 state.restore()
             yield found
 
 
-def _bytes(layer: Layer, rehearsal: Rehearsal) -> LayerBytes:
+def _bytes(layer: Layer, rehearsal: Microbenchmark) -> LayerBytes:
     scratch, (_, own) = rehearsal.scratch, rehearsal.inputs()
     outputs, kept = Counter().kept(
         own,
@@ -91,7 +91,7 @@ def _bytes(layer: Layer, rehearsal: Rehearsal) -> LayerBytes:
     )
 
 
-def _times(rehearsal: Rehearsal, update: Callable[[], object], now: Callable[[], float]) -> Times:
+def _times(rehearsal: Microbenchmark, update: Callable[[], object], now: Callable[[], float]) -> Times:
     rounds = []
     for _ in range(WARM_UP + ROUNDS):
         inputs, own = rehearsal.inputs()
@@ -105,7 +105,7 @@ def _times(rehearsal: Rehearsal, update: Callable[[], object], now: Callable[[],
     return Times(*map(median, zip(*rounds[WARM_UP:], strict=True)))
 
 
-def _update(optimizer: torch.optim.Optimizer | None, rehearsal: Rehearsal) -> Callable[[], object]:
+def _update(optimizer: torch.optim.Optimizer | None, rehearsal: Microbenchmark) -> Callable[[], object]:
     """A step of an optimizer like ``optimizer`` on such weights; nothing where it is none of torch's own."""
     parameters = [nn.Parameter(each.detach().clone()) for each in rehearsal.scratch.parameters() if each.requires_grad]
     if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):

@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of
-from lightning_hetpipe.capture.single_layer import Single, is_single
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.capture.single_layer import SingleLayer, is_single
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
 
-def run_drawing(name: str, module: nn.Module, chance: Chance, batch: int | str, *args: Any, **kwargs: Any) -> Any:
+def run_drawing(
+    name: str, module: nn.Module, chance: RandomGenerators, batch: int | str, *args: Any, **kwargs: Any
+) -> Any:
     """What ``module.forward(*args, **kwargs)`` gives, for ``batch``; hooks of ``module`` itself do not run.
 
     Draws are named as in stages: by the position of a layer in an ``nn.Sequential``.
@@ -24,7 +26,7 @@ def run_drawing(name: str, module: nn.Module, chance: Chance, batch: int | str, 
                 value = calls[path](value)
         return value
     if is_single(module):
-        with chance.watch({name: Single(module)}, batch) as calls:
+        with chance.watch({name: SingleLayer(module)}, batch) as calls:
             return calls[name]((args, kwargs))
     with chance.watch({name: module}, batch):
         return module.forward(*args, **kwargs)

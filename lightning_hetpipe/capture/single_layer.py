@@ -16,7 +16,7 @@ def is_single(module: nn.Module) -> bool:
     return not any(True for child in module.children() for _ in child.parameters())
 
 
-class Single(nn.Module):
+class SingleLayer(nn.Module):
     """Calls ``module`` with the arguments that it is given as one value.
 
     Not through ``__call__``: the user's call of the piece has been through that.

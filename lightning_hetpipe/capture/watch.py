@@ -24,9 +24,9 @@ from lightning_hetpipe.capture.opaque_containers import stranger_in
 from lightning_hetpipe.capture.parity_check import Call, capture
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, never_called, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
-from lightning_hetpipe.capture.single_layer import Single, is_single
+from lightning_hetpipe.capture.single_layer import SingleLayer, is_single
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
@@ -50,7 +50,7 @@ class Watch:
         self,
         root: nn.Module,
         names: Collection[str] | None,
-        chance: Chance,
+        chance: RandomGenerators,
         minibatch: int,
         frozen_too: bool = False,
     ) -> None:
@@ -137,7 +137,7 @@ class Watch:
         self._inside = True
         try:
             if is_single(module):
-                piece.single = Single(module)
+                piece.single = SingleLayer(module)
             if piece.single is not None or is_plain_sequential(module):
                 return self._run_layers(piece, piece.value(args, kwargs))
             return self._run_whole(piece, (args, kwargs))
@@ -198,13 +198,13 @@ class Watch:
         joined = {id(tensor): tensor for tensor in outputs if tensor.requires_grad}
         if not joined or not torch.is_grad_enabled():
             return output
-        join: Any = _Seam.apply  # torch has no types here
+        join: Any = _WatchedBoundary.apply  # torch has no types here
         joined = dict(zip(joined, join(*joined.values()), strict=True))
         self._seams[next(iter(joined.values())).grad_fn] = given
         return value.tree([joined.get(id(tensor), tensor) for tensor in outputs])
 
 
-class _Seam(torch.autograd.Function):
+class _WatchedBoundary(torch.autograd.Function):
     """The identity: the user's graph ends here in the watched step as it will in the pipeline."""
 
     @staticmethod

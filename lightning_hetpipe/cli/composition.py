@@ -9,7 +9,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lightning_hetpipe.cli.config_checks import unknown
-from lightning_hetpipe.cli.console_script import TRAIN, Program
+from lightning_hetpipe.cli.console_script import TRAIN, ConsoleScript
 from lightning_hetpipe.cli.targets import closest
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
@@ -32,7 +32,7 @@ _SAID = (
 """What Hydra says, and what is said instead."""
 
 
-def refusal(error: BaseException, arguments: Sequence[str], program: Program = TRAIN) -> str:
+def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScript = TRAIN) -> str:
     """The sentence for an error that Hydra raised while it read the command line and the files.
 
     Args:
@@ -79,7 +79,7 @@ def _missing_config(error: MissingConfigException) -> str:
     return f"{group}={name} does not exist among {', '.join(error.options)}; {advice}"
 
 
-def _composition(error: HydraException, program: Program) -> str:
+def _composition(error: HydraException, program: ConsoleScript) -> str:
     """The sentence for an override that fits nowhere, such as `modle=resnet`."""
     text = " ".join(str(error).split()).replace("++", "")
     inner = error.__cause__  # of a mapping on the command line, a key in it

@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli.config_sections import Section, as_given, is_interpolation, items, sections, written
-from lightning_hetpipe.cli.console_script import TRAIN, Program
+from lightning_hetpipe.cli.config_sections import ConfigSection, as_given, is_interpolation, items, sections, written
+from lightning_hetpipe.cli.console_script import TRAIN, ConsoleScript
 from lightning_hetpipe.cli.kinds import expected, is_section
-from lightning_hetpipe.cli.targets import Signature, closest, locate
+from lightning_hetpipe.cli.targets import TargetSignature, closest, locate
 from lightning_hetpipe.errors import SettingError
 
 # Below these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
@@ -38,7 +38,9 @@ _TRAINERS = {
 }
 
 
-def check(config: DictConfig, program: Program = TRAIN, needs: Sequence[str] = ("model", "data", "trainer")) -> None:
+def check(
+    config: DictConfig, program: ConsoleScript = TRAIN, needs: Sequence[str] = ("model", "data", "trainer")
+) -> None:
     """Refuse settings that nothing reads, that are missing or of the wrong type, or whose `_target_` does not exist.
 
     Args:
@@ -78,7 +80,7 @@ def check(config: DictConfig, program: Program = TRAIN, needs: Sequence[str] = (
     _check_callbacks(trainer.get("callbacks"))
 
 
-def _check_top(config: DictConfig, values: Mapping[str, Any], program: Program) -> None:
+def _check_top(config: DictConfig, values: Mapping[str, Any], program: ConsoleScript) -> None:
     """Refuse what stands at the top and is neither read nor used by an interpolation, or is of the wrong type."""
     given = as_given(config)
     for key, node in given.items():
@@ -95,7 +97,7 @@ def _check_top(config: DictConfig, values: Mapping[str, Any], program: Program) 
             _check_type(key, values[key], hint)
 
 
-def check_arguments(path: str, arguments: Mapping[str, Any], signature: Signature, owner: str) -> None:
+def check_arguments(path: str, arguments: Mapping[str, Any], signature: TargetSignature, owner: str) -> None:
     """Refuse names that ``owner`` does not take, and values of the wrong type."""
     for key, value in arguments.items():
         known = signature.parameters.get(key)
@@ -134,7 +136,7 @@ def refused_argument(config: DictConfig, error: TypeError) -> SettingError | Non
     return None
 
 
-def _check_section(section: Section) -> None:
+def _check_section(section: ConfigSection) -> None:
     path, target = section.path, section.target
     if target is None:
         raise SettingError(f"{path}._target_=null names nothing to build; leave it out with {path}=null.")
@@ -168,15 +170,17 @@ def _check_strategy(strategy: Any, trainer: Mapping[str, Any]) -> None:
     """Refuse what HetPipeStrategy does not take, also where the Trainer is given another strategy, or none."""
     if not isinstance(strategy, dict):
         return
-    own = Signature.of(HetPipeStrategy)
+    own = TargetSignature.of(HetPipeStrategy)
     if (target := strategy.get("_target_")) is None:
         if isinstance(asked := trainer.get("strategy"), dict) and asked.get("_target_") is None:
             raise SettingError("strategy has no _target_; choose strategy=hetpipe, or strategy=plain.")
-        check_arguments("strategy", strategy, Signature(own.parameters, False, {}), "HetPipeStrategy")
+        check_arguments("strategy", strategy, TargetSignature(own.parameters, False, {}), "HetPipeStrategy")
         return
     found = locate(str(target), "strategy")
     if not (isclass(found) and issubclass(found, HetPipeStrategy)):
-        for key in [key for key in strategy if key in own.parameters.keys() - Signature.of(found).parameters.keys()]:
+        for key in [
+            key for key in strategy if key in own.parameters.keys() - TargetSignature.of(found).parameters.keys()
+        ]:
             raise SettingError(
                 f"strategy.{key} is a setting of HetPipeStrategy, and strategy._target_={target} takes none of it; for"
                 " another strategy give its name to the Trainer, as in strategy=plain trainer.strategy=ddp."

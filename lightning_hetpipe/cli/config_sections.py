@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli.targets import Signature, locate
+from lightning_hetpipe.cli.targets import TargetSignature, locate
 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 _PLAIN = {None: "null", True: "true", False: "false"}
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """A mapping that has a `_target_`.
 
     Attributes:
@@ -33,11 +33,11 @@ class Section:
     partial: bool
 
     @property
-    def signature(self) -> Signature:
-        return Signature.of(locate(str(self.target), self.path))
+    def signature(self) -> TargetSignature:
+        return TargetSignature.of(locate(str(self.target), self.path))
 
 
-def sections(config: DictConfig) -> list[Section]:
+def sections(config: DictConfig) -> list[ConfigSection]:
     """Every section, each where it is written, not where an interpolation repeats it.
 
     Raises:
@@ -69,10 +69,10 @@ def written(value: Any) -> str:
     return str(value)
 
 
-def _sections(given: Any, values: Any, path: str) -> Iterator[Section]:
+def _sections(given: Any, values: Any, path: str) -> Iterator[ConfigSection]:
     if isinstance(given, dict) and "_target_" in given:
         written, resolved = ({str(k): v for k, v in node.items() if k not in _HYDRA} for node in (given, values))
         partial = bool(values.get("_partial_") or values.get("_args_"))
-        yield Section(path, written, resolved, values["_target_"], partial)
+        yield ConfigSection(path, written, resolved, values["_target_"], partial)
     for inner, key, value in items(given, path):
         yield from _sections(value, values[key] if isinstance(value, dict | list) else None, inner)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Program:
+class ConsoleScript:
     """A console script.
 
     Attributes:
@@ -31,11 +31,11 @@ class Program:
 
 _GROUPS = ("model", "data", "trainer", "strategy", "cluster")
 
-TRAIN = Program(
+TRAIN = ConsoleScript(
     "hetpipe-train", _GROUPS, {"seed": int | None, "test": bool, "ckpt_path": str | None, "output_dir": str}
 )
 
-PLAN = Program(
+PLAN = ConsoleScript(
     "hetpipe-plan",
     _GROUPS,
     {
@@ -51,7 +51,7 @@ PLAN = Program(
     },
 )
 
-SERVER = Program(
+SERVER = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
     {"command": Literal["serve", "status"], "address": Any, "timeout": float},

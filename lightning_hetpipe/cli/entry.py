@@ -12,18 +12,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import attributed
-from lightning_hetpipe.cli.console_script import TRAIN, Program
+from lightning_hetpipe.cli.console_script import TRAIN, ConsoleScript
 from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
 from lightning_hetpipe.cli.overrides import planned, settled
 
 T = TypeVar("T")
 
 
-class _Failed(BaseException):
+class _JobFailed(BaseException):
     """Carrier of a job's error, its cause, out of Hydra, which would print something about an Exception."""
 
 
-def enter(application: Callable[[], Any], program: Program) -> None:
+def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     """Run ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
 
     It ends the process unless all goes well, with exit code 1 for a failure, with its traceback; 2 for a wrong setting;
@@ -41,8 +41,8 @@ def enter(application: Callable[[], Any], program: Program) -> None:
         sys.exit(ended_by("interrupted", INTERRUPTED, program))
     except SIGTERMException:
         sys.exit(ended_by("terminated", TERMINATED, program))
-    except (_Failed, Exception) as caught:
-        started = isinstance(caught, _Failed)
+    except (_JobFailed, Exception) as caught:
+        started = isinstance(caught, _JobFailed)
         error = caught.__cause__ or caught if started else caught
         if asked_for_all:
             raise error from error.__cause__
@@ -58,4 +58,4 @@ def job(run: Callable[[DictConfig], T], config: DictConfig) -> T:
             raise KeyboardInterrupt from None
         raise
     except Exception as error:
-        raise _Failed from attributed(error, config) or error
+        raise _JobFailed from attributed(error, config) or error

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_hetpipe.cli.composition import refusal
-from lightning_hetpipe.cli.console_script import TRAIN, Program
+from lightning_hetpipe.cli.console_script import TRAIN, ConsoleScript
 from lightning_hetpipe.cli.tracebacks import without_machinery
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import launcher
@@ -17,7 +17,7 @@ from lightning_hetpipe.launch.parent_watch import started as child_of_ours
 from lightning_hetpipe.server.process.client import ServersSilent
 from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
-from lightning_hetpipe.server.transport.interface import Refused, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 
 WRONG_SETTING = 2
 FAILED = 1
@@ -28,7 +28,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 _PASSED_ON = "HETPIPE_ERRORS_PASSED_ON"
 """Tells further virtual workers, which inherit the environment, that nobody has asked for the other one."""
 
-_SAY_ALL = (ServersSilent, ServerLost, Refused, Unreachable)
+_SAY_ALL = (ServersSilent, ServerLost, CallRefused, Unreachable)
 """Who waited for which servers, or what befell them: where this program was then explains nothing."""
 
 _HINT = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
@@ -54,7 +54,7 @@ def errors_passed_on() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def report(error: BaseException, *, started: bool, arguments: Sequence[str], program: Program = TRAIN) -> int:
+def report(error: BaseException, *, started: bool, arguments: Sequence[str], program: ConsoleScript = TRAIN) -> int:
     """Say what the error is, in one sentence if a setting is at fault; return the exit code.
 
     It is printed to stderr; a further virtual worker leaves that to the first one, which prints once what several say.
@@ -83,7 +83,7 @@ def report(error: BaseException, *, started: bool, arguments: Sequence[str], pro
     return code
 
 
-def ended_by(signal: str, code: int, program: Program = TRAIN) -> int:
+def ended_by(signal: str, code: int, program: ConsoleScript = TRAIN) -> int:
     """Say that a signal ended the run; return the exit code. Of a further virtual worker that is no news."""
     if child_of_ours() is None:
         print(f"\n{program.name}: {signal}.", file=sys.stderr)

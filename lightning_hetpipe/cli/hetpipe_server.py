@@ -16,9 +16,9 @@ from lightning_hetpipe.cli.console_script import SERVER
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, report
 from lightning_hetpipe.cli.server_status import laid_out
-from lightning_hetpipe.cli.targets import Signature
+from lightning_hetpipe.cli.targets import TargetSignature
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.interface import STATUS, Refused
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 
 _COMMANDS = ("serve", STATUS)
@@ -82,7 +82,7 @@ def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
     except ValueError:
         status = None
     if not isinstance(status, dict):
-        raise Refused(f"the server at {address} answered with no status; is it of this release?")
+        raise CallRefused(f"the server at {address} answered with no status; is it of this release?")
     return status
 
 
@@ -111,7 +111,7 @@ def _check(config: DictConfig) -> None:
     if config.timeout <= 0:
         raise SettingError(f"timeout={config.timeout} must be a number of seconds above 0.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)
-    config_checks.check_arguments("security", security, Signature.of(Security), "security")
+    config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _OWN = ("lightning", "lightning_hetpipe")
 
 
 @dataclass(frozen=True)
-class Signature:
+class TargetSignature:
     """The arguments of a class or function that may be given by name.
 
     Attributes:
@@ -32,7 +32,7 @@ class Signature:
     trusted: bool = False
 
     @classmethod
-    def of(cls, target: Callable[..., Any]) -> Signature:
+    def of(cls, target: Callable[..., Any]) -> TargetSignature:
         try:
             signature = inspect.signature(target).parameters
         except (TypeError, ValueError):  # some builtins have none

@@ -26,7 +26,7 @@ _OURS = re.compile(
 
 
 @dataclass(frozen=True)
-class Program:
+class Command:
     """A command, where to start it, and which job of a Hydra sweep it runs (None without Hydra)."""
 
     command: Sequence[str]
@@ -34,7 +34,7 @@ class Program:
     job: str | None
 
 
-def this_program() -> Program:
+def this_program() -> Command:
     """This program once more, as a child is to run it.
 
     Under Hydra it is the job that runs now, with the values that its sweep has chosen, in the same run directory.
@@ -45,9 +45,9 @@ def this_program() -> Program:
     hydra = _hydra()
     interpreter, program, arguments = _parts(sys.orig_argv[1:], sys.modules["__main__"])
     if hydra is None:
-        return Program([sys.executable, *interpreter, *program, *arguments], _START, None)
+        return Command([sys.executable, *interpreter, *program, *arguments], _START, None)
     command = [sys.executable, *interpreter, *program, *_options(arguments), *_overrides(hydra)]
-    return Program(command, hydra.runtime.cwd, current_job())
+    return Command(command, hydra.runtime.cwd, current_job())
 
 
 def current_job() -> str | None:

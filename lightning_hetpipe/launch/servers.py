@@ -43,7 +43,7 @@ PORT = "HETPIPE_PORT"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundServers:
     """What one process knows of the servers.
 
     Attributes:
@@ -94,7 +94,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
 
-def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> Found:
+def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> FoundServers:
     """Where the servers are; where this process is its node's first VW, they are running then.
 
     Args:
@@ -107,7 +107,7 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
         launch = _launch_at_servers(rank, environment)
-        return Found(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
+        return FoundServers(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
     over_nodes = rank.size > rank.per_node
     if rank.local == 0:
         told: Mapping[str, str] = start(rank, environment, wsp)
@@ -123,7 +123,7 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     security = replace(given if over_nodes else Security(), token=told[TOKEN])
     known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
     hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
-    return Found(told[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
+    return FoundServers(told[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
 
 
 def lost() -> Exception | None:

@@ -23,18 +23,18 @@ from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from lightning_hetpipe.pipeline.streams import Lanes, Mark
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import View, Weights
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
-from lightning_hetpipe.pipeline.user.runner_pool import Crew
+from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
 
-class Engine(Crew[Minibatch]):
+class Engine(RunnerPool[Minibatch]):
     """One virtual worker's pipeline.
 
     Args:
@@ -59,10 +59,10 @@ class Engine(Crew[Minibatch]):
         timeout: float,
         root: nn.Module | None = None,
         changing: Collection[int] = (),
-        lanes: Lanes | None = None,
+        lanes: Streams | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
-        self.lanes = lanes or Lanes()
+        self.lanes = lanes or Streams()
         self.root_device = devices[-1]
         self.piece_names = [name for name, _ in pieces]
         self._layers = layers = [layer for _, own in pieces for layer in own]
@@ -92,7 +92,7 @@ class Engine(Crew[Minibatch]):
         ]
         self._root = root if root is not None else nn.Module()
         self._changing = changing
-        self._outside: list[tuple[Live, Ring]] = []
+        self._outside: list[tuple[Live, WeightStash]] = []
         self._find_layers()
         self._find_weights()
         self._empty_at = 0
@@ -206,7 +206,7 @@ class Engine(Crew[Minibatch]):
             self._outside = []
             for device, parameters in outside.items():
                 own = nn.ParameterList(parameters)
-                self._outside.append((Live([[own]]), Ring(nn.ModuleList([own]), self.in_flight, device)))
+                self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self.in_flight, device)))
         rings = [(live, stage.ring) for live, stage in zip(self.live, self.stages, strict=True)]
         layers = [layer.module for layer in self._layers]
         self._weights = Weights(self._root, [*rings, *self._outside], layers, self._changing)
@@ -244,14 +244,14 @@ class Engine(Crew[Minibatch]):
 
     # Messages.
 
-    def _forward(self, minibatch: Minibatch, part: Segment, value: Value, mark: Mark | None) -> None:
+    def _forward(self, minibatch: Minibatch, part: Segment, value: Value, mark: StreamEvent | None) -> None:
         turn, autocast = part is self._parts[-1], minibatch.autocast(part.piece)
         message = Forward(minibatch.number, part.index, value, minibatch.version, autocast, turn)
         self.stages[part.stage].put(Parcel(message, mark))
 
-    def _backward(self, minibatch: Minibatch, part: Segment, gradients: Gradients, mark: Mark | None) -> None:
+    def _backward(self, minibatch: Minibatch, part: Segment, gradients: Gradients, mark: StreamEvent | None) -> None:
         sums: dict[int, Tensor] = {}
-        wanted, marks = self._handed_on[part.index], tuple[Mark, ...]()
+        wanted, marks = self._handed_on[part.index], tuple[StreamEvent, ...]()
         if minibatch.sums or minibatch.continued:
             own = self._weights_of[part.index]
             found = {own[weight]: minibatch.sums.pop(weight) for weight in [*minibatch.sums] if weight in own}
@@ -262,7 +262,7 @@ class Engine(Crew[Minibatch]):
         message = Backward(minibatch.number, part.index, gradients, sums, wanted, apart)
         self.stages[part.stage].put(Parcel(message, mark, marks))
 
-    def _done(self, result: Result, mark: Mark | None) -> None:
+    def _done(self, result: Result, mark: StreamEvent | None) -> None:
         """Sends a minibatch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
         minibatch = self.minibatches.get(result.minibatch)
         if minibatch is None:  # it has failed, and nobody waits for it

@@ -17,21 +17,21 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.passes import Pass
-from lightning_hetpipe.pipeline.random.generators import Chance, attached
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
-from lightning_hetpipe.pipeline.streams import Mark, WaitingLane, move
-from lightning_hetpipe.pipeline.threads import Patience
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, running
-from lightning_hetpipe.pipeline.user.runner_pool import Crew
+from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream, move
+from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
+from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.schedule import Segment, segments
 from lightning_hetpipe.torch_private import pytree
 
 
-class EvaluationFlight(Flight):
+class EvaluationBatch(BatchInFlight):
     """A batch that is evaluated, by ``run``, within ``context``."""
 
     def __init__(
@@ -76,7 +76,7 @@ class EvaluationFlight(Flight):
         self.end(failure)
 
 
-class Evaluator(Crew[EvaluationFlight]):
+class Evaluator(RunnerPool[EvaluationBatch]):
     """One virtual worker's evaluation.
 
     Args:
@@ -111,7 +111,7 @@ class Evaluator(Crew[EvaluationFlight]):
             ForwardStage(
                 index,
                 device,
-                WaitingLane(device, devices),
+                WaitingStream(device, devices),
                 settings,
                 self.quiet,
                 self.patience,
@@ -142,9 +142,9 @@ class Evaluator(Crew[EvaluationFlight]):
         stretch: UserSection | None,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
-        self.launch(EvaluationFlight(self, number, run, context, stretch))
+        self.launch(EvaluationBatch(self, number, run, context, stretch))
 
-    def forward(self, flight: EvaluationFlight, piece: int, value: Any) -> None:
+    def forward(self, flight: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``flight``."""
         first, inference = self._parts[piece][0], torch.is_inference_mode_enabled()
         flight.called = Evaluate(flight.number, first.index, value, Autocast.current(), inference)
@@ -159,7 +159,7 @@ class Evaluator(Crew[EvaluationFlight]):
             for stage in self.stages:
                 stage.put(Parcel(Cancel(number)))
 
-    def _done(self, result: Result, mark: Mark | None) -> None:
+    def _done(self, result: Result, mark: StreamEvent | None) -> None:
         flight = self.minibatches.get(result.minibatch)
         if flight is None:
             return
@@ -183,10 +183,10 @@ class ForwardStage(StageThread):
         self,
         index: int,
         device: torch.device,
-        lane: WaitingLane,
+        lane: WaitingStream,
         settings: StageSettings,
-        quiet: Quiet,
-        patience: Patience,
+        quiet: ReadersWriterLock,
+        patience: Watchdog,
         done: Done,
         layers: Sequence[range],
         tag: str,
@@ -205,7 +205,7 @@ class ForwardStage(StageThread):
         names = [self.calls[number][0] for number in self._layers[message.segment]]
         return f"has evaluated batch {message.minibatch} (layers {names[0]} to {names[-1]})"
 
-    def _compute(self, parcel: Parcel) -> tuple[Result, Mark | None]:
+    def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         assert isinstance(task, Evaluate)
         with Pass(self, self._quiet, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
@@ -216,7 +216,7 @@ class ForwardStage(StageThread):
 
     @contextmanager
     def _around(self, task: Evaluate) -> Iterator[None]:
-        chance: Chance = self._settings.chance
+        chance: RandomGenerators = self._settings.chance
         with (
             torch.inference_mode(task.inference),
             torch.no_grad(),

@@ -22,11 +22,11 @@ Run = Callable[..., Any]
 """Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
 
 
-class _Here(threading.local):
+class _ThreadDraws(threading.local):
     device: torch.device | None = None
 
 
-_here = _Here()
+_here = _ThreadDraws()
 
 
 def here() -> torch.device:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
-from lightning_hetpipe.pipeline.streams import Lanes
+from lightning_hetpipe.pipeline.streams import Streams
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import Stretch
@@ -46,11 +46,11 @@ class Line:
         default_dtype: torch.dtype | None = None,
         recompute: bool = False,
         device: torch.device = CPU,
-        lanes: Lanes | None = None,
+        lanes: Streams | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
-        settings = StageSettings(Chance(0), in_flight, 1, default_dtype, before_pass, recompute)
+        settings = StageSettings(RandomGenerators(0), in_flight, 1, default_dtype, before_pass, recompute)
         self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, lanes=lanes)
 
     def call(self, value: Any, piece: int = 0) -> Any:

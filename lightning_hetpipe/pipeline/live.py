@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
 from lightning_hetpipe.pipeline.computed_weights import computed_places
-from lightning_hetpipe.pipeline.stage_messages import Flags, State, Version
-from lightning_hetpipe.pipeline.streams import Outside
+from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.pipeline.streams import UserStream
 
 
 class Live:
@@ -38,7 +38,7 @@ class Live:
             tuple([module.training for module in self._modules]),
         )
 
-    def show(self, state: State, outside: Outside) -> None:
+    def show(self, state: StageState, outside: UserStream) -> None:
         """Makes the buffers and computed weights what a forward has left, for whoever is ``outside``."""
         for own, left in zip(self._buffers, state.buffers, strict=True):
             for place, tensor in zip(own, left, strict=True):

@@ -19,7 +19,7 @@ class RemoteFailure(RuntimeError):
     """What a stage in another process has raised."""
 
 
-class _Failed(NamedTuple):
+class _EncodedFailure(NamedTuple):
     minibatch: int
     error: str
     text: str
@@ -33,7 +33,7 @@ _MESSAGES = PlainCode(
         stage_messages.Cancel,
         stage_messages.Version,
         stage_messages.Flags,
-        stage_messages.State,
+        stage_messages.StageState,
         stage_messages.Output,
         stage_messages.InputGradients,
         stage_messages.Evaluated,
@@ -41,7 +41,7 @@ _MESSAGES = PlainCode(
         Nth,
         Addends,
         Autocast,
-        _Failed,
+        _EncodedFailure,
     ]
 )
 
@@ -52,7 +52,7 @@ def encode(message: Any) -> bytes:
         NotPlain: for what is no message.
     """
     if isinstance(message, Failure):
-        message = _Failed(message.minibatch, type(message.error).__name__, str(message.error))
+        message = _EncodedFailure(message.minibatch, type(message.error).__name__, str(message.error))
     return _MESSAGES.encode(message)
 
 
@@ -62,7 +62,7 @@ def decode(data: bytes | memoryview) -> Any:
         NotPlain: if ``data`` is no message.
     """
     message = _MESSAGES.decode(data)
-    if not isinstance(message, _Failed):
+    if not isinstance(message, _EncodedFailure):
         return message
     discarded = message.error == Discarded.__name__
     return Failure(message.minibatch, Discarded() if discarded else RemoteFailure(f"{message.error}: {message.text}"))

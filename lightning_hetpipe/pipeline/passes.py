@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
-from lightning_hetpipe.pipeline.streams import Lane, Mark
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import BeforePass
@@ -16,7 +16,7 @@ class Computes(Protocol):
     """A stage, as far as a :class:`Pass` goes."""
 
     index: int
-    lane: Lane
+    lane: Stream
 
 
 class Pass:
@@ -25,7 +25,9 @@ class Pass:
     A class, as a generator would cost as much as a small layer.
     """
 
-    def __init__(self, stage: Computes, quiet: Quiet, before: BeforePass | None, work: str, minibatch: int) -> None:
+    def __init__(
+        self, stage: Computes, quiet: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+    ) -> None:
         self._stage = stage
         self._quiet = quiet
         self._before = before
@@ -66,7 +68,7 @@ class Loss:
         self._after = None if before is None else before(stage.index, "loss", minibatch)
         self._since = stage.lane.now()
 
-    def end(self, mark: Mark | None) -> None:
+    def end(self, mark: StreamEvent | None) -> None:
         """What user code has given to its device stands before ``mark``."""
         if self._after is not None:
             if mark is not None:

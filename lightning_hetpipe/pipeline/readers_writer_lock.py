@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.threads import Watchdog
 
 
-class Quiet:
+class ReadersWriterLock:
     """Any number of threads compute at once, or one is alone."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Watchdog) -> None:
         self._patience = patience
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
@@ -79,7 +79,7 @@ class Quiet:
 class _Computes:
     """Begins and ends, for any number of threads: as a generator it would cost as much as a small layer."""
 
-    def __init__(self, quiet: Quiet) -> None:
+    def __init__(self, quiet: ReadersWriterLock) -> None:
         self._quiet = quiet
 
     def __enter__(self) -> None:

@@ -19,7 +19,7 @@ from lightning_hetpipe.pipeline.random.generators import attach
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.torch_private import version_counter
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Left:
+class SavedForBackward:
     """What a forward leaves for its backward.
 
     Attributes:
@@ -49,7 +49,7 @@ class Left:
     changes: Sequence[int] = ()
 
 
-class Part:
+class SegmentRunner:
     """The layers of one segment: in every slot, and with their own buffers.
 
     Args:
@@ -61,7 +61,7 @@ class Part:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], start: int, ring: Ring, settings: StageSettings, device: torch.device
+        self, layers: Sequence[Layer], start: int, ring: WeightStash, settings: StageSettings, device: torch.device
     ) -> None:
         self.layers = list(layers)
         copies = [list(slot.layers[start : start + len(layers)]) for slot in ring.slots]
@@ -101,7 +101,7 @@ class Part:
         new = self.compiled.is_new(kind)  # a backward may compute its forward again
         return (self.compiled.begins_backward(kind) or new) if backward else new
 
-    def forward(self, task: Forward, kind: Kind) -> tuple[Value, Left]:
+    def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
         """The forward: what it gives to the next segment, and what its backward needs."""
         number, index = task.minibatch, self._ring.place(task.version)
         inputs = task.value.leaves(self._device)
@@ -118,12 +118,12 @@ class Part:
         self.buffers.after_forward(number, self._places[index])
         self.computed.after_forward(number, self._computed_places[index])
         if not self._settings.recompute or task.turn:  # whose backward follows at once: nothing is gained
-            return Value.of(result), Left(task.version, inputs, tensors_of(result), kept, kind)
+            return Value.of(result), SavedForBackward(task.version, inputs, tensors_of(result), kept, kind)
         again = task._replace(value=replace(task.value, tensors=()))
         changes = [version_counter(tensor) for tensor in inputs]
-        return Value.of(result), Left(task.version, inputs, [], kept, kind, again, changes)
+        return Value.of(result), SavedForBackward(task.version, inputs, [], kept, kind, again, changes)
 
-    def backward(self, task: Backward, left: Left, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
+    def backward(self, task: Backward, left: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what has ``left`` this: the gradients of the inputs, and of :attr:`weights`.
 
         Args:
@@ -157,7 +157,7 @@ class Part:
             )
         return below, found
 
-    def _again(self, task: Forward, left: Left, index: int) -> list[Tensor]:
+    def _again(self, task: Forward, left: SavedForBackward, index: int) -> list[Tensor]:
         """The outputs of the forward that has ``left`` this, computed once more: on the same weights, buffers, random
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """

@@ -17,9 +17,9 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compiler_passes import Compiling, Exclusively
 from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.passes import Loss, Pass
-from lightning_hetpipe.pipeline.random.generators import Chance
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
-from lightning_hetpipe.pipeline.segment_runner import Left, Part
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
 from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
     Failure,
@@ -28,15 +28,15 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Message,
     Output,
     Result,
-    State,
+    StageState,
     Sums,
     Version,
 )
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
-from lightning_hetpipe.pipeline.streams import Lanes, Mark
-from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.schedule import Segment
 
 
@@ -81,7 +81,7 @@ class StageSettings:
         compile: What ``torch.compile`` is given for the layers; None to run them as they are.
     """
 
-    chance: Chance
+    chance: RandomGenerators
     in_flight: int
     torch_threads: int
     default_dtype: torch.dtype | None
@@ -90,12 +90,12 @@ class StageSettings:
     compile: Mapping[str, Any] | None = None
 
 
-class Found:
+class FoundGradients:
     """The gradients of weights that backwards of one minibatch have found, by number, and the marks behind them."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
-        self.marks: list[Mark] = []
+        self.marks: list[StreamEvent] = []
 
 
 class Stage(StageThread):
@@ -112,11 +112,11 @@ class Stage(StageThread):
         segments: Sequence[Segment],
         layers: Sequence[Layer],
         settings: StageSettings,
-        patience: Patience,
-        quiet: Quiet,
+        patience: Watchdog,
+        quiet: ReadersWriterLock,
         exclusively: Exclusively,
         done: Done,
-        lanes: Lanes,
+        lanes: Streams,
     ) -> None:
         name = f"hetpipe-stage-{index}"
         super().__init__(name, index, device, lanes.on(device), settings.torch_threads, patience, done)
@@ -125,22 +125,24 @@ class Stage(StageThread):
         self.compiling = Compiling(index, exclusively)
         self.memory = Memory()
         self._outside = lanes.outside
-        self._published: dict[int, Mark | None] = {}
+        self._published: dict[int, StreamEvent | None] = {}
         """Behind what Lightning's thread has put into each slot."""
         self._settings = settings
         self._quiet = quiet
-        self._left: dict[tuple[int, int], Left] = {}
-        self._found: dict[int, Found] = {}
+        self._left: dict[tuple[int, int], SavedForBackward] = {}
+        self._found: dict[int, FoundGradients] = {}
         self.copy_layers()
 
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
-        self.ring = Ring(nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device)
-        self._parts: dict[int, Part] = {}
+        self.ring = WeightStash(
+            nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device
+        )
+        self._parts: dict[int, SegmentRunner] = {}
         start = 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
-            self._parts[segment.index] = Part(own, start, self.ring, self._settings, self.device)
+            self._parts[segment.index] = SegmentRunner(own, start, self.ring, self._settings, self.device)
             start += len(own)
         self.lane.join(None, [parameter for slot in self.ring.slots for parameter in slot.parameters])
 
@@ -184,15 +186,15 @@ class Stage(StageThread):
     def _mark(self, version: int) -> None:
         self._published[self.ring.place(version)] = self._outside.mark([self.device])
 
-    def state(self, minibatch: int) -> State:
+    def state(self, minibatch: int) -> StageState:
         """What the forwards of ``minibatch``, one of the last Nm, have left."""
         parts = self._parts.values()
-        return State([p.buffers.left(minibatch) for p in parts], [p.computed.left(minibatch) for p in parts])
+        return StageState([p.buffers.left(minibatch) for p in parts], [p.computed.left(minibatch) for p in parts])
 
-    def take(self, minibatch: int) -> Found:
+    def take(self, minibatch: int) -> FoundGradients:
         """Hands over the gradients of ``minibatch``, which is through."""
         self.memory.take(minibatch)
-        return self._found.pop(minibatch, None) or Found()
+        return self._found.pop(minibatch, None) or FoundGradients()
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage waits for its gradients."""
@@ -200,14 +202,14 @@ class Stage(StageThread):
 
     # Its thread.
 
-    def _compute(self, parcel: Parcel) -> tuple[Result, Mark | None]:
+    def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         if isinstance(task, Forward):
             return self._forward(task, parcel.mark)
         assert isinstance(task, Backward)
         return self._backward(task, parcel)
 
-    def _forward(self, task: Forward, mark: Mark | None) -> tuple[Output, Mark | None]:
+    def _forward(self, task: Forward, mark: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
         self.lane.join(self._published[self.ring.place(task.version)])
         self.lane.join(mark, task.value.tensors)
@@ -221,7 +223,7 @@ class Stage(StageThread):
             self.memory.hold(number, segment, left.kept.inputs)
         return Output(number, segment, output), self.lane.mark()
 
-    def _backward(self, task: Backward, parcel: Parcel) -> tuple[InputGradients, Mark | None]:
+    def _backward(self, task: Backward, parcel: Parcel) -> tuple[InputGradients, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
         if (number, segment) not in self._left:
             raise Discarded
@@ -233,7 +235,7 @@ class Stage(StageThread):
             self.memory.hold(number, segment, left.kept.all)
         compiles = part.compiles(left.kind, backward=True)
         if (found := self._found.get(number)) is None:
-            found = self._found[number] = Found()
+            found = self._found[number] = FoundGradients()
         sums = {**found.gradients, **task.sums} if found.gradients or task.sums else _NO_SUMS
         kept = [left]  # so that nobody here holds what the backward lets go of
         del left
@@ -247,7 +249,7 @@ class Stage(StageThread):
         return InputGradients(number, segment, below, handed_on), mark
 
     def _keep(
-        self, found: dict[int, Tensor], part: Part, own: Sequence[Tensor | None], task: Backward
+        self, found: dict[int, Tensor], part: SegmentRunner, own: Sequence[Tensor | None], task: Backward
     ) -> tuple[Sums, int]:
         """Adds the gradients of a part's ``own`` weights to those that were ``found``, but for those to be handed on;
         gives these, and the bytes by which the others have grown."""
@@ -293,7 +295,7 @@ class Stage(StageThread):
 
     # What is wrapped around a task.
 
-    def _alone(self, compiles: bool, part: Part, minibatch: int) -> AbstractContextManager[None]:
+    def _alone(self, compiles: bool, part: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
         return self.compiling.alone(part.describe(), minibatch) if compiles else _NOTHING
 
     def _computing(self, work: str, minibatch: int) -> Pass:

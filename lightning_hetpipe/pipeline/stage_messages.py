@@ -52,7 +52,7 @@ class Version(NamedTuple):
     buffers: Sequence[Sequence[Tensor]]
 
 
-class State(NamedTuple):
+class StageState(NamedTuple):
     """What a minibatch's forward has left in the layers of a stage: for each of its segments the tensors in order.
 
     Attributes:

@@ -10,8 +10,8 @@ import torch
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
-from lightning_hetpipe.pipeline.streams import Lane, Mark
-from lightning_hetpipe.pipeline.threads import Patience, Worker
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
+from lightning_hetpipe.pipeline.threads import Watchdog, Worker
 
 
 class Parcel(NamedTuple):
@@ -24,11 +24,11 @@ class Parcel(NamedTuple):
     """
 
     message: Message
-    mark: Mark | None = None
-    others: tuple[Mark, ...] = ()
+    mark: StreamEvent | None = None
+    others: tuple[StreamEvent, ...] = ()
 
 
-Done = Callable[[Result, Mark | None], None]
+Done = Callable[[Result, StreamEvent | None], None]
 """Takes a result, and the mark behind which it is computed."""
 
 
@@ -48,9 +48,9 @@ class StageThread:
         name: str,
         index: int,
         device: torch.device,
-        lane: Lane,
+        lane: Stream,
         torch_threads: int,
-        patience: Patience,
+        patience: Watchdog,
         done: Done,
     ) -> None:
         self.index = index
@@ -106,7 +106,7 @@ class StageThread:
             self._forget(number)
             return None
         self._doing = message, time.monotonic()
-        mark: Mark | None
+        mark: StreamEvent | None
         try:
             if number in self._cancelled:
                 raise Discarded
@@ -122,7 +122,7 @@ class StageThread:
     def _next_of(self, minibatch: int) -> Parcel | None:
         """The next message of ``minibatch``, whose loss is being computed; what else arrives waits."""
 
-    def _compute(self, parcel: Parcel) -> tuple[Result, Mark | None]:
+    def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         """The result of what ``parcel`` asks for, and the mark behind which it is computed."""
         raise NotImplementedError
 

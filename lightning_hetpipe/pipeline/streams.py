@@ -3,10 +3,10 @@
 A thread that runs an operator on an accelerator goes on long before it is computed; what one thread gives the device
 one after the other is a *stream*. Each stage has a stream of its own, so that several stages overlap on one device, and
 copies overlap with computing. User code and Lightning's thread share one, the device's default one, as in a plain run.
-The thread's side of it is a :class:`Lane`.
+The thread's side of it is a :class:`Stream`.
 
-Where a tensor goes from one lane to another, the first leaves a :class:`Mark` behind, and the other's stream waits for
-it: the device does, and no thread. So threads run ahead of their devices, but never by more than is in flight, as
+Where a tensor goes from one stream to another, the first leaves a :class:`StreamEvent` behind, for which the other
+waits: the device does, and no thread. So threads run ahead of their devices, but never by more than is in flight, as
 Lightning's thread waits for a whole minibatch before it uses the gradients. Marks stand:
 
 - at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back;
@@ -32,24 +32,24 @@ from torch import Tensor
 from lightning_hetpipe.torch_private import strided_parts
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A place in some streams: what stands before it has been given to the devices."""
 
     def synchronize(self) -> None:
         """Waits until that is computed."""
 
 
-class Outside(Protocol):
+class UserStream(Protocol):
     """The lane of user code and Lightning's thread."""
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> Mark | None:
+    def mark(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         """Behind all that this thread has given to ``devices`` (a stage's lane has but one); None: it is computed."""
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         """What follows comes after ``mark``, and uses ``tensors`` of another lane."""
 
 
-class Lane(Outside, Protocol):
+class Stream(UserStream, Protocol):
     """The lane of a stage."""
 
     def enter(self) -> None:
@@ -68,7 +68,7 @@ class Lane(Outside, Protocol):
         """Waits until all that was given to the device is computed."""
 
 
-class HostLane:
+class HostStream:
     """Of a stage on the CPU: an operator is computed when its call returns."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class HostLane:
     def mark(self, devices: Iterable[torch.device] = ()) -> None:
         return None
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         if mark is not None:
             mark.synchronize()
             self._sides.of(tensors)
@@ -99,7 +99,7 @@ class HostLane:
         pass
 
 
-class WaitingLane(HostLane):
+class WaitingStream(HostStream):
     """Of a thread that shares the streams of the one that makes this, on ``device`` and the ``others`` from which it
     copies: as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
     given its device is computed."""
@@ -154,7 +154,7 @@ def _used(tensor: Tensor, stream: torch.cuda.Stream) -> None:
         part.record_stream(stream)
 
 
-class CudaMark:
+class CudaEvents:
     """Events, one for each stream."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -165,7 +165,7 @@ class CudaMark:
             event.synchronize()
 
 
-class CudaLane:
+class CudaStream:
     """Of a stage on a GPU: a stream of its own there, and one on each device from which it copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -178,10 +178,10 @@ class CudaLane:
     def enter(self) -> None:
         torch.cuda.set_stream(self._stream)  # and with it this thread's device
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> CudaMark:
-        return CudaMark([self._stream])
+    def mark(self, devices: Iterable[torch.device] = ()) -> CudaEvents:
+        return CudaEvents([self._stream])
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         tensors = list(tensors)
         streams = {self._stream, *self._sides.of(tensors, self._stream)}
         for tensor in tensors:
@@ -221,14 +221,14 @@ def _is_over(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-class OutsideLane:
+class CudaUserStream:
     """Of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> CudaMark | None:
+    def mark(self, devices: Iterable[torch.device] = ()) -> CudaEvents | None:
         streams = [torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"]
-        return CudaMark(streams) if streams else None
+        return CudaEvents(streams) if streams else None
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         streams = set()
         for tensor in tensors:
             if tensor.device.type == "cuda":
@@ -238,24 +238,24 @@ class OutsideLane:
         _wait(streams, mark)
 
 
-def _wait(streams: Iterable[torch.cuda.Stream], mark: Mark | None) -> None:
-    if isinstance(mark, CudaMark):
+def _wait(streams: Iterable[torch.cuda.Stream], mark: StreamEvent | None) -> None:
+    if isinstance(mark, CudaEvents):
         for stream in streams:
             for event in mark.events:
                 stream.wait_event(event)
 
 
-def lane_on(device: torch.device) -> Lane:
+def lane_on(device: torch.device) -> Stream:
     """For a stage on ``device``."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Streams:
     """Who makes lanes: for a stage on a device, and the one of user code and Lightning's thread."""
 
-    on: Callable[[torch.device], Lane] = lane_on
-    outside: Outside = field(default_factory=OutsideLane)
+    on: Callable[[torch.device], Stream] = lane_on
+    outside: UserStream = field(default_factory=CudaUserStream)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

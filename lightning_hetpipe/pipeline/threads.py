@@ -74,7 +74,7 @@ class Worker(Generic[T]):
             del item  # an idle thread must not keep the last minibatch's activations
 
 
-class Patience:
+class Watchdog:
     """Waits that end with an explanation when nothing has moved for ``seconds``.
 
     Time in which user code runs does not count: a breakpoint in ``training_step`` is not a stall.

@@ -21,7 +21,7 @@ from lightning_hetpipe.rules.versions import last_reader
 from lightning_hetpipe.torch_private import foreach_copy_, version_counter
 
 
-class Slot:
+class VersionBuffer:
     """One copy of a stage's layers, with the weights of one version at a time."""
 
     def __init__(self, live: nn.ModuleList, device: torch.device) -> None:
@@ -45,14 +45,14 @@ class Slot:
             self.flags = flags
 
 
-class Ring:
+class WeightStash:
     """The versions of one stage, over ``slots`` copies of its ``live`` layers on ``device``.
 
     Publishing belongs to Lightning's thread, and touches only slots that no minibatch in flight uses.
     """
 
     def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
-        self.slots = [Slot(live, device) for _ in range(slots)]
+        self.slots = [VersionBuffer(live, device) for _ in range(slots)]
         self.bytes = [parameter.nbytes for parameter in self.slots[0].parameters]
         self._slot_bytes = sum(self.bytes)
         self._place: dict[int, int] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_hetpipe.capture.microbenchmark import measure
-from lightning_hetpipe.capture.profiling import METHOD, Study, code_of
+from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
@@ -23,7 +23,7 @@ _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
 
 
 def profiled(
-    study: Study,
+    study: ProfilingInput,
     devices: Mapping[str, torch.device],
     model: str,
     precision: str,
@@ -60,7 +60,7 @@ def _joined(one: Profile, other: Profile) -> Profile:
     return replace(one, layers=layers).joined(replace(other, layers=layers))
 
 
-def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
+def kept(study: ProfilingInput, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
     """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
     one = None if cache is None else cache.get(conditions(study, name, precision).key())
     if one is None or name not in one.times or len(one.layers) != len(study.layers):  # a file that somebody has changed
@@ -68,7 +68,7 @@ def kept(study: Study, name: str, model: str, precision: str, cache: ProfileCach
     return replace(one, model=model, samples=study.samples)
 
 
-def _measured(study: Study, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
+def _measured(study: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
     sizes: list[LayerBytes] = []
     times: list[Times] = []
     with bar(f"measuring on {name}", len(study.layers)) as tick:
@@ -79,7 +79,7 @@ def _measured(study: Study, device: torch.device, name: str, model: str, bar: Ba
     return Profile(model, study.samples, sizes, {name: times}, {})
 
 
-def layer_seconds(study: Study, device: torch.device, bar: Bar) -> list[float]:
+def layer_seconds(study: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
     """Measure seconds of each layer on ``device``, forward and backward: all that cuts for equal devices need."""
     with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
         return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
@@ -95,7 +95,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     return name if name in OPTIMIZERS else None
 
 
-def conditions(study: Study, device: str, precision: str) -> Conditions:
+def conditions(study: ProfilingInput, device: str, precision: str) -> Conditions:
     """Conditions of measuring the layers of ``study`` on a device; where they differ, no kept profile holds.
 
     They are the same on a machine that has the device and on one that has not, so that a cache can be copied there:
@@ -128,7 +128,7 @@ def processor() -> str:
     return f"{model or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _settings(study: Study) -> dict[str, str]:
+def _settings(study: ProfilingInput) -> dict[str, str]:
     """Settings of the process and of the Trainer."""
     backends: Any = torch.backends
     found = {

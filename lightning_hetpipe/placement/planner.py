@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement import emulated_speeds
@@ -65,7 +65,7 @@ class Decision:
     emulated: bool = False
 
 
-Decide = Callable[[Study], Decision]
+Decide = Callable[[ProfilingInput], Decision]
 """Function that makes the decision once the first minibatch has shown the layers."""
 
 
@@ -111,7 +111,7 @@ class Planner:
     choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
 
-    def __call__(self, study: Study) -> Decision:
+    def __call__(self, study: ProfilingInput) -> Decision:
         """Decide.
 
         Raises:
@@ -128,7 +128,7 @@ class Planner:
 
     # A plan that was given.
 
-    def _follow(self, plan: Plan, study: Study) -> Decision:
+    def _follow(self, plan: Plan, study: ProfilingInput) -> Decision:
         names = [layer.name for layer, _, _ in study.layers]
         if (differs := plan.differences(names)) is not None:
             raise SettingError(
@@ -160,7 +160,7 @@ class Planner:
 
     # Devices that are all the same.
 
-    def _equal_stages(self, study: Study) -> Decision:
+    def _equal_stages(self, study: ProfilingInput) -> Decision:
         names, devices = [layer.name for layer, _, _ in study.layers], self.placement.devices
         stages = stage_count(self.stages, len(devices), len(names))
         times = [0.0] * len(names)
@@ -185,7 +185,7 @@ class Planner:
 
     # A plan of its own.
 
-    def _profile(self, study: Study) -> tuple[Profile, float]:
+    def _profile(self, study: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
         placement = self.placement
         profile = profiled(study, placement.types, self.model, self.precision, self.cache, self.bar)
@@ -201,7 +201,7 @@ class Planner:
         precision = "16" if "16" in self.precision else "32"
         return emulated_speeds.slowed(profile.with_estimates(devices, precision), placement.cluster)
 
-    def _found(self, profile: Profile, study: Study) -> Estimate:
+    def _found(self, profile: Profile, study: ProfilingInput) -> Estimate:
         cluster = self.placement.cluster
         stages = None
         if self.stages != "auto":
@@ -224,7 +224,7 @@ class Planner:
             raise self._unfit(choice, [*other, *ways_out(choice)], profile)
         return choice
 
-    def _shared(self, profile: Profile, study: Study, stages: int) -> Estimate:
+    def _shared(self, profile: Profile, study: ProfilingInput, stages: int) -> Estimate:
         """More stages than devices, of which neighbours share one; with as many in flight as have room."""
         cluster, state = self.placement.cluster, optimizer_state(_optimizer(study))
         slots = place(stages, cluster.slots)
@@ -258,7 +258,7 @@ class Planner:
         names = [layer.name for layer in profile.layers]
         return Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated])
 
-    def _why(self, found: Estimate, profile: Profile, study: Study) -> list[str]:
+    def _why(self, found: Estimate, profile: Profile, study: ProfilingInput) -> list[str]:
         reasons = list(found.reasons) if isinstance(found, Choice) else []
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
@@ -292,7 +292,7 @@ class Planner:
         )
 
 
-def _optimizer(study: Study) -> str:
+def _optimizer(study: ProfilingInput) -> str:
     return (optimizer_name(study.optimizer) if study.optimizer is not None else None) or UNKNOWN_OPTIMIZER
 
 

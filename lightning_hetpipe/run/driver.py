@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_hetpipe.lightning_private import DataFetcher, with_workers
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, current
-from lightning_hetpipe.pipeline.user.runner_pool import Crew
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
+from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
-F = TypeVar("F", bound=Flight)
-C = TypeVar("C", bound=Crew[Any])
+F = TypeVar("F", bound=BatchInFlight)
+C = TypeVar("C", bound=RunnerPool[Any])
 
 
 class Loop(Protocol):

@@ -21,14 +21,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.planning.search.division import stage_times
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
 from lightning_hetpipe.run.look_ahead import ReadyBatch
-from lightning_hetpipe.run.run_settings import FitSettings
+from lightning_hetpipe.run.run_settings import RunSettings
 
 
 class Evaluation:
@@ -47,7 +47,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, trainer: L.Trainer, loop: EvaluatingLoop, precision: Precision, settings: FitSettings, run_seed: int
+        self, trainer: L.Trainer, loop: EvaluatingLoop, precision: Precision, settings: RunSettings, run_seed: int
     ) -> None:
         self.trainer = trainer
         self.loop = loop
@@ -55,7 +55,7 @@ class Evaluation:
         self.precision = precision
         self.settings = settings
         self.run_seed = run_seed
-        self.chance = Chance(
+        self.chance = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.names = named_pieces(self.module, settings.module)

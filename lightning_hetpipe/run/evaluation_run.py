@@ -22,7 +22,7 @@ from lightning_hetpipe.lightning_private import (
     move_before_transfer,
     set_fetcher,
 )
-from lightning_hetpipe.pipeline.evaluator import EvaluationFlight, Evaluator
+from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
 from lightning_hetpipe.redirect import Redirect
@@ -42,7 +42,7 @@ class EvaluationRun:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._driver: Driver[EvaluationFlight, Evaluator] = Driver(self, Extensions())
+        self._driver: Driver[EvaluationBatch, Evaluator] = Driver(self, Extensions())
         self._evaluator: Evaluator | None = None
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
@@ -226,7 +226,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         batch = current()
-        if not isinstance(batch, EvaluationFlight) or piece not in self._pipelined:
+        if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
             return NOT_TAKEN
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.run.extensions.outside_parameters import Outside
-from lightning_hetpipe.run.run_settings import FitSettings, check_resumed, nothing_to_recompute
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.staleness_warning import check_staleness
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
@@ -78,7 +78,12 @@ class Begin(Protocol):
     """
 
     def __call__(
-        self, pieces: Sequence[Piece], decision: Decision, in_flight: int, outside: Outside, changing: set[int]
+        self,
+        pieces: Sequence[Piece],
+        decision: Decision,
+        in_flight: int,
+        outside: OutsideParameters,
+        changing: set[int],
     ) -> None: ...
 
 
@@ -89,9 +94,9 @@ class FirstMinibatch:
         self,
         trainer: L.Trainer,
         precision: Precision,
-        settings: FitSettings,
+        settings: RunSettings,
         run_seed: int,
-        chance: Chance,
+        chance: RandomGenerators,
         user_step: UserStep,
         synchroniser: Synchroniser | None,
         begin: Begin,
@@ -136,8 +141,8 @@ class WatchedStep:
         self,
         trainer: L.Trainer,
         precision: Precision,
-        settings: FitSettings,
-        chance: Chance,
+        settings: RunSettings,
+        chance: RandomGenerators,
         names: Sequence[str] | None,
         user_step: UserStep,
         number: int,
@@ -145,7 +150,7 @@ class WatchedStep:
         callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
         finetuning = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         module: L.LightningModule = trainer.lightning_module
-        self.outside = Outside(module)
+        self.outside = OutsideParameters(module)
         self._trainer = trainer
         self._precision = precision
         self._settings = settings
@@ -188,7 +193,7 @@ class WatchedStep:
         """
         settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
-        study = Study(self.pieces, self._chance, dtype, optimizer, self._samples)
+        study = ProfilingInput(self.pieces, self._chance, dtype, optimizer, self._samples)
         assert settings.decide is not None
         decision = settings.decide(study)
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)

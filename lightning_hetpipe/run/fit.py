@@ -32,7 +32,7 @@ from lightning_hetpipe.lightning_private import (
     step_arguments,
 )
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
@@ -45,7 +45,7 @@ from lightning_hetpipe.run.evaluation import Evaluation, before_transfer
 from lightning_hetpipe.run.extensions.cuts import Cuts
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.observers import Observers, TrainerObservers, UnversionedTensors
-from lightning_hetpipe.run.extensions.outside_parameters import Outside
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.extensions.structure import Structure
 from lightning_hetpipe.run.extensions.telemetry import Telemetry
@@ -54,7 +54,7 @@ from lightning_hetpipe.run.gradients import deliver
 from lightning_hetpipe.run.lifecycle import Extensions
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.release import released_step
-from lightning_hetpipe.run.run_settings import FitSettings
+from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.single_stage import SingleStage, is_single_stage
 from lightning_hetpipe.run.user_step import UserStep, without_graph
 from lightning_hetpipe.workers.synchroniser import Synchroniser
@@ -88,7 +88,7 @@ class Fit:
         self,
         trainer: L.Trainer,
         precision: Precision,
-        settings: FitSettings,
+        settings: RunSettings,
         run_seed: int,
         synchroniser: Synchroniser | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Fit:
         self._driver: Driver[Minibatch, Engine] = Driver(self, Extensions([self._recording]))
         self._loss_scale = LossScale(precision, self._driver.unlocked)
         self._user_step = UserStep(trainer, precision, self._loss_scale)
-        self._chance = Chance(
+        self._chance = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
@@ -271,7 +271,12 @@ class Fit:
     # The pipeline.
 
     def _pipeline(
-        self, pieces: Sequence[Piece], decision: Decision, in_flight: int, outside: Outside, changing: set[int]
+        self,
+        pieces: Sequence[Piece],
+        decision: Decision,
+        in_flight: int,
+        outside: OutsideParameters,
+        changing: set[int],
     ) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""
         settings, number = self._settings, self.begun()

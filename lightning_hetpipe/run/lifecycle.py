@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.user_section import UserSection, UserSections
 
 Around = AbstractContextManager[Any]
@@ -72,7 +72,7 @@ class Extension:
 
     def arrived(self, minibatch: int) -> None: ...
 
-    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None: ...
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None: ...
 
     def stepped(self, version: int) -> None: ...
 
@@ -140,7 +140,7 @@ class Extensions(Extension):
         for extension in self.all:
             extension.arrived(minibatch)
 
-    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         for extension in self.all:
             extension.finished(minibatch, args)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetpipe.capture.fingerprint import Form
+from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
@@ -26,12 +26,12 @@ class PieceCalls(PieceForwards):
         chance: The run's random numbers.
     """
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout, chance: Chance) -> None:
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, chance: RandomGenerators) -> None:
         super().__init__(pieces, layout)
         self._chance = chance
         self._first: int | None = None
         self._modes: list[bool] = []
-        self._form = Form(pieces)  # with the redirects, which are no change
+        self._form = Fingerprint(pieces)  # with the redirects, which are no change
 
     def epoch_begins(self, first: int) -> None:
         """An epoch begins with minibatch ``first``, in which graphs are compared with their modules."""

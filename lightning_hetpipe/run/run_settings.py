@@ -23,7 +23,7 @@ from lightning_hetpipe.placement.progress import Bar, hidden
 
 
 @dataclass(frozen=True)
-class FitSettings:
+class RunSettings:
     """What the strategy was asked for, and what tests put in its place."""
 
     stages: int | Literal["auto"]

@@ -21,17 +21,17 @@ from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
 from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of, named_pieces, never_called
 from lightning_hetpipe.capture.seeded_forward import run_drawing
 from lightning_hetpipe.lightning_private import begun_minibatches
-from lightning_hetpipe.pipeline.random.generators import Chance, may_draw
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
 from lightning_hetpipe.run.extensions.recording import Recording
-from lightning_hetpipe.run.run_settings import FitSettings, nothing_to_recompute, returned_none
+from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
 
 
-def is_single_stage(settings: FitSettings) -> bool:
+def is_single_stage(settings: RunSettings) -> bool:
     """Whether it is known from the settings that there is one stage with one minibatch in flight, and nothing to
     compile, emulate or compare with a plan, which is a stage's work."""
     if settings.compile is not None or settings.planned:
@@ -43,7 +43,9 @@ def is_single_stage(settings: FitSettings) -> bool:
 class SingleStage:
     """The steps of a fit without a pipeline."""
 
-    def __init__(self, trainer: L.Trainer, settings: FitSettings, chance: Chance, recording: Recording) -> None:
+    def __init__(
+        self, trainer: L.Trainer, settings: RunSettings, chance: RandomGenerators, recording: Recording
+    ) -> None:
         self._recording = recording
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module

@@ -394,10 +394,10 @@ class HetPipeStrategy(VirtualWorkers):
             bool(trainer.loggers),
         )
 
-    def _fit_settings(self) -> run_settings.FitSettings:
+    def _fit_settings(self) -> run_settings.RunSettings:
         assert self.lightning_module is not None
         planner = self._planner()
-        return run_settings.FitSettings(
+        return run_settings.RunSettings(
             stages=self.stages,
             in_flight=self.in_flight,
             module=self.module,

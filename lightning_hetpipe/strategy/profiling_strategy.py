@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.measuring import optimizer_name, profiled
@@ -18,7 +18,7 @@ from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.run.run_settings import FitSettings
+from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
 
@@ -49,10 +49,10 @@ class ProfilingStrategy(HetPipeStrategy):
         self.optimizer_name: str | None = None
         self._cache, self._bar = cache, bar
 
-    def _fit_settings(self) -> FitSettings:
+    def _fit_settings(self) -> RunSettings:
         return replace(super()._fit_settings(), decide=self._measure)
 
-    def _measure(self, study: Study) -> Decision:
+    def _measure(self, study: ProfilingInput) -> Decision:
         assert self.lightning_module is not None
         devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
         found = {slot.device: device for device in devices for slot in discovered_cluster([device]).slots}

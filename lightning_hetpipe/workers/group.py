@@ -25,14 +25,14 @@ from torch import Tensor
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.lost_workers import say
-from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.uncaught import Uncaught
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
-from lightning_hetpipe.server.transport.interface import STATUS, Refused, Unreachable
-from lightning_hetpipe.workers.join_handshake import UNTIL_SAID, Entrance
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
+from lightning_hetpipe.workers.join_handshake import UNTIL_SAID, JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_pieces
 
 ROOMS = "HETPIPE_ROOMS"
@@ -74,7 +74,7 @@ class Group:
         self,
         index: int,
         size: int,
-        found: Found,
+        found: FoundServers,
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
@@ -84,7 +84,7 @@ class Group:
     ) -> None:
         self.index = index
         self.size = size
-        self._entrance = Entrance(index, size, found, settings, timeout, lost, self._lose)
+        self._entrance = JoinHandshake(index, size, found, settings, timeout, lost, self._lose)
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
@@ -144,7 +144,7 @@ class Group:
         self._entrance.check_lease()
         self._meet_servers(self._found)
 
-    def renew(self, found: Found, settings: WSPSettings, timeout: float) -> None:
+    def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
         """What a later Trainer of the program was given holds from now on."""
         assert self._talk is not None
         further = settings.placement != self.settings.placement  # as with "local" only one may have been started
@@ -153,7 +153,7 @@ class Group:
         if further:
             self._meet_servers(found)
 
-    def _meet_servers(self, found: Found) -> None:
+    def _meet_servers(self, found: FoundServers) -> None:
         told = self.gather((self.index, self._places[self.index], list(found.known)), "the list of servers")
         self._places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
@@ -311,7 +311,7 @@ class Group:
         while True:
             try:
                 status = json.loads(self._entrance.coordinator.call(STATUS, b"", timeout=self.settings.lease))
-            except (Unreachable, Refused):
+            except (Unreachable, CallRefused):
                 return  # it has ended, and only ends when all have left
             members = status.get(room, {}).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.lost_workers import say
-from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import PATIENCE, Cancelled, Client, NotJoined
-from lightning_hetpipe.server.process.sessions import RoomChannel
+from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Parameter, Signature
+from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
@@ -46,7 +46,7 @@ class _Occupied(Exception):
     """Another launch is there."""
 
 
-class Entrance:
+class JoinHandshake:
     """Virtual worker ``index`` among ``size``, before the servers.
 
     Args:
@@ -60,7 +60,7 @@ class Entrance:
         self,
         index: int,
         size: int,
-        found: Found,
+        found: FoundServers,
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None],
@@ -210,7 +210,7 @@ class Entrance:
         placed: Sequence[Sequence[int]],
     ) -> Client:
         wsp = self.settings
-        signature = Signature(
+        signature = TrainingSignature(
             importlib.metadata.version("lightning_hetpipe"),
             self.size,
             wsp.clock_distance,
@@ -220,7 +220,7 @@ class Entrance:
             parameters,
         )
         return Client(
-            [RoomChannel(self._channels[server], room) for server in servers],
+            [SessionChannel(self._channels[server], room) for server in servers],
             signature,
             placed,
             self.index,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from lightning_hetpipe.capture.fingerprint import Form
+from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.pieces import Piece, layers_of
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import Layer
@@ -99,7 +99,7 @@ def run_recurrent(net: Any) -> None:
 )
 def test_the_form_stays(change: Callable[[Any], None]) -> None:
     own = piece()
-    form = Form([own])
+    form = Fingerprint([own])
     change(own.module)
     assert form.changed() is None
     form.follow()
@@ -107,7 +107,7 @@ def test_the_form_stays(change: Callable[[Any], None]) -> None:
 
 def test_a_redirect_changes_nothing() -> None:
     own = piece()
-    form = Form([own])
+    form = Fingerprint([own])
     redirect = Redirect(own.module, "forward", lambda redirect, value: redirect.original(value))
     assert form.changed() is None
     redirect.remove()
@@ -180,7 +180,7 @@ FOLLOWED: list[tuple[Callable[[Any], None], str]] = [
 @pytest.mark.parametrize(("change", "name"), FOLLOWED)
 def test_a_change_that_copies_follow(change: Callable[[Any], None], name: str) -> None:
     own = piece()
-    form = Form([piece("other"), own])
+    form = Fingerprint([piece("other"), own])
     change(own.module)
     assert form.changed() == name
     assert form.changed() == name, "looking twice sees the same"
@@ -191,7 +191,7 @@ def test_a_change_that_copies_follow(change: Callable[[Any], None], name: str) -
 
 def test_a_change_that_was_taken_back_is_none() -> None:
     own: Any = piece()
-    form = Form([own])
+    form = Fingerprint([own])
     own.module[1].alpha = 0.5
     own.module[1].alpha = 1.0
     assert form.changed() is None
@@ -228,7 +228,7 @@ def repeat(net: Any) -> None:
 @pytest.mark.parametrize("change", [replace, replace_nested, append, remove, exchange, repeat])
 def test_other_layers_are_refused(change: Callable[[Any], None]) -> None:
     own = piece()
-    form = Form([own])
+    form = Fingerprint([own])
     change(own.module)
     changed = form.changed()
     assert changed is not None
@@ -241,7 +241,7 @@ def test_other_layers_are_refused(change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 def test_hooks_are_refused(register: str, name: str) -> None:
     own = piece()
-    form = Form([own])
+    form = Fingerprint([own])
     getattr(own.module.get_submodule(name), register)(lambda *_: None)
     assert form.changed() == f"net.{name}"
     with pytest.raises(SettingError, match=rf"layer 'net\.{re.escape(name)}' has a hook"):
@@ -252,7 +252,7 @@ def test_hooks_of_torchs_own_are_not() -> None:
     """Spectral norm and pruning compute a weight before each forward."""
     own: Any = piece()
     prune_layer(own.module)
-    form = Form([own])
+    form = Fingerprint([own])
     prune_layer(own.module)  # again: its hook is another one now
     form.follow()
     own.module[0](torch.ones(2, 4))
@@ -263,7 +263,7 @@ def test_a_layer_with_a_parametrization_stays_itself() -> None:
     own: Any = piece()
     own.module[0] = normed()
     own.layers[0] = Layer("net.0", own.module[0])
-    form = Form([own])
+    form = Fingerprint([own])
     own.module[0](torch.ones(2, 4))
     optimizer_step(own.module)
     assert form.changed() is None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.grouping import Group, alike, groups
+from lightning_hetpipe.capture.grouping import LayerNodes, alike, groups
 from tests.support.captured_models import CLIP, GPT, ResNet, Translator, UNet
 
 IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
@@ -121,7 +121,7 @@ def test_batchnorm_that_is_called_twice_is_in_one_layer() -> None:
 
 
 def cut(*calls: str, like: list[str | None]) -> list[tuple[str | None, int]] | None:
-    found = [Group(call, [cast(Any, index)]) for index, call in enumerate(calls)]
+    found = [LayerNodes(call, [cast(Any, index)]) for index, call in enumerate(calls)]
     aligned = alike(found, like)
     return None if aligned is None else [(group.call, len(group.nodes)) for group in aligned]
 

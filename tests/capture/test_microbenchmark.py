@@ -14,7 +14,7 @@ from lightning_hetpipe.capture import microbenchmark
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.planning.model.timing import ROUNDS
@@ -73,7 +73,7 @@ def piece_of(*modules: nn.Module, inputs: list[Tensor] | None = None) -> Piece:
 
 def test_one_time_for_each_layer_of_all_pieces() -> None:
     pieces = [piece_of(nn.Linear(4, 4), nn.ReLU(inplace=True)), piece_of(nn.Linear(4, 4))]
-    times = measure(pieces, Chance(0), None, CPU)
+    times = measure(pieces, RandomGenerators(0), None, CPU)
     assert len(times) == 3
     assert all(seconds > 0 for seconds in times)
 
@@ -85,7 +85,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
     gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
     before = shape_of(net)
     torch.set_default_dtype(torch.float32)
-    measure([piece_of(*net)], Chance(0), None, CPU)
+    measure([piece_of(*net)], RandomGenerators(0), None, CPU)
     assert {name: torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items()} == dict.fromkeys(
         state, True
     )
@@ -98,7 +98,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
 def test_random_states_and_the_default_dtype_are_not_touched() -> None:
     piece = piece_of(nn.Dropout(0.5), Greedy(), nn.Linear(4, 4))
     before = chance()
-    measure([piece], Chance(0), None, CPU)
+    measure([piece], RandomGenerators(0), None, CPU)
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
@@ -111,21 +111,21 @@ def test_random_states_are_not_touched_where_a_layer_fails() -> None:
 
     before = chance()
     with pytest.raises(ArithmeticError, match="in a layer"):
-        measure([piece_of(Fails())], Chance(0), None, CPU)
+        measure([piece_of(Fails())], RandomGenerators(0), None, CPU)
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
 
 def test_inputs_are_not_touched() -> None:
     inputs = [torch.full((3, 4), -1.0), torch.full((3, 4), -1.0, requires_grad=True)]
-    measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], Chance(0), None, CPU)
+    measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], RandomGenerators(0), None, CPU)
     assert all(torch.equal(tensor.detach(), torch.full((3, 4), -1.0)) for tensor in inputs)
     assert all(tensor.grad is None for tensor in inputs)
 
 
 def test_each_layer_runs_forward_and_backward_once_a_round() -> None:
     Counting.forwards = Counting.backwards = 0
-    measure([piece_of(Counting())], Chance(0), None, CPU)
+    measure([piece_of(Counting())], RandomGenerators(0), None, CPU)
     assert (Counting.forwards, Counting.backwards) == (ROUNDS + 1, ROUNDS + 1)
 
 
@@ -133,7 +133,7 @@ def test_layers_that_nothing_can_be_differentiated_through() -> None:
     tokens = torch.tensor([[0, 1], [2, 3]])
     frozen = nn.Linear(4, 4).requires_grad_(False)
     pieces = [piece_of(nn.Embedding(5, 4), inputs=[tokens]), piece_of(frozen)]
-    assert len(measure(pieces, Chance(0), None, CPU)) == 2
+    assert len(measure(pieces, RandomGenerators(0), None, CPU)) == 2
 
 
 def test_forwards_run_as_in_the_stages() -> None:
@@ -148,7 +148,7 @@ def test_forwards_run_as_in_the_stages() -> None:
     piece = piece_of(Looks())
     with torch.autocast("cpu", torch.bfloat16):
         piece.autocast = Autocast.current()
-    measure([piece], Chance(0), torch.float64, CPU)
+    measure([piece], RandomGenerators(0), torch.float64, CPU)
     assert seen == [(torch.bfloat16, torch.float64)] * (ROUNDS + 1)
 
 
@@ -156,4 +156,4 @@ def test_times_come_from_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         microbenchmark, "layer_times", lambda layers, **_: [float(index) for index, _ in enumerate(layers)]
     )
-    assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], Chance(0), None, CPU) == [0, 1, 2]
+    assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], RandomGenerators(0), None, CPU) == [0, 1, 2]

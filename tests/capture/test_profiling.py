@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.profiling import ROUNDS, WARM_UP, Study, code_of
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.capture.profiling import ROUNDS, WARM_UP, ProfilingInput, code_of
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.planning.model.profile import Times
 from tests.capture.test_microbenchmark import CPU, Greedy, X, piece_of
 
 FLOAT = 4
 
 
-def study(*modules: nn.Module, optimizer: torch.optim.Optimizer | None = None, **given: Any) -> Study:
-    return Study([piece_of(*modules, **given)], Chance(0), None, optimizer)
+def study(*modules: nn.Module, optimizer: torch.optim.Optimizer | None = None, **given: Any) -> ProfilingInput:
+    return ProfilingInput([piece_of(*modules, **given)], RandomGenerators(0), None, optimizer)
 
 
 def test_bytes_of_a_layer() -> None:

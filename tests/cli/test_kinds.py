@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypeVar
 import pytest
 
 from lightning_hetpipe.cli.kinds import expected
-from lightning_hetpipe.cli.targets import Signature
+from lightning_hetpipe.cli.targets import TargetSignature
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ broken.__annotations__ = {"width": "NoSuchName"}
 
 
 def test_annotations_of_classes_and_functions() -> None:
-    assert Signature.of(Annotated).hints["width"] is int
-    assert Signature.of(test_what_a_value_should_have_been).hints["value"] is Any
-    assert Signature.of(broken).hints == {}
-    assert Signature.of(len).hints == {}
+    assert TargetSignature.of(Annotated).hints["width"] is int
+    assert TargetSignature.of(test_what_a_value_should_have_been).hints["value"] is Any
+    assert TargetSignature.of(broken).hints == {}
+    assert TargetSignature.of(len).hints == {}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.targets import Signature, locate
+from lightning_hetpipe.cli.targets import TargetSignature, locate
 from lightning_hetpipe.errors import SettingError
 
 
@@ -46,6 +46,6 @@ def test_parameters_leave_out_what_cannot_be_named() -> None:
 
     def anything(**named: int) -> None: ...
 
-    assert list(Signature.of(target).parameters) == ["second", "third"]
-    assert not Signature.of(target).takes_any
-    assert (Signature.of(anything).parameters, Signature.of(anything).takes_any) == ({}, True)
+    assert list(TargetSignature.of(target).parameters) == ["second", "third"]
+    assert not TargetSignature.of(target).takes_any
+    assert (TargetSignature.of(anything).parameters, TargetSignature.of(anything).takes_any) == ({}, True)

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests import oracle
 from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, same, vectors
 from tests.exact.running import fit, make_trainer
 from tests.exact.test_captured import CASES, made
-from tests import oracle
 from tests.support import models
 from tests.support.captured_models import Whole
 from tests.support.models import Learner

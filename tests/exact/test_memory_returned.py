@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.support.models import mlp, sentences, tied_language_model, vectors
@@ -34,7 +34,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """While Python collects no garbage."""
     found = Held()
 
-    class Watched(Ring):
+    class Watched(WeightStash):
         def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
             super().__init__(live, slots, device)
             made = [parameter for slot in self.slots for parameter in slot.layers.parameters()]

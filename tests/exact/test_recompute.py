@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.segment_runner import Part
+from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
 from lightning_hetpipe.pipeline.stage_messages import Forward
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_equal, expect, fit
@@ -116,9 +116,9 @@ def computed(monkeypatch: pytest.MonkeyPatch, fail_at: tuple[str, int] | None = 
     """How often each segment computes, once fits have run; ``fail_at`` fails the second time of a minibatch."""
     counts: Counter[str] = Counter()
     times: Counter[tuple[str, int]] = Counter()
-    compute = Part._compute
+    compute = SegmentRunner._compute
 
-    def counted(part: Part, task: Forward, *args: Any) -> Any:
+    def counted(part: SegmentRunner, task: Forward, *args: Any) -> Any:
         where = part.describe(), task.minibatch
         times[where] += 1
         counts[where[0]] += 1
@@ -126,7 +126,7 @@ def computed(monkeypatch: pytest.MonkeyPatch, fail_at: tuple[str, int] | None = 
             raise ArithmeticError("in the second forward")
         return compute(part, task, *args)
 
-    monkeypatch.setattr(Part, "_compute", counted)
+    monkeypatch.setattr(SegmentRunner, "_compute", counted)
     return counts
 
 

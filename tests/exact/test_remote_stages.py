@@ -14,8 +14,8 @@ import torch
 
 from lightning_hetpipe.pipeline.graph_code import encode_layers
 from lightning_hetpipe.pipeline.message_code import RemoteFailure, decode, encode
-from lightning_hetpipe.pipeline.stage import Found, Stage
-from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, State, Version
+from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
@@ -76,15 +76,15 @@ class RemoteStage(Stage):
         self.ring.publish(version.number, version.parameters, version.flags)
         self.wire.send(encode(["publish", version]))
 
-    def take(self, minibatch: int) -> Found:
+    def take(self, minibatch: int) -> FoundGradients:
         self.wire.send(encode(["take", minibatch]))
-        found = Found()
+        found = FoundGradients()
         found.gradients = self._answers.get(timeout=60)
         return found
 
-    def state(self, minibatch: int) -> State:
+    def state(self, minibatch: int) -> StageState:
         self.wire.send(encode(["state", minibatch]))
-        found: State = self._answers.get(timeout=60)
+        found: StageState = self._answers.get(timeout=60)
         return found
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import command
-from lightning_hetpipe.launch.command import Program, this_program
+from lightning_hetpipe.launch.command import Command, this_program
 
 
 def main_module(file: str | None, spec: str | None) -> ModuleType:
@@ -51,7 +51,7 @@ def test_the_command_of_a_program(
     monkeypatch.setattr(sys, "orig_argv", ["python", *original.split()])
     monkeypatch.setattr(sys, "argv", ["whatever", "seen", "by", "it"])
     monkeypatch.setitem(sys.modules, "__main__", main_module(file, spec))
-    assert this_program() == Program([sys.executable, *expected.split()], command._START, None)
+    assert this_program() == Command([sys.executable, *expected.split()], command._START, None)
 
 
 @pytest.mark.parametrize("original", [["-"], [], ["-B"]])

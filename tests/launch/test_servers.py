@@ -65,7 +65,7 @@ def rank(index: int, nodes: int = 2, per_node: int = 1, role: Role = Role.FIRST)
     return Rank(index, nodes * per_node, index // per_node, index % per_node, per_node, nodes, role)
 
 
-def found(at: Rank, environment: ClusterEnvironment | None = None, **wsp: Any) -> servers.Found:
+def found(at: Rank, environment: ClusterEnvironment | None = None, **wsp: Any) -> servers.FoundServers:
     return servers.find(at, environment or LightningEnvironment(), WSPCallback(**wsp).settings, 0.3)
 
 
@@ -79,7 +79,7 @@ def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch:
     told = servers.start(first, LightningEnvironment(), WSPCallback(lease=7).settings)
     assert told == {"HETPIPE_COORDINATOR": "127.0.0.1:7", "HETPIPE_TOKEN": "invented"}
     here = found(first, lease=7)
-    assert here == servers.Found("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"))
+    assert here == servers.FoundServers("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"))
     put(monkeypatch, HETPIPE_CA="certificates do not matter on loopback")
     monkeypatch.setattr(parent_watch, "told", lambda: told)
     assert found(rank(1, 1, 2, Role.CHILD)) == replace(here, known=())
@@ -88,7 +88,7 @@ def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch:
 def test_the_servers_that_a_user_names_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, HETPIPE_TOKEN="open-sesame")
     named = ["one:1", "two:2"]
-    first = servers.Found("one:1", ("one:1", "two:2"), Security(token="open-sesame"), per_node=1)
+    first = servers.FoundServers("one:1", ("one:1", "two:2"), Security(token="open-sesame"), per_node=1)
     assert found(rank(0), servers=named) == first
     assert found(rank(1), servers=named) == replace(first, known=())
     assert servers.start(rank(0), LightningEnvironment(), WSPCallback(servers=named).settings) == {}
@@ -110,12 +110,14 @@ def test_each_node_has_one_and_all_look_for_the_first(monkeypatch: pytest.Monkey
     put(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="5000", HETPIPE_TOKEN="open-sesame")
     secret = Security(token="open-sesame")
     first = found(rank(0, 2, 2))
-    assert first == servers.Found("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True, per_node=2)
+    assert first == servers.FoundServers("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True, per_node=2)
     servers.stop()
-    assert found(rank(1, 2, 2, Role.CHILD)) == servers.Found("127.0.0.1:5001", (), secret, per_node=2)
-    assert found(rank(2, 2, 2)) == servers.Found("127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True, per_node=2)
+    assert found(rank(1, 2, 2, Role.CHILD)) == servers.FoundServers("127.0.0.1:5001", (), secret, per_node=2)
+    assert found(rank(2, 2, 2)) == servers.FoundServers(
+        "127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True, per_node=2
+    )
     servers.stop()
-    assert found(rank(2, 2, 2), placement="local") == servers.Found("127.0.0.1:5001", (), secret, per_node=2)
+    assert found(rank(2, 2, 2), placement="local") == servers.FoundServers("127.0.0.1:5001", (), secret, per_node=2)
     put(monkeypatch, HETPIPE_PORT="6000")
     assert found(rank(0)).known == ("127.0.0.1:6000",)
     servers.stop()
@@ -184,7 +186,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, run: str) -> ClusterEnvironment:
 def test_processes_that_torchrun_started_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = torchrun(monkeypatch, "ours")
     first = found(rank(0, 1, 2, Role.EXTERNAL), environment)
-    assert first == servers.Found("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"), hosts=True)
+    assert first == servers.FoundServers("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"), hosts=True)
     assert found(rank(0, 1, 2, Role.EXTERNAL), environment) == first, "the next Trainer's run"
     second = rank(1, 1, 2, Role.EXTERNAL)
     assert found(second, environment) == replace(first, known=(), hosts=False)

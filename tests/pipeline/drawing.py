@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.pipeline.random.generators import Chance, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 
 
 class Run(nn.Module):
@@ -38,11 +38,13 @@ class Block(nn.Module):
         return F.dropout(x, 0.5, self.training).add(self.dropout(x))
 
 
-def draw(layer: nn.Module, minibatch: int, *inputs: Any, chance: Chance | None = None, path: str = "net.0") -> Any:
+def draw(
+    layer: nn.Module, minibatch: int, *inputs: Any, chance: RandomGenerators | None = None, path: str = "net.0"
+) -> Any:
     """Runs a copy of ``layer`` and checks that the default generator is left alone."""
     run = attach(copy.deepcopy(layer), path)
     before = torch.get_rng_state()
-    with (chance or Chance(7)).minibatch(minibatch):
+    with (chance or RandomGenerators(7)).minibatch(minibatch):
         result = run(*inputs)
     assert torch.equal(before, torch.get_rng_state())
     return result

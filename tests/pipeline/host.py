@@ -19,13 +19,13 @@ import torch
 
 from lightning_hetpipe.pipeline.graph_code import decode_layers
 from lightning_hetpipe.pipeline.message_code import decode, encode
-from lightning_hetpipe.pipeline.random.generators import Chance
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from lightning_hetpipe.pipeline.streams import Lanes, Mark
-from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.rules.schedule import Segment
 
 _LENGTH = struct.Struct(">Q")
@@ -58,14 +58,14 @@ def main(wire: Wire) -> None:
     for part in parts:
         for number in part.layers:
             layers[number] = next(own)
-    settings = StageSettings(Chance(run_seed, virtual_worker), in_flight, threads, None, recompute=recompute)
-    patience = Patience(60.0, lambda: False, lambda: "a stage in a process of its own")
+    settings = StageSettings(RandomGenerators(run_seed, virtual_worker), in_flight, threads, None, recompute=recompute)
+    patience = Watchdog(60.0, lambda: False, lambda: "a stage in a process of its own")
 
     @contextmanager
     def exclusively(number: int, who: str) -> Iterator[None]:
         yield
 
-    def done(result: Result, mark: Mark | None) -> None:
+    def done(result: Result, mark: StreamEvent | None) -> None:
         try:
             frame = encode(result)
         except Exception as error:  # it would end the stage's thread
@@ -73,8 +73,8 @@ def main(wire: Wire) -> None:
         wire.send(frame)
 
     device = torch.device("cpu")
-    quiet = Quiet(patience)
-    stage = Stage(index, device, parts, layers, settings, patience, quiet, exclusively, done, Lanes())
+    quiet = ReadersWriterLock(patience)
+    stage = Stage(index, device, parts, layers, settings, patience, quiet, exclusively, done, Streams())
     stage.start()
     for frame in frames:
         what, *given = decode(frame)

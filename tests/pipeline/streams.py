@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.streams import Lanes, Mark
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, current
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
 from lightning_hetpipe.torch_private import ThreadDispatchMode, arguments_of, pytree
 
 Moments = dict[int, int]
 """For each lane, how many of its operators were seen."""
 
 
-class Streams:
+class StreamRaces:
     """The lanes of one engine, and the races between them.
 
     Args:
@@ -34,14 +34,14 @@ class Streams:
     """
 
     def __init__(
-        self, broken: Callable[[str, FakeLane], bool] = lambda what, lane: False, host_inputs: bool = False
+        self, broken: Callable[[str, FakeStream], bool] = lambda what, lane: False, host_inputs: bool = False
     ) -> None:
         self.host_inputs = host_inputs
-        self.called: set[Flight] = set()
+        self.called: set[BatchInFlight] = set()
         self.races: list[str] = []
         self.broken = broken
         self.lock = threading.Lock()
-        self.outside = FakeLane(self, 0)
+        self.outside = FakeStream(self, 0)
         self._lanes = [self.outside]
         self._made: dict[int, int] = {}  # by which lane
         self._written: dict[int, tuple[int, int]] = {}
@@ -49,11 +49,11 @@ class Streams:
         self._kept: list[torch.UntypedStorage] = []  # so that no memory is used twice
         self._thread = threading.local()
 
-    def lanes(self) -> Lanes:
-        return Lanes(self._on, self.outside)
+    def lanes(self) -> Streams:
+        return Streams(self._on, self.outside)
 
-    def _on(self, device: torch.device) -> FakeLane:
-        lane = FakeLane(self, len(self._lanes))
+    def _on(self, device: torch.device) -> FakeStream:
+        lane = FakeStream(self, len(self._lanes))
         self._lanes.append(lane)
         return lane
 
@@ -64,11 +64,11 @@ class Streams:
             yield
 
     @property
-    def here(self) -> FakeLane:
-        lane: FakeLane = getattr(self._thread, "lane", self.outside)
+    def here(self) -> FakeStream:
+        lane: FakeStream = getattr(self._thread, "lane", self.outside)
         return lane
 
-    def enter(self, lane: FakeLane) -> None:
+    def enter(self, lane: FakeStream) -> None:
         self._thread.lane = lane
         _Mode(self).__enter__()
 
@@ -91,7 +91,7 @@ class Streams:
                 self._read.pop(_key(tensor), None)
 
     def _check(
-        self, lane: FakeLane, name: str, tensor: Tensor, does: str, moments: list[tuple[int, int] | None]
+        self, lane: FakeStream, name: str, tensor: Tensor, does: str, moments: list[tuple[int, int] | None]
     ) -> None:
         for moment in moments:
             if moment is None or moment[0] == lane.number:
@@ -103,10 +103,10 @@ class Streams:
             self.races.append(f"{name} of lane {lane.number} {does} memory of lane {owner} that may be given away")
 
 
-class FakeLane:
-    """Lane ``number`` of ``streams``; 0 is that of user code and Lightning's thread."""
+class FakeStream:
+    """Stream ``number`` of ``streams``; 0 is that of user code and Lightning's thread."""
 
-    def __init__(self, streams: Streams, number: int) -> None:
+    def __init__(self, streams: StreamRaces, number: int) -> None:
         self.number = number
         self.seen: Moments = {number: 0}
         self.named: set[int] = set()
@@ -126,7 +126,7 @@ class FakeLane:
         with self._streams.lock:
             return FakeMark(self._streams, dict(self.seen))
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         if not self._streams.broken("tensors", self):
             self.named |= {_key(tensor) for tensor in tensors}
         if isinstance(mark, FakeMark) and not self._streams.broken("marks", self):
@@ -153,7 +153,7 @@ class FakeLane:
 class FakeMark:
     """What a lane had seen at ``moments``."""
 
-    def __init__(self, streams: Streams, moments: Moments) -> None:
+    def __init__(self, streams: StreamRaces, moments: Moments) -> None:
         self.moments = moments
         self._streams = streams
 
@@ -164,7 +164,7 @@ class FakeMark:
 
 
 class _Mode(ThreadDispatchMode):
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: StreamRaces) -> None:
         super().__init__()
         self._streams = streams
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.stage_messages import State
-from lightning_hetpipe.pipeline.streams import OutsideLane
+from lightning_hetpipe.pipeline.stage_messages import StageState
+from lightning_hetpipe.pipeline.streams import CudaUserStream
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Segment:
         self.buffers.publish(minibatch, self.of_live.version(minibatch).buffers[0])
 
     def show(self, minibatch: int) -> None:
-        self.of_live.show(State([self.buffers.left(minibatch)], [()]), OutsideLane())
+        self.of_live.show(StageState([self.buffers.left(minibatch)], [()]), CudaUserStream())
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x

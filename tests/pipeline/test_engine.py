@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.lock import Rank, Ticket
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
 
 
@@ -207,7 +207,7 @@ def test_unlocking_twice_releases_once() -> None:
     """A wait within a wait gave a lock away that somebody else held by then."""
     line = Line(mlp(2))
     with line.running() as engine, engine.unlocked():
-        other = Ticket(Rank.START, 1)
+        other = Ticket(Precedence.START, 1)
         engine.lock.request(other)
         assert other.wait(20)
         with engine.unlocked():

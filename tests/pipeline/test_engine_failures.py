@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
-from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.user import runner_pool as crew_module
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
@@ -277,7 +277,7 @@ def test_a_stuck_layer_is_named() -> None:
 def give_up_first_in_lightnings_thread(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its waits run out at once, and those of all others late: otherwise it is chance whose do first."""
     patience = line.engine.patience
-    original, hasty = patience.wait, Patience(0.2, lambda: False, line.engine.describe)
+    original, hasty = patience.wait, Watchdog(0.2, lambda: False, line.engine.describe)
 
     def wait(ready: Callable[[float], bool], who: str) -> None:
         (hasty.wait if who.startswith("Lightning's step") else original)(ready, who)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetpipe.pipeline.random.generators import Chance, RandomnessError, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, RandomnessError, attach
 from tests.pipeline.drawing import Block, Run, draw
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def test_the_seed_is_the_run_the_worker_the_minibatch_and_the_operations_name() -> None:
     def seed(run: int, worker: int, minibatch: int, path: str, ordinal: int) -> int:
-        return Chance(run, worker).generator(minibatch, path, ordinal, CPU).initial_seed()
+        return RandomGenerators(run, worker).generator(minibatch, path, ordinal, CPU).initial_seed()
 
     base = (7, 0, 3, "net.1", 0)
     others = [(8, 0, 3, "net.1", 0), (7, 1, 3, "net.1", 0), (7, 0, 4, "net.1", 0), (7, 0, 3, "net.11", 0)]
@@ -35,7 +35,7 @@ def test_the_seed_is_the_run_the_worker_the_minibatch_and_the_operations_name() 
 
 
 def test_every_draw_is_the_one_of_its_name() -> None:
-    chance = Chance(7)
+    chance = RandomGenerators(7)
     layer = Run(lambda dropout, x: (dropout(x), torch.rand(3), dropout(x), torch.rand(3)), nn.Dropout(0.5))
     got = draw(layer, 4, torch.ones(8), chance=chance, path="net.2")
 
@@ -50,7 +50,7 @@ def test_every_draw_is_the_one_of_its_name() -> None:
 def test_threads_and_their_order_do_not_matter() -> None:
     replicas = [attach(copy.deepcopy(layer), "net.0") for layer in [Block()] * 4]
     x = torch.ones(64, 16)
-    chance = Chance(7)
+    chance = RandomGenerators(7)
 
     def run(minibatch: int) -> Tensor:
         with chance.minibatch(minibatch):
@@ -76,7 +76,7 @@ def test_threads_and_their_order_do_not_matter() -> None:
 def test_interleaved_threads_leave_no_mode_behind() -> None:
     """torch's own modes keep process-wide flags, which threads that leave in another order than they came set wrong."""
     inside, other_left = threading.Event(), threading.Event()
-    chance = Chance(7)
+    chance = RandomGenerators(7)
 
     def wait() -> None:
         inside.set()
@@ -104,7 +104,7 @@ def test_interleaved_threads_leave_no_mode_behind() -> None:
 
 
 def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
-    chance = Chance(7)
+    chance = RandomGenerators(7)
     for layer in (nn.Dropout(0.25), Run(lambda x: torch.native_dropout(x, 0.25, True)[0])):
         x = torch.randn(32, 16, requires_grad=True)
         draw(layer, 1, x, chance=chance).square().sum().backward()
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
 
 def test_a_backward_pass_draws_nothing() -> None:
     run = attach(nn.Sequential(nn.Linear(16, 16), nn.RReLU(), nn.Dropout(0.5)), "net.0")
-    with Chance(7).minibatch(1):
+    with RandomGenerators(7).minibatch(1):
         loss = run(torch.ones(4, 16)).sum()
     before = torch.get_rng_state()
     loss.backward()
@@ -124,7 +124,7 @@ def test_a_backward_pass_draws_nothing() -> None:
 def test_a_cut_does_not_change_what_a_shared_module_draws() -> None:
     shared = nn.Dropout(0.5)
     net = nn.Sequential(shared, nn.Linear(16, 16), shared, Block())
-    x, chance = torch.ones(8, 16), Chance(7)
+    x, chance = torch.ones(8, 16), RandomGenerators(7)
 
     def run(*stages: slice) -> Tensor:
         value = x
@@ -150,7 +150,7 @@ def test_a_shared_module_outside_its_layers_has_no_name() -> None:
     shared = nn.Dropout(0.5)
     attach(shared, "net.0")
     attach(shared, "net.2")
-    with Chance(7).minibatch(1), pytest.raises(RandomnessError, match=r"net\.0, net\.2"):
+    with RandomGenerators(7).minibatch(1), pytest.raises(RandomnessError, match=r"net\.0, net\.2"):
         shared(torch.ones(4))
 
 
@@ -164,7 +164,7 @@ def test_a_watched_minibatch_draws_like_a_replica_and_leaves_no_trace() -> None:
     layers = {f"net.{i}": layer for i, layer in enumerate(live)}
     kept = [dict(vars(module)) for module in live.modules()]
     state = copy.deepcopy(live.state_dict())
-    x, chance = torch.ones(8, 16), Chance(7)
+    x, chance = torch.ones(8, 16), RandomGenerators(7)
 
     def chain(run: dict[str, Callable[..., Any]]) -> Tensor:
         value: Any = x
@@ -193,7 +193,7 @@ def test_what_runs_outside_the_layers_keeps_the_default_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4), torch.rand(4)
     torch.manual_seed(3)
-    with Chance(7).watch({"net.0": layer}, 1) as run:
+    with RandomGenerators(7).watch({"net.0": layer}, 1) as run:
         first = torch.rand(4)
         run["net.0"](torch.ones(2, 16))
         second = torch.rand(4)
@@ -210,7 +210,7 @@ def test_an_exception_in_a_layer_ends_its_draws() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with Chance(7).minibatch(1):
+    with RandomGenerators(7).minibatch(1):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             run(torch.ones(2, 16))
         assert torch.equal(torch.rand(4), expected)
@@ -224,7 +224,7 @@ def test_an_attached_module_can_be_copied() -> None:
     x = torch.ones(2, 16)
     results = []
     for module in (layer, twin):
-        with Chance(7).minibatch(1):
+        with RandomGenerators(7).minibatch(1):
             results.append(module(x))
     assert not torch.equal(*results), "the copy ran the original's weights"
     assert list(layer.state_dict()) == ["linear.weight", "linear.bias"]
@@ -247,7 +247,7 @@ def test_torchs_own_deterministic_layers_are_not_touched() -> None:
 
 def test_a_draw_that_depends_on_the_data_is_caught_too() -> None:
     layer = Run(lambda x: F.dropout(x, 0.5) if x.sum() > 0 else x)
-    run, chance = attach(layer, "net.0"), Chance(7)
+    run, chance = attach(layer, "net.0"), RandomGenerators(7)
     with chance.watch({"net.0": copy.deepcopy(layer)}, 1) as watched:
         watched["net.0"](torch.zeros(4))
     before = torch.get_rng_state()

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 
 
 def granted(ticket: Ticket) -> bool:
@@ -18,7 +18,7 @@ def granted(ticket: Ticket) -> bool:
 
 
 def test_a_free_lock_is_granted_at_once() -> None:
-    lock, ticket = UserLock(), Ticket(Rank.MAIN, 0)
+    lock, ticket = UserLock(), Ticket(Precedence.MAIN, 0)
     before = lock.held
     lock.request(ticket)
     assert (before, lock.held) == (False, True)
@@ -26,14 +26,14 @@ def test_a_free_lock_is_granted_at_once() -> None:
 
 
 def test_a_grant_is_seen_once() -> None:
-    lock, ticket = UserLock(), Ticket(Rank.MAIN, 0)
+    lock, ticket = UserLock(), Ticket(Precedence.MAIN, 0)
     lock.request(ticket)
     assert [granted(ticket), granted(ticket)] == [True, False]
 
 
 def test_it_is_free_when_nobody_waits() -> None:
     lock = UserLock()
-    lock.request(Ticket(Rank.MAIN, 0))
+    lock.request(Ticket(Precedence.MAIN, 0))
     assert not lock.wanted()
     lock.release()
     assert not lock.held
@@ -41,8 +41,15 @@ def test_it_is_free_when_nobody_waits() -> None:
 
 def test_stretches_that_stages_wait_for_go_first_and_earlier_minibatches_before_later_ones() -> None:
     lock = UserLock()
-    lock.request(Ticket(Rank.MAIN, 0))
-    asked = [(Rank.MAIN, 1), (Rank.START, 9), (Rank.RESUME, 7), (Rank.START, 8), (Rank.RESUME, 3), (Rank.MAIN, 0)]
+    lock.request(Ticket(Precedence.MAIN, 0))
+    asked = [
+        (Precedence.MAIN, 1),
+        (Precedence.START, 9),
+        (Precedence.RESUME, 7),
+        (Precedence.START, 8),
+        (Precedence.RESUME, 3),
+        (Precedence.MAIN, 0),
+    ]
     tickets = [Ticket(*place) for place in asked]
     for ticket in tickets:
         lock.request(ticket)
@@ -53,12 +60,12 @@ def test_stretches_that_stages_wait_for_go_first_and_earlier_minibatches_before_
         (now,) = [ticket for ticket in tickets if granted(ticket)]
         order.append((now.rank, now.number))
     assert order == [
-        (Rank.RESUME, 3),
-        (Rank.RESUME, 7),
-        (Rank.START, 8),
-        (Rank.START, 9),
-        (Rank.MAIN, 0),
-        (Rank.MAIN, 1),
+        (Precedence.RESUME, 3),
+        (Precedence.RESUME, 7),
+        (Precedence.START, 8),
+        (Precedence.START, 9),
+        (Precedence.MAIN, 0),
+        (Precedence.MAIN, 1),
     ]
 
 
@@ -71,8 +78,8 @@ class LockMachine(RuleBasedStateMachine):
         self.holder: Ticket | None = None
         self.waiting: list[Ticket] = []
 
-    @rule(rank=st.sampled_from(Rank), number=st.integers(0, 9))
-    def request(self, rank: Rank, number: int) -> None:
+    @rule(rank=st.sampled_from(Precedence), number=st.integers(0, 9))
+    def request(self, rank: Precedence, number: int) -> None:
         ticket = Ticket(rank, number)
         self.lock.request(ticket)
         if self.holder is None:
@@ -117,7 +124,7 @@ def test_one_holder_at_a_time(threads: int) -> None:
         def run() -> None:
             start.wait()
             for turn in range(50):
-                ticket = Ticket(Rank(turn % 3), index)
+                ticket = Ticket(Precedence(turn % 3), index)
                 lock.request(ticket)
                 assert ticket.wait(30)
                 inside[0] += 1

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.streams import Mark, Outside, OutsideLane
+from lightning_hetpipe.pipeline.streams import CudaUserStream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 
 
-def run(piece: int, inputs: Any, outputs: Any, outside: Outside | None = None) -> tuple[PieceCall, Any]:
+def run(piece: int, inputs: Any, outputs: Any, outside: UserStream | None = None) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(piece, Value.of(inputs), Autocast.current(), outside or OutsideLane())
+    call = PieceCall(piece, Value.of(inputs), Autocast.current(), outside or CudaUserStream())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 
@@ -179,11 +179,11 @@ class InStreams:
         self.current = "first"
         self.joined: list[tuple[str, str]] = []
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> Mark | None:
+    def mark(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         assert list(devices)
         return Current(self.current)
 
-    def join(self, mark: Mark | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         assert isinstance(mark, Current)
         assert len(list(tensors)) == 1
         self.joined.append((self.current, mark.name))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Gamma, Normal
 from torch.nn import functional as F
 
-from lightning_hetpipe.pipeline.random.generators import Chance, RandomnessError, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, RandomnessError, attach
 from tests.pipeline.drawing import Block, Run, draw
 
 
@@ -142,7 +142,7 @@ def test_a_users_own_generator_is_left_to_the_user() -> None:
         )
     )
     run = attach(layer, "net.0")
-    with Chance(7).minibatch(1):
+    with RandomGenerators(7).minibatch(1):
         got = run()
     again = torch.Generator().manual_seed(11)
     assert torch.equal(got[0], torch.rand(3, generator=again))
@@ -152,7 +152,7 @@ def test_a_users_own_generator_is_left_to_the_user() -> None:
 
 def test_a_fused_dropout_is_refused_only_when_the_run_is_deterministic_and_it_draws() -> None:
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    strict = Chance(7, deterministic=True)
+    strict = RandomGenerators(7, deterministic=True)
     draw(Run(lambda: fused(QUERY, QUERY, QUERY, 0.0)), 1, chance=strict)
     with pytest.raises(RandomnessError, match=r"'net\.0'.*flash_attention_for_cpu.*enable_flash_sdp"):
         draw(Run(lambda: fused(QUERY, QUERY, QUERY, 0.5)), 1, chance=strict)

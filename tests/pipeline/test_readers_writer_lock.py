@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import pytest
 
 from lightning_hetpipe.errors import PipelineStalled
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
-from lightning_hetpipe.pipeline.threads import Patience
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.threads import Watchdog
 
 
-def quiet(seconds: float = 20.0) -> Quiet:
-    return Quiet(Patience(seconds, lambda: False, lambda: "nothing"))
+def quiet(seconds: float = 20.0) -> ReadersWriterLock:
+    return ReadersWriterLock(Watchdog(seconds, lambda: False, lambda: "nothing"))
 
 
 def test_any_number_compute_at_once() -> None:

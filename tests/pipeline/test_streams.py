@@ -15,11 +15,11 @@ from lightning_hetpipe.pipeline import values
 from lightning_hetpipe.pipeline.evaluator import Evaluator
 from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.passes import Loss
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-from lightning_hetpipe.pipeline.streams import CudaLane, HostLane, Lane, Lanes, OutsideLane, WaitingLane
+from lightning_hetpipe.pipeline.streams import CudaStream, CudaUserStream, HostStream, Stream, Streams, WaitingStream
 from lightning_hetpipe.pipeline.user.minibatch import Step
-from tests.pipeline.streams import FakeLane, Streams
+from tests.pipeline.streams import FakeStream, StreamRaces
 from tests.support.waits import Waits
 
 MINIBATCHES = 9
@@ -37,7 +37,11 @@ def head() -> nn.Sequential:
 
 
 def train(
-    cuts: tuple[int, ...], in_flight: int, streams: Streams | None = None, pieces: int = 1, lanes: Lanes | None = None
+    cuts: tuple[int, ...],
+    in_flight: int,
+    streams: StreamRaces | None = None,
+    pieces: int = 1,
+    lanes: Streams | None = None,
 ) -> list[Tensor]:
     """The weights after some steps of SGD; every minibatch's input is user code's."""
     made = [net(), head()][:pieces]
@@ -84,7 +88,7 @@ def train(
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize(("cuts", "pieces"), [((0,), 1), ((0, 2), 1), ((0, 1, 2, 3), 1), ((0, 2, 5), 2), ((0, 6), 2)])
 def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:
-    streams = Streams()
+    streams = StreamRaces()
     weights = train(cuts, in_flight, streams, pieces)
     assert streams.races == []
     assert all(map(torch.equal, weights, train(cuts, in_flight, pieces=pieces)))
@@ -93,14 +97,14 @@ def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:
 @pytest.mark.parametrize("cuts", [(0,), (0, 1, 2, 3)])
 def test_a_version_is_waited_for_where_inputs_come_from_the_host(cuts: tuple[int, ...]) -> None:
     """With inputs of user code's stream a stage would have waited already for what Lightning's thread did before."""
-    streams = Streams(host_inputs=True)
+    streams = StreamRaces(host_inputs=True)
     train(cuts, 3, streams)
     assert streams.races == []
 
 
 def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
     """A stage has made it, and the next step's takes its place while, on a device, readers may not be through."""
-    streams = Streams()
+    streams = StreamRaces()
     layers = net()
     for layer in (layers[0], layers[4]):
         prune.random_unstructured(layer, "weight", amount=1)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -119,7 +123,7 @@ def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
 def test_gradients_of_a_tied_weight_are_added_in_order() -> None:
     """Found in three stages and, before and after them, by user code: each adds what lanes before it may still compute,
     and lets go of it, so that its memory would be given away."""
-    streams = Streams()
+    streams = StreamRaces()
     torch.manual_seed(0)
     tied = nn.Linear(4, 4)
     layers = nn.Sequential(tied, nn.Tanh(), tied, nn.Tanh(), tied)
@@ -140,7 +144,7 @@ def test_gradients_of_a_tied_weight_are_added_in_order() -> None:
     assert streams.races == []
 
 
-BROKEN: dict[str, Callable[[str, FakeLane], bool]] = {
+BROKEN: dict[str, Callable[[str, FakeStream], bool]] = {
     "a stage does not wait for what it is given": lambda what, lane: what == "marks" and lane.number > 0,
     "user code does not wait for what stages give": lambda what, lane: what == "marks" and lane.number == 0,
     "Lightning's thread does not wait for the minibatch": lambda what, lane: what == "waits",
@@ -152,7 +156,7 @@ BROKEN: dict[str, Callable[[str, FakeLane], bool]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_left_out_is_a_race(what: str) -> None:
     """Each of the marks, waits and names is needed, and this would see that it is missing."""
-    streams = Streams(BROKEN[what])
+    streams = StreamRaces(BROKEN[what])
     train((0, 2), 3, streams)
     assert streams.races
 
@@ -164,7 +168,7 @@ def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
         def synchronize(self) -> None:
             self.waits += 1
 
-    mark, lane = Counts(), HostLane()
+    mark, lane = Counts(), HostStream()
     lane.join(mark)
     lane.join(None)
     assert mark.waits == 1
@@ -180,19 +184,19 @@ def test_a_version_is_compared_with_the_one_before_by_one_question(monkeypatch: 
         assert waits.count == 3 * 3
 
 
-class Stream:
+class FakeTorchStream:
     """Stands in for one of torch's, and notes what it waits for."""
 
-    made: list[Stream]
-    current: dict[torch.device, Stream]
+    made: list[FakeTorchStream]
+    current: dict[torch.device, FakeTorchStream]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.waited: list[object] = []
         self.synchronized = 0
-        Stream.made.append(self)
+        FakeTorchStream.made.append(self)
 
-    def record_event(self) -> tuple[str, Stream]:
+    def record_event(self) -> tuple[str, FakeTorchStream]:
         return ("event", self)
 
     def wait_event(self, event: object) -> None:
@@ -209,9 +213,9 @@ class OnDevice:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.used: list[Stream] = []
+        self.used: list[FakeTorchStream] = []
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream: FakeTorchStream) -> None:
         self.used.append(stream)
 
 
@@ -224,7 +228,7 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         assert enable_timing
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: FakeTorchStream) -> None:
         Event.count += 1
         self.number, self.stream = Event.count, stream
 
@@ -238,26 +242,26 @@ class Event:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
     """Torch's streams, as a machine without a GPU can see them."""
-    Stream.made, Stream.current = [], {}
+    FakeTorchStream.made, FakeTorchStream.current = [], {}
 
-    def set_stream(stream: Stream) -> None:
-        Stream.current[stream.device] = stream
-        Stream.current[torch.device("cuda")] = stream  # this thread's device follows
+    def set_stream(stream: FakeTorchStream) -> None:
+        FakeTorchStream.current[stream.device] = stream
+        FakeTorchStream.current[torch.device("cuda")] = stream  # this thread's device follows
 
     Event.count = Event.done = 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "FakeTorchStream", FakeTorchStream)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
-    return Stream
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeTorchStream.current[device])
+    return FakeTorchStream
 
 
-def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[Stream]) -> None:
+def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[FakeTorchStream]) -> None:
     """Torch's copy runs in this thread's stream of the device that it copies from: that must have waited, too."""
     here, there = torch.device("cuda:1"), torch.device("cuda:0")
-    lane, giver = CudaLane(here), CudaLane(there)
+    lane, giver = CudaStream(here), CudaStream(there)
     own, theirs = streams.made
     lane.enter()
     given: list[Any] = [OnDevice("cuda:0"), OnDevice("cuda:0"), OnDevice("cuda:1"), OnDevice("cpu")]
@@ -272,9 +276,9 @@ def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[S
     assert (len(streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
 
 
-def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[Stream]) -> None:
+def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[FakeTorchStream]) -> None:
     """A fit without loggers asks at its end, after millions of events."""
-    lane = CudaLane(torch.device("cuda:0"))
+    lane = CudaStream(torch.device("cuda:0"))
     lane.enter()
     for _ in range(4):
         lane.spent(lane.now())
@@ -287,15 +291,15 @@ def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[Stre
     assert lane.busy_seconds() == 5.0
 
 
-def test_a_loss_takes_as_long_as_on_the_device(streams: type[Stream]) -> None:
+def test_a_loss_takes_as_long_as_on_the_device(streams: type[FakeTorchStream]) -> None:
     """Its thread is through long before; what it computes lies in the streams of user code."""
-    lane = measured = CudaLane(torch.device("cuda:0"))
-    mine = Stream(torch.device("cuda:0"))
+    lane = measured = CudaStream(torch.device("cuda:0"))
+    mine = FakeTorchStream(torch.device("cuda:0"))
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
 
     class Last:
         index = 0
-        lane: Lane = measured
+        lane: Stream = measured
 
     Loss(Last(), None, 1).end(None)
     began, ended = lane._pending[0]
@@ -311,7 +315,7 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
 
     class Last:
         index = 0
-        lane: Lane = HostLane()
+        lane: Stream = HostStream()
 
     class Computed:
         def synchronize(self) -> None:
@@ -323,10 +327,10 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
     assert len(happened) == 2, "nobody looks"
 
 
-def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) -> None:
+def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[FakeTorchStream]) -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    giver, outside = CudaLane(second), OutsideLane()
-    mine = Stream(second)
+    giver, outside = CudaStream(second), CudaUserStream()
+    mine = FakeTorchStream(second)
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
     given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]
     mark = giver.mark()
@@ -340,30 +344,30 @@ def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[Stream]) 
     assert first not in streams.current, "no stream is asked for on a device that is not used"
 
 
-def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[Stream]) -> None:
+def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[FakeTorchStream]) -> None:
     """``with torch.cuda.stream(mine): trainer.fit(...)``: batches are moved there, and versions published."""
     gpu = torch.device("cuda:0")
-    mine, default = Stream(gpu), Stream(gpu)
+    mine, default = FakeTorchStream(gpu), FakeTorchStream(gpu)
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
-    lane = WaitingLane(gpu)
+    lane = WaitingStream(gpu)
     torch.cuda.set_stream(default)  # type: ignore[arg-type]  # what another thread has
     lane.enter()
-    assert Stream.current[gpu] is mine
+    assert FakeTorchStream.current[gpu] is mine
     lane.synchronize()
     assert (mine.synchronized, default.synchronized) == (1, 0)
 
 
-def test_evaluating_threads_share_the_streams_of_all_devices(streams: type[Stream]) -> None:
+def test_evaluating_threads_share_the_streams_of_all_devices(streams: type[FakeTorchStream]) -> None:
     """A stage copies what it is given from another GPU in a stream there: in one of its own it would not wait for user
     code or the stage before, which compute in Lightning's."""
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    theirs = {device: Stream(device) for device in (first, second)}
+    theirs = {device: FakeTorchStream(device) for device in (first, second)}
     streams.current = dict(theirs)
     layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
-    settings = StageSettings(Chance(0), 2, 1, None)
+    settings = StageSettings(RandomGenerators(0), 2, 1, None)
     evaluator = Evaluator([("piece", layers)], (0, 1), (first, second), settings, 60.0, "validation")
     for stage in evaluator.stages:
-        streams.current = {first: Stream(first), second: Stream(second)}  # what another thread has
+        streams.current = {first: FakeTorchStream(first), second: FakeTorchStream(second)}  # what another thread has
         stage.lane.enter()
         assert streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
 

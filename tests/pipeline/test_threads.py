@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetpipe.errors import PipelineStalled
 from lightning_hetpipe.pipeline import threads
-from lightning_hetpipe.pipeline.threads import Patience, Worker
+from lightning_hetpipe.pipeline.threads import Watchdog, Worker
 
 
 class TestWorker:
@@ -97,7 +97,7 @@ class Scene:
         self.user_code_until = 0.0
         self.moves_at: list[float] = []
         self.ready_at = float("inf")
-        self.patience = Patience(8.0, lambda: self.now <= self.user_code_until, lambda: "stage 0 is idle")
+        self.patience = Watchdog(8.0, lambda: self.now <= self.user_code_until, lambda: "stage 0 is idle")
         monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def ready(self, seconds: float) -> bool:

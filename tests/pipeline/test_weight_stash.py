@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.versions import version_of
 
 CPU = torch.device("cpu")
@@ -23,19 +23,19 @@ def live_layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)])
 
 
-def begin(ring: Ring, live: nn.ModuleList, version: int) -> None:
+def begin(ring: WeightStash, live: nn.ModuleList, version: int) -> None:
     now = Live([list(live)]).version(version)
     ring.begin(version, now.parameters, now.flags)
 
 
-def publish(ring: Ring, live: nn.ModuleList, version: int) -> None:
+def publish(ring: WeightStash, live: nn.ModuleList, version: int) -> None:
     now = Live([list(live)]).version(version)
     ring.publish(version, now.parameters, now.flags)
 
 
-def begun(slots: int) -> tuple[nn.ModuleList, Ring]:
+def begun(slots: int) -> tuple[nn.ModuleList, WeightStash]:
     live = live_layers()
-    ring = Ring(live, slots, CPU)
+    ring = WeightStash(live, slots, CPU)
     begin(ring, live, 0)
     return live, ring
 
@@ -47,7 +47,7 @@ def step(live: nn.ModuleList, by: float = 1.0) -> None:
             parameter.add_(by)
 
 
-def held(ring: Ring, version: int) -> list[Tensor]:
+def held(ring: WeightStash, version: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in ring.slots[ring.place(version)].parameters]
 
 
@@ -59,7 +59,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def addresses(ring: Ring) -> list[list[int]]:
+def addresses(ring: WeightStash) -> list[list[int]]:
     return [[parameter.data_ptr() for parameter in slot.parameters] for slot in ring.slots]
 
 
@@ -81,7 +81,7 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
 def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: list[bool], empty_at: int) -> None:
     """Over many steps, of which some change nothing (accumulated gradients, a skipped step)."""
     live = nn.ModuleList([nn.Linear(2, 1)])
-    ring = Ring(live, in_flight, CPU)
+    ring = WeightStash(live, in_flight, CPU)
     before = addresses(ring)
     begin(ring, live, empty_at)
     weights = {empty_at: copies(live)}
@@ -101,7 +101,7 @@ def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: li
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_nothing_is_allocated_after_the_start(in_flight: int) -> None:
     live = live_layers()
-    ring = Ring(live, in_flight, CPU)
+    ring = WeightStash(live, in_flight, CPU)
     before, slots = addresses(ring), list(ring.slots)
     assert len(slots) == in_flight
     assert len({address for slot in before for address in slot}) == in_flight * len(list(live.parameters()))
@@ -180,7 +180,7 @@ def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
 
 def test_slots_follow_the_flags_when_they_are_used_again() -> None:
     live = live_layers()
-    ring = Ring(live, 1, CPU)
+    ring = WeightStash(live, 1, CPU)
     for version, training in enumerate([True, False, True]):
         live.train(training)
         begin(ring, live, version) if version == 0 else publish(ring, live, version)
@@ -191,7 +191,7 @@ def test_tied_weights_stay_tied() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     live = nn.ModuleList([first, second])
-    ring = Ring(live, 2, CPU)
+    ring = WeightStash(live, 2, CPU)
     first.weight.requires_grad_(False)
     begin(ring, live, 0)
     slot = ring.slots[ring.place(0)]
@@ -209,13 +209,13 @@ def test_layers_that_cannot_be_copied_are_refused() -> None:
             self.lock = threading.Lock()
 
     with pytest.raises(SettingError, match=r"cannot be copied for weight stashing .*; give them only attributes"):
-        Ring(nn.ModuleList([Locked()]), 2, CPU)
+        WeightStash(nn.ModuleList([Locked()]), 2, CPU)
 
 
 def test_the_live_layers_are_not_changed() -> None:
     live = live_layers()
     state = copy.deepcopy(live.state_dict())
-    ring = Ring(live, 2, CPU)
+    ring = WeightStash(live, 2, CPU)
     begin(ring, live, 0)
     publish(ring, live, 1)
     assert all(torch.equal(tensor, state[name]) for name, tensor in live.state_dict().items())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.random.generators import Chance
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.measuring import kept, profiled
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
@@ -36,15 +36,15 @@ def piece(module: nn.Module | None = None, x: Tensor | None = None) -> Piece:
 
 def study(
     module: nn.Module | None = None, x: Tensor | None = None, *, autocast: Autocast | None = None, **options: Any
-) -> Study:
+) -> ProfilingInput:
     shown = piece(module, x)
     if autocast is not None:
         shown.autocast = autocast
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], **{"lr": 0.1, **options})
-    return Study([shown], Chance(0), None, optimizer)
+    return ProfilingInput([shown], RandomGenerators(0), None, optimizer)
 
 
-def key(shown: Study | None = None, device: str = "cpu") -> str:
+def key(shown: ProfilingInput | None = None, device: str = "cpu") -> str:
     return measuring.conditions(study() if shown is None else shown, device, "32-true").key()
 
 
@@ -65,12 +65,12 @@ def key(shown: Study | None = None, device: str = "cpu") -> str:
         (study(nn.BatchNorm1d(5, affine=False)), study(nn.BatchNorm1d(5, affine=False, track_running_stats=False))),
     ],
 )
-def test_what_changes_times_is_measured_anew(one: Study, other: Study) -> None:
+def test_what_changes_times_is_measured_anew(one: ProfilingInput, other: ProfilingInput) -> None:
     assert key(one) != key(other)
 
 
 @pytest.mark.parametrize("other", [study(), study(lr=0.2), study(momentum=0.0)])
-def test_what_changes_none_is_not(other: Study) -> None:
+def test_what_changes_none_is_not(other: ProfilingInput) -> None:
     assert key(other) == key()
 
 
@@ -135,11 +135,11 @@ def test_devices_whose_kernels_keep_other_bytes_have_one_profile(monkeypatch: py
     """A fit on two kinds of GPU ended with an error where attention kept a little more on one of them."""
     found = iter([(100, 1.0), (120, 2.0)])
 
-    def on(self: Study, device: torch.device) -> Iterator[tuple[LayerBytes, Times]]:
+    def on(self: ProfilingInput, device: torch.device) -> Iterator[tuple[LayerBytes, Times]]:
         bytes_kept, seconds = next(found)
         yield LayerBytes("net.0", 1, bytes_kept, 3), Times(seconds, seconds)
 
-    monkeypatch.setattr(Study, "on", on)
+    monkeypatch.setattr(ProfilingInput, "on", on)
     both = profiled(study(), {"RTX-3090": CPU, "T4": CPU}, "m", "32-true", None)
     assert [layer.kept for layer in both.layers] == [120]
     assert {name: times[0].forward for name, times in both.times.items()} == {"RTX-3090": 1.0, "T4": 2.0}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
-from lightning_hetpipe.capture.profiling import Study
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
@@ -49,11 +49,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Says:
     """Each layer takes the milliseconds that a test says, by the name of a device; on ``others``, measured earlier."""
 
     def say(others: Mapping[str, float] | None = None, **here: float) -> None:
-        def profile(study: Study, name: str, ms: float) -> Profile:
+        def profile(study: ProfilingInput, name: str, ms: float) -> Profile:
             layers = [LayerBytes(layer.name, MIB, MIB, 0) for layer, _, _ in study.layers]
             return Profile("m", 1, layers, {name: [Times(ms / 3000, ms / 1500)] * len(layers)}, {})
 
-        def profiled(study: Study, devices: Mapping[str, torch.device], *_: Any) -> Profile:
+        def profiled(study: ProfilingInput, devices: Mapping[str, torch.device], *_: Any) -> Profile:
             first, *rest = [profile(study, name, here[name]) for name in devices]
             for other in rest:
                 first = first.joined(other)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.run.extensions.outside_parameters import Outside
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from tests.support.waits import Waits
 
 
@@ -21,7 +21,7 @@ class Module(L.LightningModule):
 
 def test_a_device_is_not_waited_for_once_per_tensor() -> None:
     with Waits() as waits:
-        outside = Outside(Module())
+        outside = OutsideParameters(Module())
         outside.check(1)
     assert waits.count == 0
 
@@ -29,7 +29,7 @@ def test_a_device_is_not_waited_for_once_per_tensor() -> None:
 @pytest.mark.parametrize("name", [name for name, buffer in Module().named_buffers() if buffer.numel()])
 def test_a_change_that_torch_does_not_count_is_seen(name: str) -> None:
     module = Module()
-    outside = Outside(module)
+    outside = OutsideParameters(module)
     outside.check(1)
     module.get_buffer(name).data.zero_()
     with pytest.raises(SettingError, match=name.replace("(", r"\(").replace(")", r"\)")):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.protocol.messages import decode
-from lightning_hetpipe.server.transport.interface import Refused, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 from tests.server.world import Fault
 
 
@@ -95,7 +95,7 @@ class DirectChannel:
         if fault is Fault.TWICE:
             try:
                 memory = opened(len(data))
-            except Refused:
+            except CallRefused:
                 pass
             else:
                 reply = service.run(method, header, memory)
@@ -106,7 +106,7 @@ class DirectChannel:
             raise Unreachable("the server was started anew meanwhile")
         answer, start = b"".join(reply.body), 0
         if len(answer) != sum(map(len, into)):
-            raise Refused(f"the reply has a body of {len(answer)} bytes, and the caller other room")
+            raise CallRefused(f"the reply has a body of {len(answer)} bytes, and the caller other room")
         if into:
             for each in into:
                 each[:] = answer[start : start + len(each)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.protocol.identifiers import Commit, Mark
+from lightning_hetpipe.server.protocol.identifiers import Commit, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Arrive,
@@ -27,19 +27,19 @@ from lightning_hetpipe.server.protocol.messages import (
     Pushed,
     Read,
     Request,
-    Signature,
-    Stage,
+    StageUpdate,
+    TrainingSignature,
     encode,
 )
 from lightning_hetpipe.server.transport.frames import CHUNK, Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
-from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 
-OTHERS = Signature("9.9", 2, 0, "sum", 1, ("another=program",), ())
+OTHERS = TrainingSignature("9.9", 2, 0, "sum", 1, ("another=program",), ())
 GARBAGE = (b"GET / HTTP/1.0\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000)
 
 
@@ -51,7 +51,11 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         clock: That of the wave that is open.
     """
     for vw in (0, 1, 7):
-        for old in (Stage(vw, 0, generation, clock), Stage(vw, 0, generation, 0), Stage(vw, 0, "", 0)):
+        for old in (
+            StageUpdate(vw, 0, generation, clock),
+            StageUpdate(vw, 0, generation, 0),
+            StageUpdate(vw, 0, "", 0),
+        ):
             yield old, b"too short"
         yield Pushed(vw, 0, generation, clock, True), b""
         yield Pull(vw, 0, generation, 99), b""
@@ -67,7 +71,7 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Load(vw, 0, "another", generation + "x", (), ()), b""
         yield Load(vw, 0, generation, generation, (), ()), b""
         yield Read(vw, 0, generation, 999, ()), b""
-        yield Read(vw, 0, generation, 0, (Commit(Mark(vw, 0, 99), 1), Commit(Mark(vw, 0, 100), 0))), b""
+        yield Read(vw, 0, generation, 0, (Commit(UpdateId(vw, 0, 99), 1), Commit(UpdateId(vw, 0, 100), 0))), b""
 
 
 def annoy(address: str, security: Security, room: str) -> int:
@@ -86,10 +90,10 @@ def annoy(address: str, security: Security, room: str) -> int:
                 (f"{room}/nothing", header),
                 ("nothing", header),
             ):
-                with suppress(Refused):
+                with suppress(CallRefused):
                     channel.call(where, told, [memoryview(body)], timeout=PATIENCE)
                 answered += 1
-    with closing(GrpcChannel(address, replace(security, token="wrong"))) as stranger, suppress(Refused):
+    with closing(GrpcChannel(address, replace(security, token="wrong"))) as stranger, suppress(CallRefused):
         stranger.call(f"{room}/{COORDINATOR_METHOD}", encode(Leave(0, 1 << 62, "ValueError: a stranger's")))
     if not security.encrypted:
         raw(address, security, room, status["generation"], clock)
@@ -99,7 +103,7 @@ def annoy(address: str, security: Security, room: str) -> int:
 def raw(address: str, security: Security, room: str, generation: str, clock: int) -> None:
     """What no channel of ours would send: bodies that are larger, shorter or longer than they say, and mere bytes."""
     sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
-    stage = encode(Stage(0, 0, generation, clock))
+    stage = encode(StageUpdate(0, 0, generation, clock))
     bodies = [
         [Opening(f"{room}/{method}", stage, size, 0).pack(), bytes(9)]
         for size in sizes

@@ -26,15 +26,15 @@ from lightning_hetpipe.server.protocol.messages import (
     Read,
     Request,
     ShardRequest,
-    Signature,
     Status,
+    TrainingSignature,
     decode,
     encode,
 )
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.shared_memory import LEAST
 from tests import oracle
 from tests.oracle import Run
@@ -46,13 +46,13 @@ WAIT = 60.0
 """Seconds after which a test gives up."""
 
 
-def signature_of(model: Learner, n: int, servers: int, **options: Any) -> Signature:
+def signature_of(model: Learner, n: int, servers: int, **options: Any) -> TrainingSignature:
     parameters = tuple(
         Parameter(name, tuple(weight.shape), *[str(weight.dtype).removeprefix("torch.")] * 2)
         for name, weight in model.named_parameters()
     )
     settings = {"clock_distance": 0, "aggregate": "sum", **options}
-    return Signature("0.1.0", n, settings["clock_distance"], settings["aggregate"], servers, (), parameters)
+    return TrainingSignature("0.1.0", n, settings["clock_distance"], settings["aggregate"], servers, (), parameters)
 
 
 class Cluster:
@@ -63,7 +63,7 @@ class Cluster:
         self.hosts = [Host(lambda: Service(lease, patience=0.2)) for _ in range(servers)]
         self.faults = faults or Faults()
 
-    def client(self, vw: int, signature: Signature, incarnation: int = 0, placement: str = "size") -> Client:
+    def client(self, vw: int, signature: TrainingSignature, incarnation: int = 0, placement: str = "size") -> Client:
         channels = [DirectChannel(host, vw, server, self.faults) for server, host in enumerate(self.hosts)]
         placed = place(signature.parameters, len(channels), placement)
         return Client(
@@ -258,7 +258,7 @@ def test_an_update_with_a_nan_is_not_pushed_and_named() -> None:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_an_update_is_added_from_where_a_vw_on_the_servers_host_wrote_it(shared_memory: bool) -> None:
     size = 2 * LEAST
-    signature = Signature("", 1, 0, "sum", 1, (), (Parameter("w", (size // 4,), "float32", "float32"),))
+    signature = TrainingSignature("", 1, 0, "sum", 1, (), (Parameter("w", (size // 4,), "float32", "float32"),))
     service = Service(30.0)
     with (
         GrpcServer(service) as server,
@@ -327,12 +327,12 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
         memory[:] = body
         return decode(service.run(method, header, memory).header)
 
-    with pytest.raises(Refused, match=r"^generation: ") as caught:
+    with pytest.raises(CallRefused, match=r"^generation: ") as caught:
         send(Read(0, 0, "of another server", 0, ()))
     assert RemoteFault.parse(str(caught.value)).refusal is Refusal.GENERATION
     send(Join(0, 0, 1, signature_of(mlp(), 2, 1), NOTHING, ("",)))
     send(Leave(1, 0, "ValueError: bad batch"))
-    with pytest.raises(Refused, match=r"^failed: VW 1 failed: ValueError: bad batch"):
+    with pytest.raises(CallRefused, match=r"^failed: VW 1 failed: ValueError: bad batch"):
         send(Fetch(0, 0, "", 0, 0))
     assert RemoteFault.parse("not one of ours").refusal is Refusal.MALFORMED
 

@@ -15,9 +15,18 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import Service
-from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
-from lightning_hetpipe.server.protocol.decisions import Began, Closed, Committed, Decision, Granted, Held, Pushed, line
-from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
+from lightning_hetpipe.server.protocol.decisions import (
+    CutClosed,
+    CutHeld,
+    Decision,
+    GenerationBegan,
+    ReadGranted,
+    UpdateCommitted,
+    UpdatePushed,
+    line,
+)
+from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from tests.server.channels import DirectChannel, Faults, Host
 from tests.server.test_client import WAIT, all_at_once
 
@@ -31,7 +40,7 @@ def run_ahead(distance: int) -> tuple[list[Decision], list[int]]:
 
     def note(decision: Decision) -> None:
         log.append(decision)
-        if isinstance(decision, Held) and decision.vw == 0 and not held.is_set():
+        if isinstance(decision, CutHeld) and decision.vw == 0 and not held.is_set():
             # Not where it waits for the other to take w_0.
             too_far = decision.slowest is not None and decision.slowest < decision.clock - distance
             if too_far:
@@ -39,7 +48,7 @@ def run_ahead(distance: int) -> tuple[list[Decision], list[int]]:
                 held.set()
 
     host = Host(lambda: Service(30.0, patience=0.2, note=note))
-    signature = Signature("1", 2, distance, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
+    signature = TrainingSignature("1", 2, distance, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
 
     def train(vw: int) -> None:
         with Client([DirectChannel(host, vw, 0, Faults())], signature, [[0]], vw, 0, timeout=WAIT) as client:
@@ -58,18 +67,20 @@ def run_ahead(distance: int) -> tuple[list[Decision], list[int]]:
 def test_a_fast_vw_runs_d_waves_ahead_and_no_further(distance: int) -> None:
     log, clocks = run_ahead(distance)
     assert clocks == [distance + 1], "it has pushed D + 1 waves, and may not take weights before the other's first"
-    before = log[: next(i for i, each in enumerate(log) if isinstance(each, Pushed) and each.vw == 1)]
-    assert [each.clock for each in before if isinstance(each, Granted) and each.clock > 0] == [*range(1, distance + 1)]
+    before = log[: next(i for i, each in enumerate(log) if isinstance(each, UpdatePushed) and each.vw == 1)]
+    assert [each.clock for each in before if isinstance(each, ReadGranted) and each.clock > 0] == [
+        *range(1, distance + 1)
+    ]
     check_distances(log, distance)
     for in_flight in (1, 4):
         check_staleness(log, distance, in_flight)
-    assert isinstance(log[0], Began)
-    assert [each.clock for each in log if isinstance(each, Closed)] == [WAVES]
+    assert isinstance(log[0], GenerationBegan)
+    assert [each.clock for each in log if isinstance(each, CutClosed)] == [WAVES]
 
 
 def check_distances(log: Sequence[Decision], distance: int) -> None:
     """Every VW that took weights was at most D waves ahead of the slowest (HetPipe, section 5.1)."""
-    grants = [each for each in log if isinstance(each, Granted)]
+    grants = [each for each in log if isinstance(each, ReadGranted)]
     assert grants
     for each in grants:
         assert each.slowest is None or each.slowest >= each.clock - distance, each
@@ -84,11 +95,11 @@ def check_staleness(log: Sequence[Decision], distance: int, in_flight: int) -> i
     waves: dict[int, int] = {}
     taken: dict[tuple[int, int], dict[int, int]] = {}
     for each in log:
-        if isinstance(each, Closed):
+        if isinstance(each, CutClosed):
             break
-        if isinstance(each, Committed):
+        if isinstance(each, UpdateCommitted):
             waves[each.vw] = waves.get(each.vw, 0) + 1
-        elif isinstance(each, Granted):
+        elif isinstance(each, ReadGranted):
             taken[each.vw, each.clock] = dict(waves)
     most = 0
     vws = {vw for vw, _ in taken}
@@ -103,11 +114,11 @@ def check_staleness(log: Sequence[Decision], distance: int, in_flight: int) -> i
 
 def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
-    rooms = Rooms(30.0, str(log))
+    rooms = Sessions(30.0, str(log))
 
     def train(vw: int) -> None:
-        signature = Signature("1", 2, 0, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
-        channel = RoomChannel(DirectChannel(Host(lambda: cast(Service, rooms)), vw, 0, Faults()), "fit-1")
+        signature = TrainingSignature("1", 2, 0, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
+        channel = SessionChannel(DirectChannel(Host(lambda: cast(Service, rooms)), vw, 0, Faults()), "fit-1")
         with Client([channel], signature, [[0]], vw, 0, timeout=WAIT) as client:
             client.join([torch.zeros(2)])
             client.synchronise([torch.ones(2)])
@@ -117,8 +128,8 @@ def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     told = [json.loads(each) for each in log.read_text().splitlines()]
     assert {each["room"] for each in told} == {"fit-1"}
     assert [each["vw"] for each in told if each["decision"] == "committed"] == [0, 1]
-    assert json.loads(line("fit-2", Pushed(1, 2, 3))) == {
+    assert json.loads(line("fit-2", UpdatePushed(1, 2, 3))) == {
         "room": "fit-2", "decision": "pushed", "vw": 1, "incarnation": 2, "clock": 3
     }  # fmt: skip
     with pytest.raises(SettingError, match="cannot be written"):
-        Rooms(30.0, str(tmp_path / "nowhere" / "log"))
+        Sessions(30.0, str(tmp_path / "nowhere" / "log"))

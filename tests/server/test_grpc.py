@@ -26,7 +26,7 @@ from lightning_hetpipe.server.transport.frames import CHUNK, READ, UNSEEN, Answe
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import MANY, ONE, SERVICE, GrpcServer
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Reply, Unreachable
 from lightning_hetpipe.server.transport.shared_memory import LEAST, memory, place_of
 from tests.server.transports import PATIENCE, Desk, eventually
 
@@ -368,9 +368,9 @@ def test_a_peer_that_speaks_another_language(server: GrpcServer) -> None:
     stranger.start()
     try:
         with closing(GrpcChannel(f"127.0.0.1:{port}")) as channel:
-            with pytest.raises(Refused, match="answered with something else"):
+            with pytest.raises(CallRefused, match="answered with something else"):
                 channel.call("echo", b"")
-            with pytest.raises(Refused, match="Method not found"):
+            with pytest.raises(CallRefused, match="Method not found"):
                 channel.call("echo", b"", [memoryview(b"x")])
     finally:
         stranger.stop(None).wait(PATIENCE)
@@ -443,7 +443,7 @@ def test_a_reply_that_does_not_fit_into_one_message_is_asked_for_again(
             monkeypatch.setattr(channel, "_look", lambda place: None)
         else:
             shelf.weights = memory(2 * LEAST)
-            with pytest.raises(Refused, match="the caller room for"):
+            with pytest.raises(CallRefused, match="the caller room for"):
                 channel.call("read", b"", (), [back])
             return
         shelf.weights[:] = b"z" * LEAST

@@ -18,7 +18,7 @@ import pytest
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.server_process import CHILD, ServerProcess
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Reply, Unreachable
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, eventually
 
@@ -77,7 +77,7 @@ def exists(pid: int) -> bool:
 def test_a_random_token_is_needed_and_not_to_be_seen(server: ServerProcess) -> None:
     assert server.security.token is not None
     assert server.security.token not in repr(server.security)
-    with closing(GrpcChannel(server.address)) as stranger, pytest.raises(Refused, match="HETPIPE_TOKEN"):
+    with closing(GrpcChannel(server.address)) as stranger, pytest.raises(CallRefused, match="HETPIPE_TOKEN"):
         stranger.call("count", b"")
     with closing(GrpcChannel(server.address, server.security)) as channel:
         pid, seen = json.loads(channel.call("environment", server.security.token.encode()))

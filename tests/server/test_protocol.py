@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from lightning_hetpipe.server.protocol.actions import Goal, State
+from lightning_hetpipe.server.protocol.actions import Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from tests.server.world import LEASE, Fault, World
 
@@ -44,7 +44,7 @@ class Interleavings(RuleBasedStateMachine):
             if vw not in self.world.vws:
                 return
             member = self.world.vws[vw].member
-            if member.state is State.IDLE and member.goal is Goal.NONE:
+            if member.state is MemberState.IDLE and member.goal is Goal.NONE:
                 ahead = data.draw(st.sampled_from([0, 0, 0, 1, 2]))
                 cut = member.cut + ahead if ahead else 0
                 self.world.wave(vw, cut=cut, update=not cut or data.draw(st.booleans()))
@@ -56,7 +56,7 @@ class Interleavings(RuleBasedStateMachine):
         for _ in range(rounds):
             for vw in sorted(self.world.vws):
                 member = self.world.vws[vw].member
-                if member.state is State.IDLE and member.goal is Goal.NONE:
+                if member.state is MemberState.IDLE and member.goal is Goal.NONE:
                     self.world.wave(vw)
                 self.drive(vw, Fault.NONE)
 

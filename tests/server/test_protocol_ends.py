@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetpipe.server.protocol.actions import State
+from lightning_hetpipe.server.protocol.actions import MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
-from lightning_hetpipe.server.protocol.identifiers import Mark, PeerFailed, Refusal
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, UpdateId
 from lightning_hetpipe.server.protocol.leases import FORGOTTEN
 from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
@@ -46,12 +46,12 @@ def test_who_comes_back_after_all_have_gone_is_told_so() -> None:
 
 def test_a_failure_is_told_to_who_comes_within_a_lease() -> None:
     world = World(3)
-    until(world, 0, State.JOIN)
+    until(world, 0, MemberState.JOIN)
     world.step(0)
     failed = world.server[0].coordinator
     ask(world, Leave(0, 0, "ValueError: bad batch"))
     assert not finished(world)  # the two others have still to hear of it
-    until(world, 1, State.JOIN)
+    until(world, 1, MemberState.JOIN)
     with pytest.raises(PeerFailed, match="VW 0 failed: ValueError: bad batch"):
         world.step(1)
     ask(world, Leave(1, 0, ""))
@@ -69,7 +69,7 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     wave(world, 0, 1)
     world.vws.clear()
     begin_anew(world, 0)  # before the lease of VW 1 has run out
-    until(world, 0, State.JOIN)
+    until(world, 0, MemberState.JOIN)
     world.step(0)
     answer = ask(world, Join(0, 1, 1, world.signature, NOTHING, ("epoch1.1", "epoch1.1")))
     assert answer == NotYet("epoch1", "a cut at which VWs may join")
@@ -82,7 +82,7 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     assert late.refusal is Refusal.FENCED
     assert ask(world, Leave(1, 0, "")) != Done("epoch1")  # nor does its end say anything of the new one
     assert world.server[0].coordinator.order is not None
-    assert Mark(1, 1, -1) in world.server[0].coordinator.order.members
+    assert UpdateId(1, 1, -1) in world.server[0].coordinator.order.members
 
 
 def test_a_launch_that_takes_another_ones_place_gathers_for_itself() -> None:
@@ -93,7 +93,7 @@ def test_a_launch_that_takes_another_ones_place_gathers_for_itself() -> None:
     world.vws.clear()
     for vw in (0, 1):
         begin_anew(world, vw)
-        until(world, vw, State.JOIN)
+        until(world, vw, MemberState.JOIN)
         world.step(vw)
     all_idle(world)
     for ordinal, said in enumerate((b"new", b"next")):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.protocol.identifiers import Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     Hello,
     Holding,
@@ -19,16 +19,16 @@ from lightning_hetpipe.server.protocol.messages import (
     Read,
     Refused,
     ShardRequest,
-    Stage,
+    StageUpdate,
 )
-from lightning_hetpipe.server.protocol.shard import CHUNK, Layout, Shard, add, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.protocol.shard import CHUNK, Shard, ShardLayout, add, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.protocol.sharding import place
 from tests.server.world import commits, parameter
 
 PARAMETERS = (parameter("a", [3], "bfloat16"), parameter("b", [2, 2]), parameter("c", [], "float64"))
 
 
-def block(layout: Layout, values: list[Tensor]) -> bytes:
+def block(layout: ShardLayout, values: list[Tensor]) -> bytes:
     found = block_of(layout.size)
     for view, value in zip(layout.views(found), values, strict=True):
         view.copy_(value)
@@ -38,7 +38,7 @@ def block(layout: Layout, values: list[Tensor]) -> bytes:
 def send(shard: Shard, message: ShardRequest, body: bytes = b"") -> tuple[Holding | Refused, bytes]:
     memory = shard.open(message, len(body))
     memory[:] = body
-    if isinstance(message, Stage):
+    if isinstance(message, StageUpdate):
         shard.examine(message, memory)
     answer, views = shard.run(message, memory)
     return answer, b"".join(bytes(view) for view in views)
@@ -46,7 +46,7 @@ def send(shard: Shard, message: ShardRequest, body: bytes = b"") -> tuple[Holdin
 
 def loaded(parameters: tuple[Parameter, ...] = PARAMETERS, value: float = 0.0) -> Shard:
     shard = Shard("epoch")
-    layout = Layout(parameters, update=False)
+    layout = ShardLayout(parameters, update=False)
     weights = [torch.full(each.shape, value, dtype=torch.float64) for each in parameters]
     answer, _ = send(shard, Load(0, 0, "g", "epoch", (), parameters), block(layout, weights))
     assert answer == Holding("epoch", "g", True, None)
@@ -54,14 +54,14 @@ def loaded(parameters: tuple[Parameter, ...] = PARAMETERS, value: float = 0.0) -
 
 
 def update_of(value: float, parameters: tuple[Parameter, ...] = PARAMETERS) -> bytes:
-    layout = Layout(parameters, update=True)
+    layout = ShardLayout(parameters, update=True)
     return block(layout, [torch.full(each.shape, value, dtype=torch.float64) for each in parameters])
 
 
 def read(shard: Shard, start: int, tail: tuple[Commit, ...]) -> list[Tensor]:
     answer, body = send(shard, Read(0, 0, "g", start, tail))
     assert isinstance(answer, Holding), answer
-    layout = Layout(PARAMETERS, update=False)
+    layout = ShardLayout(PARAMETERS, update=False)
     return layout.views(torch.frombuffer(bytearray(body), dtype=torch.uint8))
 
 
@@ -85,7 +85,7 @@ def refused(shard: Shard, message: ShardRequest, body: bytes = b"") -> Refusal:
     )
 )
 def test_parameters_of_any_kind_lie_side_by_side(kinds: list[tuple[list[int], str]]) -> None:
-    layout = Layout(tuple(parameter(f"p{i}", *kind) for i, kind in enumerate(kinds)), update=False)
+    layout = ShardLayout(tuple(parameter(f"p{i}", *kind) for i, kind in enumerate(kinds)), update=False)
     values = [torch.randint(0, 99, shape).to(getattr(torch, dtype)) for shape, dtype in kinds]
     views = layout.views(torch.frombuffer(bytearray(block(layout, values)) or bytearray(1), dtype=torch.uint8))
     for value, view in zip(values, views, strict=True):
@@ -96,7 +96,7 @@ def test_parameters_of_any_kind_lie_side_by_side(kinds: list[tuple[list[int], st
 def test_updates_are_added_once_and_in_the_order_that_the_pull_names() -> None:
     shard = loaded()
     for vw, value in enumerate([1e16, 1.0, -1e16]):
-        send(shard, Stage(vw, 0, "g", 0), update_of(value))
+        send(shard, StageUpdate(vw, 0, "g", 0), update_of(value))
     # In float64: (0 + 1e16) - 1e16 + 1 is 1, and (0 + 1e16) + 1 - 1e16 is 0.
     tail = commits((0, 0), (2, 0), (1, 0))
     assert read(shard, 0, tail)[2].item() == 1.0
@@ -108,15 +108,15 @@ def test_updates_are_added_once_and_in_the_order_that_the_pull_names() -> None:
 def test_an_update_of_another_dtype_is_converted_then_added() -> None:
     parameters = (parameter("a", [2], "float32", "bfloat16"),)
     shard = loaded(parameters, 1.0)
-    send(shard, Stage(0, 0, "g", 0), update_of(2**-12, parameters))
+    send(shard, StageUpdate(0, 0, "g", 0), update_of(2**-12, parameters))
     _, body = send(shard, Read(0, 0, "g", 0, commits((0, 0))))
     assert torch.frombuffer(bytearray(body), dtype=torch.float32).tolist() == [1 + 2**-12] * 2
 
 
 def test_a_mean_is_divided_in_the_weights_dtype() -> None:
     shard = loaded()
-    send(shard, Stage(0, 0, "g", 0), update_of(1.0))
-    weights = read(shard, 0, (Commit(Mark(0, 0, 0), 3),))
+    send(shard, StageUpdate(0, 0, "g", 0), update_of(1.0))
+    weights = read(shard, 0, (Commit(UpdateId(0, 0, 0), 3),))
     assert torch.equal(weights[1], torch.full([2, 2], 1.0) / 3)
     assert weights[2].item() == 1 / 3
 
@@ -124,23 +124,23 @@ def test_a_mean_is_divided_in_the_weights_dtype() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_an_update_that_is_not_finite_is_named_and_leaves_nothing(value: float) -> None:
     shard = loaded()
-    layout = Layout(PARAMETERS, update=True)
+    layout = ShardLayout(PARAMETERS, update=True)
     body = block(layout, [torch.zeros(3), torch.tensor([[0.0, 0.0], [value, 0.0]]), torch.zeros([])])
     with pytest.raises(RemoteFault, match="VW 1 of wave 4 has a NaN or infinity in 'b'") as caught:
-        send(shard, Stage(1, 0, "g", 4), body)
+        send(shard, StageUpdate(1, 0, "g", 4), body)
     assert caught.value.refusal is Refusal.NOT_FINITE
     assert shard.staged == {}
 
 
 def test_what_is_refused() -> None:
     shard, update = loaded(), update_of(1.0)
-    send(shard, Stage(1, 5, "g", 7), update)
+    send(shard, StageUpdate(1, 5, "g", 7), update)
     cases: list[tuple[ShardRequest, bytes, Refusal]] = [
-        (Stage(1, 5, "g", 7), update, Refusal.STALE),  # staged
-        (Stage(1, 5, "g", 6), update, Refusal.STALE),
-        (Stage(1, 4, "g", 9), update, Refusal.STALE),  # of an older incarnation
-        (Stage(2, 0, "older", 0), update, Refusal.GENERATION),
-        (Stage(2, 0, "g", 0), update[:-1], Refusal.MALFORMED),
+        (StageUpdate(1, 5, "g", 7), update, Refusal.STALE),  # staged
+        (StageUpdate(1, 5, "g", 6), update, Refusal.STALE),
+        (StageUpdate(1, 4, "g", 9), update, Refusal.STALE),  # of an older incarnation
+        (StageUpdate(2, 0, "older", 0), update, Refusal.GENERATION),
+        (StageUpdate(2, 0, "g", 0), update[:-1], Refusal.MALFORMED),
         (Hello(0, 0), b"x", Refusal.MALFORMED),
         (Load(0, 0, "late", "epoch", (), PARAMETERS), update, Refusal.GENERATION),  # over what is there no more
         (Load(0, 0, "g", "epoch", (), PARAMETERS), update, Refusal.STALE),  # there already
@@ -150,7 +150,7 @@ def test_what_is_refused() -> None:
         (Read(0, 0, "older", 0, ()), b"", Refusal.GENERATION),
         (Read(0, 0, "g", 1, ()), b"", Refusal.MALFORMED),  # a commit is missing
         (Read(0, 0, "g", 0, commits((2, 0))), b"", Refusal.MALFORMED),  # never staged
-        (Read(0, 0, "g", 0, (Commit(Mark(1, 5, 7), 0),)), b"", Refusal.MALFORMED),
+        (Read(0, 0, "g", 0, (Commit(UpdateId(1, 5, 7), 0),)), b"", Refusal.MALFORMED),
     ]
     for message, body, refusal in cases:
         assert refused(shard, message, body) is refusal, message
@@ -158,9 +158,9 @@ def test_what_is_refused() -> None:
     assert shard.loaded
     assert shard.applied == 0
     assert list(shard.staged) == [1]
-    _, body = send(shard, Read(1, 5, "g", 0, (Commit(Mark(1, 5, 7), 1),)))
+    _, body = send(shard, Read(1, 5, "g", 0, (Commit(UpdateId(1, 5, 7), 1),)))
     assert body == update
-    assert refused(shard, Stage(1, 5, "g", 7), update) is Refusal.STALE  # added
+    assert refused(shard, StageUpdate(1, 5, "g", 7), update) is Refusal.STALE  # added
     assert refused(shard, Read(0, 0, "g", 0, ()), b"") is Refusal.STALE  # the order has gone on
 
 
@@ -175,24 +175,24 @@ def test_weights_beyond_the_limit_take_no_memory() -> None:
 
 def test_one_body_at_a_time_of_each_vw() -> None:
     shard, update = loaded(), update_of(1.0)
-    memory = shard.open(Stage(1, 0, "g", 0), len(update))
+    memory = shard.open(StageUpdate(1, 0, "g", 0), len(update))
     with pytest.raises(RemoteFault) as caught:
-        shard.open(Stage(1, 0, "g", 0), len(update))
+        shard.open(StageUpdate(1, 0, "g", 0), len(update))
     assert caught.value.refusal is Refusal.BUSY
-    assert shard.open(Stage(2, 0, "g", 0), len(update))  # another VW's does not wait for it
-    shard.abandoned(Stage(1, 0, "g", 0))
+    assert shard.open(StageUpdate(2, 0, "g", 0), len(update))  # another VW's does not wait for it
+    shard.abandoned(StageUpdate(1, 0, "g", 0))
     del memory
-    send(shard, Stage(1, 0, "g", 0), update)
+    send(shard, StageUpdate(1, 0, "g", 0), update)
     assert shard.bytes_held == 3 * len(update)  # the weights, VW 1's, and what is still to come of VW 2's
 
 
 def test_an_update_that_the_server_sees_stays_where_it_is_and_as_it_is() -> None:
     shard, update = loaded(), memoryview(bytearray(update_of(1.0)))
-    stage = Stage(1, 0, "g", 0)
+    stage = StageUpdate(1, 0, "g", 0)
     assert shard.open(stage, len(update), update) is update
     shard.run(stage, update)
     before = bytes(update)
-    weights = read(shard, 0, (Commit(Mark(1, 0, 0), 3),))
+    weights = read(shard, 0, (Commit(UpdateId(1, 0, 0), 3),))
     assert weights[2].item() == 1 / 3
     assert bytes(update) == before  # the VW needs it if the server dies
     assert shard.staged == {}
@@ -210,18 +210,18 @@ def test_updates_that_are_sent_come_into_the_same_memory_wave_after_wave() -> No
     shard, update = loaded(), update_of(1.0)
     places = set()
     for clock in range(3):
-        memory = shard.open(Stage(1, 0, "g", clock), len(update))
+        memory = shard.open(StageUpdate(1, 0, "g", clock), len(update))
         places.add(np.asarray(memory).ctypes.data)
         memory[:] = update
-        shard.run(Stage(1, 0, "g", clock), memory)
-        read(shard, clock, (Commit(Mark(1, 0, clock), 1),))
+        shard.run(StageUpdate(1, 0, "g", clock), memory)
+        read(shard, clock, (Commit(UpdateId(1, 0, clock), 1),))
     assert len(places) == 1
     assert shard.bytes_held == 2 * len(update)
 
 
 def test_a_commit_that_is_named_twice_is_refused_and_nothing_is_added() -> None:
     shard, update = loaded(), update_of(1.0)
-    send(shard, Stage(1, 0, "g", 0), update)
+    send(shard, StageUpdate(1, 0, "g", 0), update)
     assert refused(shard, Read(0, 0, "g", 0, commits((1, 0), (1, 0)))) is Refusal.MALFORMED
     assert read(shard, 0, ())[2].item() == 0.0
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_hetpipe.server.protocol.actions import State
+from lightning_hetpipe.server.protocol.actions import MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import (
     COORDINATOR,
+    CommitIndex,
     LocalFault,
-    Mark,
     PeerFailed,
-    Point,
     Refusal,
     RemoteFault,
+    UpdateId,
 )
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
@@ -32,6 +32,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Failed,
     Gather,
     Gathered,
+    GatherPart,
     Granted,
     Heartbeat,
     Join,
@@ -41,20 +42,19 @@ from lightning_hetpipe.server.protocol.messages import (
     Lost,
     MemberStatus,
     NotYet,
-    Part,
     Pull,
     Pulled,
     Pushed,
     Refused,
     Request,
-    Signature,
     Status,
+    TrainingSignature,
 )
 from lightning_hetpipe.server.protocol.signature import difference
 from tests.server.world import LEASE, World, parameter, signature
 
 
-def until(world: World, vw: int, *states: State) -> None:
+def until(world: World, vw: int, *states: MemberState) -> None:
     """The VW steps until it is in one of ``states``."""
     for _ in range(50):
         if world.vws[vw].member.state in states:
@@ -67,7 +67,7 @@ def all_idle(world: World) -> None:
     for _ in range(50):
         for vw in sorted(world.vws):
             world.step(vw)
-    assert {one.member.state for one in world.vws.values()} == {State.IDLE}
+    assert {one.member.state for one in world.vws.values()} == {MemberState.IDLE}
 
 
 def started(n: int, distance: int = 0, **options: str) -> World:
@@ -82,7 +82,7 @@ def wave(world: World, *vws: int) -> None:
     for _ in range(20):
         for vw in vws:
             world.step(vw)
-    assert all(world.vws[vw].member.state is State.IDLE for vw in vws)
+    assert all(world.vws[vw].member.state is MemberState.IDLE for vw in vws)
 
 
 def ask(world: World, message: Request, body: bytes = b"") -> Answer:
@@ -102,10 +102,10 @@ def waits_for(world: World, vw: int) -> str:
 
 def test_a_run_begins_when_all_are_there_with_the_weights_of_vw_0() -> None:
     world = World(3)
-    until(world, 0, State.JOIN)
+    until(world, 0, MemberState.JOIN)
     world.step(0)
     assert waits_for(world, 0) == "VW 1, 2 to join"
-    until(world, 2, State.JOIN)
+    until(world, 2, MemberState.JOIN)
     world.step(2)
     assert waits_for(world, 0) == "VW 1 to join"
     world.pass_time(100 * LEASE)  # however long the others take to start
@@ -119,7 +119,7 @@ def test_a_newer_incarnation_fences_the_older_one() -> None:
     world = started(2)
     older = world.vws[1].member
     world.begin(1, 7)
-    until(world, 1, State.JOIN)
+    until(world, 1, MemberState.JOIN)
     world.step(1)
     for message in (older.heartbeat(), Pushed(1, 0, older.generation, 0, False), Leave(1, 0, "")):
         answer = ask(world, message)
@@ -133,10 +133,10 @@ def test_a_newcomer_joins_at_a_cut_that_admits_it() -> None:
     wave(world, 0, 1)
     newcomer = world.begin(1, 1).member
     for cut, admit in ((1, False), (2, True)):
-        until(world, 1, State.JOIN)
+        until(world, 1, MemberState.JOIN)
         assert waits_for(world, 1) == "a cut at which VWs may join"
         world.vws[0].member.arrive(cut, update=False, admit=admit)
-        until(world, 0, State.IDLE)
+        until(world, 0, MemberState.IDLE)
     all_idle(world)
     assert (newcomer.clock, newcomer.cut) == (1, 2)
     wave(world, 0, 1)
@@ -147,7 +147,7 @@ def test_a_server_restarts_before_a_newcomer_has_pulled() -> None:
     world = started(2)
     wave(world, 0, 1)
     world.begin(1, 1)
-    until(world, 1, State.JOIN)
+    until(world, 1, MemberState.JOIN)
     world.step(1)
     world.restart(0)
     for _ in range(40):
@@ -165,18 +165,18 @@ def test_who_dies_before_its_push_adds_nothing_and_after_it_all() -> None:
     world = started(3)
     for vw in range(3):
         world.wave(vw)
-    until(world, 0, State.PULL)
-    until(world, 1, State.PULL)
-    until(world, 2, State.PUSH)  # staged, and not pushed
+    until(world, 0, MemberState.PULL)
+    until(world, 1, MemberState.PULL)
+    until(world, 2, MemberState.PUSH)  # staged, and not pushed
     assert waits_for(world, 0) == "VW 2 to finish wave 0"
     world.kill(1)
     world.kill(2)
     world.pass_time(2 * LEASE)
-    until(world, 0, State.IDLE)
+    until(world, 0, MemberState.IDLE)
     point = world.vws[0].member.point
     assert point is not None
-    assert point.included == (Mark(0, 0, 0), Mark(1, 0, 0))
-    assert point.members == (Mark(0, 0, -1),)
+    assert point.included == (UpdateId(0, 0, 0), UpdateId(1, 0, 0))
+    assert point.members == (UpdateId(0, 0, -1),)
 
 
 def departed(world: World, vw: int) -> list[tuple[int, int, str]]:
@@ -201,7 +201,7 @@ def test_all_are_told_who_was_left_out_at_which_clock_and_why() -> None:
     assert point is not None
     assert [mark.vw for mark in point.members] == [0, 2]
     world.begin(2, 1)
-    until(world, 2, State.JOIN)
+    until(world, 2, MemberState.JOIN)
     world.step(2)
     assert departed(world, 0) == [(1, 1, SILENT), (2, 2, "started again")]
     told = ask(world, world.vws[0].member.leave())
@@ -235,16 +235,16 @@ def test_who_does_not_come_back_after_a_server_was_lost_is_missed(server: int) -
 def test_with_a_distance_commits_and_turns_take_turns() -> None:
     world = started(3, 5)
     world.wave(0)
-    until(world, 0, State.READ)  # a turn of VW 0 runs
+    until(world, 0, MemberState.READ)  # a turn of VW 0 runs
     world.wave(1)
-    until(world, 1, State.PULL)  # VW 1's update waits for it
+    until(world, 1, MemberState.PULL)  # VW 1's update waits for it
     assert waits_for(world, 1) == "VW 0 to take weights"
     world.wave(2)
-    until(world, 2, State.PULL)  # and so does VW 2's; no new turn until both are added
+    until(world, 2, MemberState.PULL)  # and so does VW 2's; no new turn until both are added
     assert waits_for(world, 2) == "VW 0 to take weights"
-    until(world, 0, State.IDLE)
-    until(world, 1, State.READ)
-    until(world, 2, State.READ)
+    until(world, 0, MemberState.IDLE)
+    until(world, 1, MemberState.READ)
+    until(world, 2, MemberState.READ)
     assert world.vws[1].member.next() is not None
     all_idle(world)
 
@@ -252,18 +252,18 @@ def test_with_a_distance_commits_and_turns_take_turns() -> None:
 def test_a_turn_ends_with_its_vws_lease() -> None:
     world = started(2, 5)
     world.wave(0)
-    until(world, 0, State.READ)
+    until(world, 0, MemberState.READ)
     world.kill(0)
     world.wave(1)
-    until(world, 1, State.PULL)
+    until(world, 1, MemberState.PULL)
     world.pass_time(2 * LEASE)
-    until(world, 1, State.IDLE)
+    until(world, 1, MemberState.IDLE)
 
 
 def test_what_a_turn_has_read_is_not_used_once_the_others_went_on() -> None:
     world = started(2, 5)
     world.wave(0)
-    until(world, 0, State.PULLED)
+    until(world, 0, MemberState.PULLED)
     world.vws[0].heartbeats = False
     world.pass_time(2 * LEASE)
     wave(world, 1)
@@ -276,7 +276,7 @@ def test_the_size_of_a_wave_is_that_of_its_beginning() -> None:
     world = started(3, aggregate="mean")
     for vw in (0, 1):
         world.wave(vw)
-        until(world, vw, State.PULL)
+        until(world, vw, MemberState.PULL)
     world.kill(2)  # in wave 0, which has begun with three
     world.pass_time(2 * LEASE)
     world.step(0)
@@ -284,8 +284,8 @@ def test_the_size_of_a_wave_is_that_of_its_beginning() -> None:
     all_idle(world)
     for vw in (0, 1):
         world.wave(vw)
-    until(world, 0, State.PULL)
-    until(world, 1, State.PULL)
+    until(world, 0, MemberState.PULL)
+    until(world, 1, MemberState.PULL)
     assert [commit.divisor for commit in granted(world, 0).tail] == [2, 2]
 
 
@@ -301,10 +301,10 @@ def test_vw_0_asks_for_a_cut_and_all_know_in_time(distance: int) -> None:
     world = started(2, distance)
     wave(world, 0, 1)
     world.wave(0, ask_cut=True)
-    until(world, 0, State.PULL)
+    until(world, 0, MemberState.PULL)
     while world.vws[1].member.clock < 2 + distance:  # VW 1 goes on for as long as it may
         world.wave(1)
-        until(world, 1, State.IDLE)
+        until(world, 1, MemberState.IDLE)
     assert world.vws[1].member.cut_at == 2 + distance
 
 
@@ -315,7 +315,7 @@ def test_a_vw_at_a_later_cut_holds_up_neither_waves_nor_cuts_nor_gathers() -> No
     world = started(3)
     wave(world, 0, 1, 2)
     world.wave(2, cut=5)  # a short wave
-    until(world, 2, State.ARRIVE)
+    until(world, 2, MemberState.ARRIVE)
     wave(world, 0, 1)
     assert waits_for(world, 2) == "VW 0, 1 to come to cut 5"
     for vw in (0, 1):
@@ -324,14 +324,14 @@ def test_a_vw_at_a_later_cut_holds_up_neither_waves_nor_cuts_nor_gathers() -> No
         for vw in range(3):
             world.step(vw)
     assert [one.member.cut for one in world.vws.values()] == [3, 3, 0]
-    assert world.vws[2].member.state is State.ARRIVE
+    assert world.vws[2].member.state is MemberState.ARRIVE
     for vw in (0, 1):
         world.gather(vw, 0, bytes([vw]))
         world.step(vw)
     for _ in range(4):
         world.step(0)
         world.step(1)
-    assert world.vws[0].member.gathered == Collected(3, 0, (Part(0, 1), Part(1, 1)))
+    assert world.vws[0].member.gathered == Collected(3, 0, (GatherPart(0, 1), GatherPart(1, 1)))
     assert world.vws[0].kept == b"\0\1"
     for vw in (0, 1):
         world.wave(vw, cut=5)
@@ -345,12 +345,12 @@ def test_clocks_of_the_dead_count_at_a_cut() -> None:
     world = started(2)
     wave(world, 0, 1)
     world.wave(0, cut=1, update=False)
-    until(world, 0, State.ARRIVE)
+    until(world, 0, MemberState.ARRIVE)
     world.step(0)
     wave(world, 1)
     world.kill(1)
     world.pass_time(2 * LEASE)
-    until(world, 0, State.IDLE)
+    until(world, 0, MemberState.IDLE)
     assert world.vws[0].member.clock == 2
 
 
@@ -378,7 +378,7 @@ def test_who_waits_for_each_other_in_a_circle_is_told_so(distance: int) -> None:
     with pytest.raises(
         PeerFailed, match=r"each other; .* of each: VW 0 for VW 1 to finish wave 0; VW 1 for VW 0 in ga"
     ):
-        until(world, 0, State.IDLE)
+        until(world, 0, MemberState.IDLE)
     with pytest.raises(PeerFailed, match="all wait for each other"):
         world.step(1)
 
@@ -388,13 +388,13 @@ def test_a_result_that_one_vw_has_survives_the_coordinator() -> None:
     for vw in (0, 1):
         world.gather(vw, 0, bytes([vw + 65]))
         world.step(vw)
-    until(world, 0, State.IDLE)  # VW 0 has the result, VW 1 has not heard of it
+    until(world, 0, MemberState.IDLE)  # VW 0 has the result, VW 1 has not heard of it
     world.restart(0)
     world.gather(0, 1, b"next")
     for _ in range(30):
         world.step(0)
         world.step(1)
-    assert world.vws[1].member.gathered == Collected(0, 0, (Part(0, 1), Part(1, 1)))
+    assert world.vws[1].member.gathered == Collected(0, 0, (GatherPart(0, 1), GatherPart(1, 1)))
     assert world.vws[1].kept == b"AB"
     world.gather(1, 1, b"too")
     all_idle(world)
@@ -430,7 +430,7 @@ def test_what_only_the_dead_held_is_reported() -> None:
     for _ in range(12):
         world.step(0)
         world.pass_time(LEASE / 3)
-    until(world, 0, State.IDLE)
+    until(world, 0, MemberState.IDLE)
     assert world.vws[0].member.lost == [Lost(1, 0, 0, 1)]
 
 
@@ -443,7 +443,7 @@ def test_what_a_restarted_coordinator_cannot_know_is_reported_as_unknown() -> No
     for _ in range(12):
         world.step(0)
         world.pass_time(LEASE / 3)
-    until(world, 0, State.IDLE)
+    until(world, 0, MemberState.IDLE)
     assert world.vws[0].member.lost == [Lost(1, 0, 1, -1)]
 
 
@@ -458,10 +458,10 @@ def test_a_report_that_comes_late_does_not_begin_a_generation() -> None:
     for server in (0, 1):
         world.restart(server)
     world.wave(0)
-    until(world, 0, State.JOIN)
+    until(world, 0, MemberState.JOIN)
     world.step(0)
     ask(world, former)
-    until(world, 0, State.PULL)  # it has loaded its weights, and pushed its update
+    until(world, 0, MemberState.PULL)  # it has loaded its weights, and pushed its update
     assert waits_for(world, 0) == "VW 1 to take note that servers were lost"
     beat_until_idle(world)
     world.finish()
@@ -472,7 +472,7 @@ def beat_until_idle(world: World) -> None:
         for vw in sorted(world.vws):
             world.heartbeat(vw)
             world.step(vw)
-    assert {one.member.state for one in world.vws.values()} == {State.IDLE}
+    assert {one.member.state for one in world.vws.values()} == {MemberState.IDLE}
 
 
 # How it ends.
@@ -505,7 +505,7 @@ def test_the_status_tells_clocks_and_leases() -> None:
     world.wave(0)
     all_idle(world)
     world.wave(1, cut=4, update=False)
-    until(world, 1, State.ARRIVE)
+    until(world, 1, MemberState.ARRIVE)
     world.step(1)
     world.now += 1.5
     world.heartbeat(0)
@@ -521,7 +521,7 @@ def test_the_status_tells_clocks_and_leases() -> None:
 def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     world = started(2)
     me = (1, 0, world.vws[1].member.generation)
-    elsewhere = Point(1, 0, (), (Mark(0, 0, -1),))
+    elsewhere = CommitIndex(1, 0, (), (UpdateId(0, 0, -1),))
     report = dataclasses.replace(NOTHING, era=1, point=elsewhere)
     cases: list[tuple[Request, Refusal | None]] = [
         (Pushed(*me, 1, False), Refusal.MALFORMED),  # wave 0 comes first
@@ -547,7 +547,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
 def test_a_vw_may_not_push_twice_without_a_pull() -> None:
     world = started(2, 3)
     world.wave(1)
-    until(world, 1, State.PULL)
+    until(world, 1, MemberState.PULL)
     answer = ask(world, Pushed(1, 0, world.vws[1].member.generation, 1, False))
     assert isinstance(answer, Refused)
     assert answer.why == "VW 1 cannot push wave 1 now"
@@ -576,9 +576,9 @@ def test_a_member_does_one_thing_at_a_time(call: Callable[[Member], None]) -> No
 def test_an_answer_to_another_question_is_the_servers_fault() -> None:
     world = started(1)
     world.wave(0)
-    until(world, 0, State.PUSH)
+    until(world, 0, MemberState.PUSH)
     with pytest.raises(RemoteFault, match="a Joined was answered to a VW that is push"):
-        world.vws[0].member.heard(Joined("e", "g", Point(1, 0, (), ()), 0, 0, ()))
+        world.vws[0].member.heard(Joined("e", "g", CommitIndex(1, 0, (), ()), 0, 0, ()))
 
 
 FIRST = signature(2)
@@ -609,7 +609,7 @@ FIRST = signature(2)
         ),
     ],
 )
-def test_what_differs_between_two_vws_is_named(other: Signature, what: str | None) -> None:
+def test_what_differs_between_two_vws_is_named(other: TrainingSignature, what: str | None) -> None:
     assert difference(FIRST, other) == what
     coordinator = Coordinator("e", LEASE)
     coordinator.handle(Join(0, 0, 1, FIRST, NOTHING, ("", "")), 0.0)

@@ -9,14 +9,14 @@ import torch
 
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.rejections import EVERY, MOST, Rejections, host_of
-from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
-from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from lightning_hetpipe.server.transport.frames import Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, ONE, SERVICE, TOKEN, GrpcServer
-from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 
@@ -57,9 +57,9 @@ def test_hosts_are_known_by_their_address(peer: str, host: str) -> None:
 
 
 def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pytest.LogCaptureFixture) -> None:
-    with GrpcServer(Rooms(30.0), security=Security(token="right")) as server:
+    with GrpcServer(Sessions(30.0), security=Security(token="right")) as server:
         for token in (None, "wrong"):
-            with closing(GrpcChannel(server.address, Security(token=token))) as stranger, pytest.raises(Refused):
+            with closing(GrpcChannel(server.address, Security(token=token))) as stranger, pytest.raises(CallRefused):
                 stranger.call("talk-1/coordinator", b"")
         opening = Opening("status", b"", 0, 0).pack()
         with grpc.insecure_channel(server.address) as channel:
@@ -77,14 +77,14 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pyte
 def test_who_is_of_another_launch_or_differs_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     """And who trains is not mentioned: what befalls its requests is no matter for people."""
     with ExitStack() as stack:
-        rooms = Rooms(30.0)
+        rooms = Sessions(30.0)
         stack.callback(rooms.close)
         server = stack.enter_context(GrpcServer(rooms))
         channel = stack.enter_context(closing(GrpcChannel(server.address)))
 
         def client(release: str, launch: str, incarnation: int) -> Client:
-            signature = Signature(release, 1, 0, "sum", 1, (f"launch={launch}",), PARAMETERS)
-            room = RoomChannel(channel, "fit-1")
+            signature = TrainingSignature(release, 1, 0, "sum", 1, (f"launch={launch}",), PARAMETERS)
+            room = SessionChannel(channel, "fit-1")
             return stack.enter_context(Client([room], signature, [[0]], 0, incarnation, timeout=PATIENCE))
 
         member = client("1", "a", 1)

@@ -14,12 +14,20 @@ import torch
 from lightning_hetpipe.cli.server_status import laid_out
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
+from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
-from lightning_hetpipe.server.protocol.messages import NOTHING, Join, NotYet, Parameter, Signature, decode, encode
+from lightning_hetpipe.server.protocol.messages import (
+    NOTHING,
+    Join,
+    NotYet,
+    Parameter,
+    TrainingSignature,
+    decode,
+    encode,
+)
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import Refused
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, eventually
 
@@ -27,7 +35,7 @@ from tests.server.transports import PATIENCE, eventually
 @contextmanager
 def served() -> Iterator[GrpcChannel]:
     with ExitStack() as stack:
-        rooms = Rooms(10.0)
+        rooms = Sessions(10.0)
         stack.callback(rooms.close)
         server = stack.enter_context(GrpcServer(rooms, "127.0.0.1:0", Security(token="t")))
         channel = GrpcChannel(server.address, Security(token="t"))
@@ -37,8 +45,8 @@ def served() -> Iterator[GrpcChannel]:
 
 def client(channel: GrpcChannel, room: str, size: int, incarnation: int = 1) -> Client:
     parameters = (Parameter("w", (size,), "float32", "float32"),)
-    signature = Signature("1", 1, 0, "sum", 1, (), parameters)
-    return Client([RoomChannel(channel, room)], signature, [[0]], 0, incarnation, lease=10.0, timeout=20.0)
+    signature = TrainingSignature("1", 1, 0, "sum", 1, (), parameters)
+    return Client([SessionChannel(channel, room)], signature, [[0]], 0, incarnation, lease=10.0, timeout=20.0)
 
 
 def test_rooms_are_apart() -> None:
@@ -67,7 +75,7 @@ def test_the_status_tells_of_every_room() -> None:
 
 @pytest.mark.parametrize("method", ["shard", "../x/shard", "Fit-1/shard", "fit-x/shard", "/", "fit-1"])
 def test_what_names_no_room_is_refused(method: str) -> None:
-    with served() as channel, pytest.raises(Refused):
+    with served() as channel, pytest.raises(CallRefused):
         channel.call(method, b"x")
 
 
@@ -88,7 +96,7 @@ def test_a_room_that_all_have_left_gives_its_memory_back_and_can_be_entered_agai
 
 
 def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> None:
-    rooms = Rooms(0.2)
+    rooms = Sessions(0.2)
     with closing(rooms), GrpcServer(rooms) as server, closing(GrpcChannel(server.address)) as channel:
         one = client(channel, "fit-1", 3)
         one.join([torch.ones(3)])  # without a heartbeat
@@ -100,9 +108,9 @@ def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> 
 
 def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
     """It kept those of every fit of the launch, and its status said that nobody was there."""
-    coordinator, beside = Rooms(10.0), Rooms(10.0)
+    coordinator, beside = Sessions(10.0), Sessions(10.0)
     parameters = tuple(Parameter(name, (1000,), "float32", "float32") for name in "ab")
-    signature = Signature("1", 1, 0, "sum", 2, (), parameters)
+    signature = TrainingSignature("1", 1, 0, "sum", 2, (), parameters)
     with ExitStack() as stack:
         channels = []
         for rooms in (coordinator, beside):
@@ -110,7 +118,7 @@ def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
             channels.append(GrpcChannel(stack.enter_context(GrpcServer(rooms)).address))
             stack.callback(channels[-1].close)
         for incarnation, fit in enumerate(("fit-1", "fit-2", "fit-3", "fit-1"), start=1):
-            through = [RoomChannel(channel, fit) for channel in channels]
+            through = [SessionChannel(channel, fit) for channel in channels]
             with Client(through, signature, [[0], [1]], 0, incarnation, lease=10.0, timeout=20.0) as one:
                 one.join([torch.ones(1000), torch.ones(1000)])
                 one.synchronise([torch.ones(1000), torch.ones(1000)])
@@ -118,17 +126,17 @@ def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
                 assert held(beside) <= 2 * 4096
 
 
-def held(rooms: Rooms) -> int:
+def held(rooms: Sessions) -> int:
     """Bytes, without a call that would make the server look after its rooms."""
     return sum(room.bytes_held for room in rooms._known().values())
 
 
 def test_closing_wakes_who_waits() -> None:
     """A server that was told to end waited for the requests that waited in it."""
-    rooms = Rooms(3000.0)
+    rooms = Sessions(3000.0)
     service = rooms._room("fit-1")
     service._patience = PATIENCE * 10
-    signature = Signature("1", 2, 0, "sum", 1, (), ())
+    signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
     join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rooms.run, f"fit-1/{COORDINATOR_METHOD}", join, memoryview(b""))
@@ -137,5 +145,5 @@ def test_closing_wakes_who_waits() -> None:
         assert isinstance(decode(waiting.result(PATIENCE).header), NotYet)
 
 
-def room_is_entered(rooms: Rooms) -> bool:
+def room_is_entered(rooms: Sessions) -> bool:
     return not rooms._room("fit-1").unused

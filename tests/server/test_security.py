@@ -10,7 +10,7 @@ import pytest
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import Refused, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from tests.server.transports import Desk, certificates, connect, security, serve
 
@@ -85,7 +85,7 @@ def test_strangers_are_turned_away_before_anything_is_read(token: str | None, si
     with GrpcServer(desk, security=Security(token="right")) as server:
         says = "the token is missing or wrong; give the server's as HETPIPE_TOKEN"
         stranger = GrpcChannel(server.address, Security(token=token))
-        with closing(stranger), pytest.raises(Refused, match=says):
+        with closing(stranger), pytest.raises(CallRefused, match=says):
             stranger.call("echo", b"", [memoryview(bytearray(size))])
         assert desk.calls == []
         with closing(GrpcChannel(server.address, Security(token="right"))) as channel:
@@ -107,7 +107,7 @@ def test_both_sides_must_show_a_certificate() -> None:
             with closing(GrpcChannel(server.address, stranger)) as channel, pytest.raises(Unreachable, match=says):
                 channel.call("echo", b"")
         says = r"shows no certificate that security\.ca has signed; give"
-        with closing(GrpcChannel(server.address, others)) as channel, pytest.raises(Refused, match=says):
+        with closing(GrpcChannel(server.address, others)) as channel, pytest.raises(CallRefused, match=says):
             channel.call("echo", b"")
         with closing(GrpcChannel(server.address, ours)) as channel:
             assert channel.call("echo", b"ab") == b"ba"
@@ -115,6 +115,6 @@ def test_both_sides_must_show_a_certificate() -> None:
     with (
         serve("grpc", desk) as plain,
         closing(connect("tls", plain.address)) as channel,
-        pytest.raises(Refused, match="does not speak TLS, and security has certificates"),
+        pytest.raises(CallRefused, match="does not speak TLS, and security has certificates"),
     ):
         channel.call("echo", b"")

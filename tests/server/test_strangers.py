@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.sessions import RoomChannel, Rooms
-from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
+from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.strangers import annoy
 from tests.server.transports import PATIENCE, eventually
 
-SIGNATURE = Signature("1", 2, 0, "sum", 1, (), (Parameter("w", (4,), "float32", "float32"),))
+SIGNATURE = TrainingSignature("1", 2, 0, "sum", 1, (), (Parameter("w", (4,), "float32", "float32"),))
 
 
 def test_what_makes_no_sense_changes_nothing() -> None:
     """In between waves, and while a VW waits for the others."""
     with ExitStack() as stack:
-        rooms = Rooms(30.0)
+        rooms = Sessions(30.0)
         stack.callback(rooms.close)
         shown = Security(token="t")
         server = stack.enter_context(GrpcServer(rooms, security=shown))
@@ -40,7 +40,7 @@ def test_what_makes_no_sense_changes_nothing() -> None:
             return any(each["clock"] > clock for each in members if each["vw"] == vw)
 
         def client(vw: int) -> Client:
-            room = RoomChannel(channel, "fit-1")
+            room = SessionChannel(channel, "fit-1")
             return stack.enter_context(Client([room], SIGNATURE, [[0]], vw, 1, lease=30.0, timeout=PATIENCE))
 
         one, other = client(0), client(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.server.transport.frames import CHUNK
-from lightning_hetpipe.server.transport.interface import Channel, Refused, Server, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Server, Unreachable
 from lightning_hetpipe.server.transport.shared_memory import LEAST, memory
 from tests.server.transports import KINDS, PATIENCE, Desk, connect, eventually, serve
 
@@ -108,9 +108,9 @@ def test_what_is_offered_is_kept_where_it_is(kind: str, channel: Channel, desk: 
 
 
 def test_bodies_in_one_direction_only(channel: Channel, desk: Desk) -> None:
-    with pytest.raises(Refused, match=f"a body of {BIG} bytes, and the caller room for 0"):
+    with pytest.raises(CallRefused, match=f"a body of {BIG} bytes, and the caller room for 0"):
         channel.call("echo", b"", [memory(BIG)])
-    with pytest.raises(Refused, match=f"a body of 0 bytes, and the caller room for {BIG}"):
+    with pytest.raises(CallRefused, match=f"a body of 0 bytes, and the caller room for {BIG}"):
         channel.call("echo", b"", (), [memory(BIG)])
     assert channel.call("echo", b"xy") == b"yx"
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_a_deadline_ends_the_wait_and_not_the_server(channel: Channel, desk: Des
 )
 def test_refusals_arrive_with_their_sentence(channel: Channel, desk: Desk, method: str, says: str, size: int) -> None:
     body, back = pattern(size), bytearray(size)
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(CallRefused, match=says):
         channel.call(method, b"", [body], [memoryview(back)])
     taken = [what for what, of, _ in desk.calls if of == method]
     assert taken == ([] if method == "refuse" else ["open", "run"])
@@ -255,7 +255,7 @@ def test_nothing_is_left(kind: str) -> None:
         with serve(kind, desk) as server, closing(connect(kind, server.address)) as channel:
             back = bytearray(BIG)
             channel.call("echo", b"", [memory(BIG)], [memoryview(back)])
-            with pytest.raises(Refused):
+            with pytest.raises(CallRefused):
                 channel.call("refuse", b"", [memory(BIG)])
 
     def left() -> tuple[int, int, int]:

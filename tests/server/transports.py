@@ -16,7 +16,7 @@ import pytest
 
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import Channel, Handler, Refused, Reply, Server
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply, Server
 from lightning_hetpipe.server.transport.memory_transport import MemoryChannel, MemoryServer
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import memory
@@ -53,7 +53,7 @@ class Desk:
 
     def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         if method == "refuse":
-            raise Refused("not today, because of the weather")
+            raise CallRefused("not today, because of the weather")
         if method == "hold open":
             self._hold()
         self._note("open", method, size)
@@ -65,7 +65,7 @@ class Desk:
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         self._note("run", method, body.nbytes)
         if method == "decline":
-            raise Refused("too late")
+            raise CallRefused("too late")
         if method == "fail":
             raise ValueError("a bug")
         if method == "hold":

@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
-from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Mark, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
@@ -24,12 +24,12 @@ from lightning_hetpipe.server.protocol.messages import (
     Refused,
     Request,
     ShardRequest,
-    Signature,
-    Stage,
+    StageUpdate,
+    TrainingSignature,
     decode,
     encode,
 )
-from lightning_hetpipe.server.protocol.shard import Layout, Shard, add, block_of, memory_of
+from lightning_hetpipe.server.protocol.shard import Shard, ShardLayout, add, block_of, memory_of
 
 LEASE = 30.0
 LAST_CUT = 1_000_000
@@ -50,9 +50,9 @@ def parameter(name: str, shape: Sequence[int] = (3,), dtype: str = "float32", up
     return Parameter(name, tuple(shape), dtype, update_dtype or dtype)
 
 
-def signature(n: int, servers: int = 2, distance: int = 0, aggregate: str = "sum") -> Signature:
+def signature(n: int, servers: int = 2, distance: int = 0, aggregate: str = "sum") -> TrainingSignature:
     parameters = tuple(parameter(f"layer{server}.weight") for server in range(servers))
-    return Signature("0.1.0", n, distance, aggregate, servers, (), parameters)
+    return TrainingSignature("0.1.0", n, distance, aggregate, servers, (), parameters)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class World:
     vws: dict[int, VW] = field(default_factory=dict)
     sent: list[tuple[int, Request | ShardRequest, bytes | memoryview]] = field(default_factory=list)
     """Every request, with its body: any of them may arrive again. The memory of a VW is seen as it is by then."""
-    updates: dict[Mark, list[Tensor]] = field(default_factory=dict)
+    updates: dict[UpdateId, list[Tensor]] = field(default_factory=dict)
     starts: int = 0
     cuts: dict[int, int] = field(default_factory=dict)
     """How many updates the final weights of each cut include."""
@@ -94,7 +94,7 @@ class World:
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)
         self.signature = signature(self.n, self.servers, self.distance, self.aggregate)
-        self.layouts = [Layout((each,), update=False) for each in self.signature.parameters]
+        self.layouts = [ShardLayout((each,), update=False) for each in self.signature.parameters]
         self.server = [self._server() for _ in range(self.servers)]
         for vw in range(self.n):
             self.begin(vw, 0)
@@ -112,7 +112,7 @@ class World:
         member.join()
         return self.vws[vw]
 
-    def _random(self, layout: Layout) -> Tensor:
+    def _random(self, layout: ShardLayout) -> Tensor:
         block = block_of(layout.size)
         for view in layout.views(block):
             # Sums of small multiples of 1/8 are exact in any order; those of any floats only in one order.
@@ -130,7 +130,7 @@ class World:
         """An idle VW ends a wave, or comes to a cut."""
         one = self.vws[vw]
         if update:
-            mark = Mark(vw, one.member.incarnation, one.member.clock)
+            mark = UpdateId(vw, one.member.incarnation, one.member.clock)
             assert mark not in self.updates
             self.updates[mark] = [self._random(layout) for layout in self.layouts]
             for block, values in zip(one.update, self.updates[mark], strict=True):
@@ -220,7 +220,7 @@ class World:
                 return Refused("", Refusal.BUSY, "half of it came"), b""
             if memory is not body:
                 memory[:] = body
-            if isinstance(message, Stage):
+            if isinstance(message, StageUpdate):
                 one.shard.examine(message, memory)
         except RemoteFault as refused:
             return Refused("", refused.refusal, str(refused)), b""
@@ -254,7 +254,7 @@ class World:
     def heartbeat(self, vw: int) -> None:
         member = self.vws[vw].member
         answer, _ = self.deliver(COORDINATOR, member.heartbeat(), b"")
-        if isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION and member.state is State.IDLE:
+        if isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION and member.state is MemberState.IDLE:
             member.lose()
 
     def finish(self) -> None:
@@ -265,7 +265,7 @@ class World:
         for turn in range(300):
             for vw in list(self.vws):
                 member = self.vws[vw].member
-                if member.state is State.IDLE and member.goal is Goal.NONE and member.cut < LAST_CUT:
+                if member.state is MemberState.IDLE and member.goal is Goal.NONE and member.cut < LAST_CUT:
                     self.wave(vw, cut=LAST_CUT)
                 try:
                     self.step(vw)
@@ -273,7 +273,7 @@ class World:
                     if fault.refusal is not Refusal.LEFT_OUT or not self.lossy:
                         raise
                     self.kill(vw)
-            if all(one.member.state is State.IDLE and one.member.cut == LAST_CUT for one in self.vws.values()):
+            if all(one.member.state is MemberState.IDLE and one.member.cut == LAST_CUT for one in self.vws.values()):
                 break
             if turn % 20 == 19:
                 self.pass_time(LEASE / 3)
@@ -311,7 +311,7 @@ class World:
                 f"VW {vw} got other weights from server {server} than the sum of what {point} includes"
             )
 
-    def expected(self, marks: Sequence[Mark]) -> list[Tensor]:
+    def expected(self, marks: Sequence[UpdateId]) -> list[Tensor]:
         """w_0 plus these updates, wave after wave in VW order."""
         total = [block.clone() for block in self.w0]
         for mark in sorted(marks, key=lambda mark: (mark.clock, mark.vw)):
@@ -330,7 +330,7 @@ class World:
             assert not any(one.member.lost for one in self.vws.values())
 
 
-def add_blocks(layouts: Sequence[Layout], total: Sequence[Tensor], update: Sequence[Tensor], divisor: int) -> None:
+def add_blocks(layouts: Sequence[ShardLayout], total: Sequence[Tensor], update: Sequence[Tensor], divisor: int) -> None:
     for layout, block, more in zip(layouts, total, update, strict=True):
         for weight, each in zip(layout.views(block), layout.views(more.clone()), strict=True):
             add(weight, [(each, divisor)])
@@ -338,4 +338,4 @@ def add_blocks(layouts: Sequence[Layout], total: Sequence[Tensor], update: Seque
 
 def commits(*marks: tuple[int, int]) -> tuple[Commit, ...]:
     """The commits of (VW, clock), of incarnation 0."""
-    return tuple(Commit(Mark(vw, 0, clock), 1) for vw, clock in marks)
+    return tuple(Commit(UpdateId(vw, 0, clock), 1) for vw, clock in marks)

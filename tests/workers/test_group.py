@@ -14,9 +14,9 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process.client import NotJoined, ServersSilent
-from lightning_hetpipe.server.process.sessions import Rooms
+from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
@@ -36,14 +36,14 @@ class Pair:
     ) -> None:
         # Each process counts rooms for itself; here both are in one.
         monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
-        self.rooms = [Rooms(LEASE), Rooms(LEASE)]
+        self.rooms = [Sessions(LEASE), Sessions(LEASE)]
         for rooms in self.rooms:
             exits.callback(rooms.close)
         self.servers = [exits.enter_context(GrpcServer(rooms)) for rooms in self.rooms]
         self.addresses = [server.address for server in self.servers]
         settings = WSPCallback(lease=LEASE, placement=placement).settings
         self.found = [
-            Found(self.addresses[0], (address,) if index < known else (), Security(), hosts=True)
+            FoundServers(self.addresses[0], (address,) if index < known else (), Security(), hosts=True)
             for index, address in enumerate(self.addresses)
         ]
         self.groups = [Group(index, 2, found, settings, SECONDS) for index, found in enumerate(self.found)]
@@ -152,13 +152,13 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     pair = Pair(exits, monkeypatch)
     first, second = pair.groups
     asked = threading.Event()
-    status = Rooms.status
+    status = Sessions.status
 
-    def noted(rooms: Rooms) -> dict[str, object]:
+    def noted(rooms: Sessions) -> dict[str, object]:
         asked.set()
         return status(rooms)
 
-    monkeypatch.setattr(Rooms, "status", noted)
+    monkeypatch.setattr(Sessions, "status", noted)
     going = threading.Event()
     second._exits.callback(going.wait, SECONDS)  # what it does first where it leaves
     assert second._talk is not None
@@ -190,7 +190,9 @@ def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytes
     """The second one fenced the first one's virtual workers, which ended, or was refused and ended them."""
     pair = Pair(exits, monkeypatch)
     monkeypatch.setattr(join_handshake, "LEASES_TO_END", 0.5)
-    other = Group(0, 3, Found(pair.groups[0].coordinator, (), Security(), launch="other"), pair.groups[0].settings, 9)
+    other = Group(
+        0, 3, FoundServers(pair.groups[0].coordinator, (), Security(), launch="other"), pair.groups[0].settings, 9
+    )
     with pytest.raises(SettingError, match="serves another launch; wait until that has ended, or start servers for"):
         other.open()
     other.part("SettingError")
@@ -202,7 +204,7 @@ def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytes
 def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that was not the coordinator, each took the other's weights for its own that were lost, in turns."""
     monkeypatch.setattr(join_handshake, "LEASES_TO_END", 0.0)
-    rooms = [Rooms(LEASE) for _ in range(3)]
+    rooms = [Sessions(LEASE) for _ in range(3)]
     for each in rooms:
         exits.callback(each.close)
     one, other, shared = (exits.enter_context(GrpcServer(each)).address for each in rooms)
@@ -211,7 +213,7 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
 
     def opened(launch: str, room: int, *servers: str) -> Group:
         monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-{room}")
-        group = Group(0, 1, Found(servers[0], servers, Security(), launch=launch), settings, SECONDS)
+        group = Group(0, 1, FoundServers(servers[0], servers, Security(), launch=launch), settings, SECONDS)
         exits.callback(group.part)
         group.open()
         return group
@@ -255,7 +257,7 @@ def test_nobody_at_the_coordinators_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(join_handshake, "UNTIL_SAID", 0.05)
-    found = Found("127.0.0.1:1", (), Security())
+    found = FoundServers("127.0.0.1:1", (), Security())
     group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
     with pytest.raises(ServersSilent) as silent:
         group.open()
@@ -272,10 +274,10 @@ def test_nobody_at_the_coordinators_address(
 def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """They waited for an hour. The first whose time is up ends it for those, too, that came later."""
     monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
-    rooms = Rooms(LEASE)
+    rooms = Sessions(LEASE)
     exits.callback(rooms.close)
     server = exits.enter_context(GrpcServer(rooms))
-    found = Found(server.address, (), Security(), per_node=2)
+    found = FoundServers(server.address, (), Security(), per_node=2)
     impatient, patient = (WSPCallback(lease=LEASE, join_timeout=seconds).settings for seconds in (0.3, SECONDS))
     threads = exits.enter_context(ThreadPoolExecutor(2))
     groups = [Group(index, 6, found, settings, SECONDS) for index, settings in ((1, patient), (4, impatient))]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.launch.servers import Found
-from lightning_hetpipe.pipeline.user.lock import Rank, Ticket
-from lightning_hetpipe.server.process.sessions import Rooms
+from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
+from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group as group_module
@@ -76,7 +76,7 @@ class OnlyOne:
         return self.held
 
     def _meet(self, where: str) -> None:
-        stretch = Ticket(Rank.START, 0)
+        stretch = Ticket(Precedence.START, 0)
         self.strategy._engine.lock.request(stretch)
         assert stretch.wait(30), f"user code has to wait for the {where}"
         self.strategy._engine.lock.release()
@@ -159,11 +159,11 @@ def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPat
     """A teacher that each virtual worker's callback moves within an epoch was another one on each of them: what they
     validated, and what was saved, was not what the others held (law L6)."""
     monkeypatch.setattr(group_module, "_next_room", "{}-1".format)
-    rooms = Rooms(5.0)
+    rooms = Sessions(5.0)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
 
         def trained(index: int) -> list[list[float]]:
-            found = Found(server.address, (server.address,) if index == 0 else (), Security())
+            found = FoundServers(server.address, (server.address,) if index == 0 else (), Security())
             group = Group(index, 2, found, WSPCallback(lease=5.0).settings, 30.0)
             group.open()
             module = L.LightningModule()

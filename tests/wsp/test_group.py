@@ -17,10 +17,10 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.servers import Found
+from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process.client import ServersSilent
 from lightning_hetpipe.server.process.service import Service
-from lightning_hetpipe.server.process.sessions import Rooms
+from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Message, decode
@@ -49,7 +49,7 @@ def group_of(
     timeout: float = PATIENCE,
     lost: Callable[[], Exception | None] = lambda: None,
 ) -> Group:
-    found = Found(address, (address,) if index == 0 else (), security or Security())
+    found = FoundServers(address, (address,) if index == 0 else (), security or Security())
     return Group(index, 2, found, WSPCallback(lease=LEASE).settings, timeout, lost)
 
 
@@ -57,12 +57,12 @@ class Server:
     """A handler whose memory can be lost."""
 
     def __init__(self) -> None:
-        self.rooms = Rooms(LEASE)
+        self.rooms = Sessions(LEASE)
         self.starts = 1
 
     def restart(self) -> None:
         self.rooms.close()
-        self.rooms, self.starts = Rooms(LEASE), self.starts + 1
+        self.rooms, self.starts = Sessions(LEASE), self.starts + 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rooms, name)
@@ -133,21 +133,21 @@ def test_each_node_says_once_who_is_lost_and_nobody_waits_for_it(lost: int, monk
     """Whoever was not started by our launcher learnt nothing, and waited an hour for it to enter the next fit."""
     told: dict[int, list[tuple[int, str, str, str]]] = {index: [] for index in range(3)}
     places = ["node 0, one", "node 0, one", "node 1, other"]
-    asked, status = Event(), Rooms.status
+    asked, status = Event(), Sessions.status
 
-    def noted(rooms: Rooms) -> dict[str, Any]:
+    def noted(rooms: Sessions) -> dict[str, Any]:
         if told[0]:
             asked.set()
         return status(rooms)
 
-    monkeypatch.setattr(Rooms, "status", noted)
-    rooms, settings = Rooms(LEASE), WSPCallback(lease=LEASE).settings
+    monkeypatch.setattr(Sessions, "status", noted)
+    rooms, settings = Sessions(LEASE), WSPCallback(lease=LEASE).settings
     with ThreadPoolExecutor(3) as pool, GrpcServer(rooms) as server:
         groups = [
             Group(
                 index,
                 3,
-                Found(server.address, (server.address,) if index == 0 else (), Security()),
+                FoundServers(server.address, (server.address,) if index == 0 else (), Security()),
                 settings,
                 PATIENCE,
                 place=places[index],
@@ -192,7 +192,7 @@ def test_each_node_says_once_who_is_lost_and_nobody_waits_for_it(lost: int, monk
 def test_who_has_left_the_launch_is_not_waited_for_at_the_next_fit() -> None:
     """One whose program ends early: the others waited for it for an hour, and the first process for the others."""
     told: list[Any] = []
-    rooms = Rooms(LEASE)
+    rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
         groups = [group_of(index, server.address) for index in range(2)]
         groups[1]._on_loss = lambda *loss: told.append(loss)
@@ -219,7 +219,7 @@ def test_who_shows_the_wrong_things_is_told_in_one_sentence(tmp_path: Path) -> N
     assert ours is not None
     certificates.cache_clear()
     theirs = str(certificates() / "ca.pem")
-    rooms = Rooms(LEASE)
+    rooms = Sessions(LEASE)
     with GrpcServer(rooms, security=ours) as server:
         begin = f"this virtual worker was refused: the server at {server.address}"
         for token in (None, "wrong"):
@@ -258,7 +258,7 @@ def test_a_gather_waits_within_what_it_is_told() -> None:
         yield
         waited.append("ended")
 
-    rooms = Rooms(LEASE)
+    rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
         groups = [group_of(index, server.address) for index in range(2)]
         for opened in [pool.submit(one.open) for one in groups]:
@@ -277,9 +277,9 @@ def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.Mon
     """Validation outputs of more than 64 MiB were refused, without a way out."""
     limit = 64 << 10
     monkeypatch.setattr(group, "gather_in_pieces", partial(gather_in_pieces, piece=limit // 4))
-    monkeypatch.setattr(Rooms, "_service", lambda *_: Service(LEASE, gather_limit=limit))
+    monkeypatch.setattr(Sessions, "_service", lambda *_: Service(LEASE, gather_limit=limit))
     value = torch.arange(limit, dtype=torch.float64)
-    rooms = Rooms(LEASE)
+    rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
         groups = [group_of(index, server.address) for index in range(2)]
         for opened in [pool.submit(one.open) for one in groups]:

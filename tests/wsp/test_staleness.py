@@ -12,7 +12,7 @@ import pytest
 from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.protocol import decisions
-from lightning_hetpipe.server.protocol.decisions import Decision, Granted, Pushed
+from lightning_hetpipe.server.protocol.decisions import Decision, ReadGranted, UpdatePushed
 from tests import oracle
 from tests.server.test_decisions import check_distances, check_staleness
 from tests.wsp.launch import Job, run_all
@@ -52,8 +52,10 @@ def test_a_fast_virtual_worker_runs_d_waves_ahead_and_no_further(
     for distance, (fast, slow) in zip((1, 2, 3), found, strict=True):
         assert (d := oracle.difference(fast["end"].weights, slow["end"].weights)) is None, d
         decided = read(log, f"fit-{distance}")
-        first = next(i for i, each in enumerate(decided) if isinstance(each, Pushed) and each.vw == 1)
-        alone = [each.clock for each in decided[:first] if isinstance(each, Granted) and each.vw == 0 and each.clock]
+        first = next(i for i, each in enumerate(decided) if isinstance(each, UpdatePushed) and each.vw == 1)
+        alone = [
+            each.clock for each in decided[:first] if isinstance(each, ReadGranted) and each.vw == 0 and each.clock
+        ]
         assert alone == [*range(1, distance + 1)]
         check_distances(decided, distance)
         # The fast one's last minibatch of these is as stale as any may be.

@@ -47,7 +47,7 @@ Run = Callable[[Sequence[nn.Module], Any], Any]
 
 
 @dataclass(frozen=True)
-class Group:
+class CompiledGroup:
     """Neighbouring layers, from ``first`` up to ``last``, which is left out: compiled together, or run as they are."""
 
     first: int
@@ -88,7 +88,7 @@ class Compiled:
         self._device = device
         self._fused = fused
         self._cannot: set[int] = set()
-        self._functions: dict[tuple[Group, Autocast], Run] = {}
+        self._functions: dict[tuple[CompiledGroup, Autocast], Run] = {}
         self._forwards: dict[Kind, bool] = {}  # whether compiled code runs for that kind
         self._backwards: dict[Kind, None] = {}
         self._regroup(self._cannot)
@@ -136,14 +136,14 @@ class Compiled:
                 value = self._plain(group, slot, value)
             except (CompilerError, NoDropout):
                 for index in range(group.first, group.last):
-                    value = self._alone(Group(index, index + 1, True), slot, value, autocast, reasons)
+                    value = self._alone(CompiledGroup(index, index + 1, True), slot, value, autocast, reasons)
         if reasons:
             self._regroup(reasons)
         else:
             _remember(self._forwards, kind, compiled)
         return value
 
-    def _alone(self, layer: Group, slot: int, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
+    def _alone(self, layer: CompiledGroup, slot: int, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
         """What one layer makes of ``value``, of some of which not all could be compiled."""
         try:
             return self._run(layer, slot, value, autocast)
@@ -157,12 +157,12 @@ class Compiled:
         """From now on these layers run as they are, too; the next forward, of whatever kind, compiles the others."""
         self._cannot |= {*cannot}
         found = [list(of) for _, of in groupby(range(len(self._names)), key=lambda index: index in self._cannot)]
-        self._groups = [Group(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]
+        self._groups = [CompiledGroup(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]
         self._functions.clear()
         self._forwards.clear()
         self._backwards.clear()
 
-    def _run(self, group: Group, slot: int, value: Any, autocast: Autocast) -> Any:
+    def _run(self, group: CompiledGroup, slot: int, value: Any, autocast: Autocast) -> Any:
         if not group.compiled:
             return self._plain(group, slot, value)
         run = self._functions.get((group, autocast))
@@ -173,12 +173,12 @@ class Compiled:
                 counter.in_graph = 0
         return run(self._layers[slot][group.first : group.last], value)
 
-    def _plain(self, group: Group, slot: int, value: Any) -> Any:
+    def _plain(self, group: CompiledGroup, slot: int, value: Any) -> Any:
         for call in self._calls[slot][group.first : group.last]:
             value = call(value)
         return value
 
-    def _function(self, group: Group) -> Run:
+    def _function(self, group: CompiledGroup) -> Run:
         # Torch keeps what it compiles with the code object of the function, and at most eight of each: stages and
         # groups must not share one.
         code = _in_order.__code__.replace(co_name=f"{self._names[group.first]} to {self._names[group.last - 1]}")
@@ -186,7 +186,7 @@ class Compiled:
         run: Run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
         return run
 
-    def _warn(self, group: Group, reason: str) -> None:
+    def _warn(self, group: CompiledGroup, reason: str) -> None:
         layers = self._names[group.first : group.last]
         which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         warnings.warn(f"torch.compile cannot compile {which}, which a stage runs uncompiled: {reason}", stacklevel=2)

@@ -5,10 +5,10 @@ seed, virtual worker, p, the path of the innermost module that runs it, its ordi
 operations in p). What it draws depends on nothing else: not on threads, timing, the number of stages or the cut. The
 default generators are neither read nor changed.
 
-How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``Chance.minibatch`` such a
-forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the masks that
-its forward saved), and the mode hands each random operation its generator. Who may draw is decided by type, not by
-what one minibatch showed, so that a draw that depends on the data is not missed: torch.nn's dropouts, RReLU,
+How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``RandomGenerators.minibatch``
+such a forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the
+masks that its forward saved), and the mode hands each random operation its generator. Who may draw is decided by type,
+not by what one minibatch showed, so that a draw that depends on the data is not missed: torch.nn's dropouts, RReLU,
 MultiheadAttention, multi-layer RNNs and FractionalMaxPool while they are active, and every class that is not torch.nn's
 own. All other modules of torch.nn draw nothing, and run without the mode.
 
@@ -40,10 +40,10 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout, draw_in_graph
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
 
-__all__ = ["Chance", "RandomnessError", "attach", "attached", "counters", "drawn", "generator_of", "may_draw"]
+__all__ = ["RandomGenerators", "RandomnessError", "attach", "attached", "counters", "drawn", "generator_of", "may_draw"]
 
 
-class Chance:
+class RandomGenerators:
     """The random numbers of one run.
 
     Args:
@@ -322,7 +322,7 @@ class _Positioned:
 class _Draws(RandomOperators):
     """The draws of one minibatch in one thread."""
 
-    def __init__(self, chance: Chance, minibatch: int | str) -> None:
+    def __init__(self, chance: RandomGenerators, minibatch: int | str) -> None:
         super().__init__(fused=not chance.deterministic)
         self.chance = chance
         self.minibatch = minibatch

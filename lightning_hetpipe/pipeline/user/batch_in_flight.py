@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.streams import Mark
-from lightning_hetpipe.pipeline.threads import Patience
-from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.streams import StreamEvent
+from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.torch_private import Carried
 
@@ -21,10 +21,10 @@ class Pipeline(Protocol):
     """What a flight asks of the pipeline that it is in."""
 
     lock: UserLock
-    patience: Patience
+    patience: Watchdog
 
 
-class Flight:
+class BatchInFlight:
     """Batch ``number`` in flight.
 
     It is in one place at a time: in its runner (user code), or with a stage. Wherever it is when it fails or is
@@ -47,7 +47,7 @@ class Flight:
         self.failure: BaseException | None = None
         self.cancelled = False
         self.in_user_code = False
-        self.start = Ticket(Rank.START, number)
+        self.start = Ticket(Precedence.START, number)
         self.context = contextvars.copy_context()
         """What the thread that submits it has set for the code that it calls."""
         self._began_at = time.perf_counter()
@@ -55,7 +55,7 @@ class Flight:
         self._pipeline = pipeline
         self._stretch = stretch
         self._arrived: Any = None
-        self.arrived_after: Mark | None = None
+        self.arrived_after: StreamEvent | None = None
         """What has last arrived is computed where this mark is."""
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
@@ -96,7 +96,7 @@ class Flight:
 
     # The stages' side.
 
-    def deliver(self, value: Any, mark: Mark | None = None) -> None:
+    def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
         """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
 
         Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
@@ -141,7 +141,7 @@ class Flight:
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
         """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""
-        ticket = self._resume = Ticket(Rank.RESUME, self.number)
+        ticket = self._resume = Ticket(Precedence.RESUME, self.number)
         start()
         failure: BaseException | None = None
         try:
@@ -190,16 +190,16 @@ class Flight:
             self._pipeline.lock.release()
 
 
-_current: Carried[Flight] = Carried("flight")
+_current: Carried[BatchInFlight] = Carried("flight")
 
 
-def current() -> Flight | None:
+def current() -> BatchInFlight | None:
     """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
     return _current.get()
 
 
 @contextmanager
-def running(flight: Flight) -> Iterator[None]:
+def running(flight: BatchInFlight) -> Iterator[None]:
     """Within it, this thread runs the user code of ``flight``."""
     _current.set(flight)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 
-class Rank(IntEnum):
+class Precedence(IntEnum):
     """Who goes first: a stretch that stages wait for, then new minibatches, then Lightning's own thread."""
 
     RESUME = 0
@@ -24,7 +24,7 @@ class Rank(IntEnum):
 class Ticket:
     """A place in the queue for the lock; ties of ``rank`` are settled by the minibatch's ``number``."""
 
-    rank: Rank
+    rank: Precedence
     number: int
     granted: bool = field(default=False, compare=False)
     abandoned: bool = field(default=False, compare=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.streams import Mark, move
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight, running
+from lightning_hetpipe.pipeline.streams import StreamEvent, move
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
 from lightning_hetpipe.pipeline.user.parameter_view import Used, View
 from lightning_hetpipe.pipeline.user.piece_call import Leaf, PieceCall, below
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -52,10 +52,10 @@ class Sum:
     """
 
     gradient: Tensor
-    mark: Mark | None
+    mark: StreamEvent | None
 
 
-class Minibatch(Flight):
+class Minibatch(BatchInFlight):
     """Minibatch ``number`` in flight, on the weights of ``version``.
 
     Attributes:
@@ -102,7 +102,7 @@ class Minibatch(Flight):
             self._in_backward = True
             self._backward(total)
 
-    def loss_ends(self, mark: Mark | None) -> None:
+    def loss_ends(self, mark: StreamEvent | None) -> None:
         """The gradients of the last piece's outputs are there, where ``mark`` is."""
         if self._loss is not None:
             self._loss.end(mark)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.weight_stash import Ring
+from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.torch_private import (
     behind_functorch,
     enter_function_mode,
@@ -57,7 +57,7 @@ _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_gra
 class _Weight:
     name: str
     live: nn.Parameter
-    ring: Ring
+    ring: WeightStash
     place: int
 
 
@@ -81,7 +81,7 @@ class Weights:
     def __init__(
         self,
         root: nn.Module,
-        rings: Sequence[tuple[Live, Ring]],
+        rings: Sequence[tuple[Live, WeightStash]],
         layers: Sequence[nn.Module],
         changing: Collection[int] = (),
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.streams import Mark, Outside
+from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
 from lightning_hetpipe.torch_private import graph_nodes, run_backward
 
@@ -29,16 +29,16 @@ class PieceCall:
     that their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
     """
 
-    def __init__(self, piece: int, inputs: Value, autocast: Autocast, outside: Outside) -> None:
+    def __init__(self, piece: int, inputs: Value, autocast: Autocast, outside: UserStream) -> None:
         self.piece = piece
         self.inputs = inputs
         self.autocast = autocast
         self.anchor = torch.zeros((), requires_grad=True)
         self.outside = outside
         self.collecting = False
-        self.collected: Mark | None = None
+        self.collected: StreamEvent | None = None
         """Behind the gradients of the outputs: autograd finds them in the stream in which user code made the call."""
-        self.taken: Mark | None = None
+        self.taken: StreamEvent | None = None
         """Behind the gradients of the inputs."""
         self.outputs = 0
         self.later_inputs: list[tuple[Tensor, Tensor]] = []
@@ -60,7 +60,7 @@ class PieceCall:
         self.outputs = len(outputs.tensors)
         # Edges and not tensors: one that user code changes in place later has another place in the graph.
         self._given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
-        join: Any = _Seam.apply  # torch has no types here
+        join: Any = _PieceBoundary.apply  # torch has no types here
         joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
         self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
         pairs = zip(inputs, joined[self.outputs :], strict=True) if any(outputs.requires_grad) else ()
@@ -159,7 +159,7 @@ def below(
         return run_backward(starts, gradients, targets, keep_graph)
 
 
-class _Seam(torch.autograd.Function):
+class _PieceBoundary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: PieceCall, wanted: tuple[bool, ...], anchor: Tensor, inputs: int, *tensors: Tensor

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
-from lightning_hetpipe.pipeline.readers_writer_lock import Quiet
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage_thread import StageThread
-from lightning_hetpipe.pipeline.streams import WaitingLane
-from lightning_hetpipe.pipeline.threads import Patience, Worker
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
-from lightning_hetpipe.pipeline.user.lock import Rank, Ticket, UserLock
+from lightning_hetpipe.pipeline.streams import WaitingStream
+from lightning_hetpipe.pipeline.threads import Watchdog, Worker
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 
-F = TypeVar("F", bound=Flight)
+F = TypeVar("F", bound=BatchInFlight)
 
 JOIN_SECONDS = 5.0
 """How long closing waits for a thread before it says that the thread is stuck."""
 
 
-class Crew(Generic[F]):
+class RunnerPool(Generic[F]):
     """Runs up to ``in_flight`` flights at once, each in a runner's thread.
 
     Args:
@@ -44,8 +44,8 @@ class Crew(Generic[F]):
     def __init__(self, name: str, in_flight: int, torch_threads: int, timeout: float) -> None:
         self.in_flight = in_flight
         self.lock = UserLock()
-        self.patience = Patience(timeout, lambda: self.lock.held, self.describe)
-        self.quiet = Quiet(self.patience)
+        self.patience = Watchdog(timeout, lambda: self.lock.held, self.describe)
+        self.quiet = ReadersWriterLock(self.patience)
         self.minibatches: dict[int, F] = {}
         self._name = name
         self._torch_threads = torch_threads
@@ -57,7 +57,7 @@ class Crew(Generic[F]):
         """Starts the threads; the calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
-        enter = WaitingLane(self.stages[-1].device, [stage.device for stage in self.stages]).enter
+        enter = WaitingStream(self.stages[-1].device, [stage.device for stage in self.stages]).enter
         self._runners = [
             Worker(f"{self._name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)
         ]
@@ -128,7 +128,7 @@ class Crew(Generic[F]):
 
         Waits of others do not end meanwhile, however long it takes: it counts as user code.
         """
-        ticket = Ticket(Rank.RESUME, number)
+        ticket = Ticket(Precedence.RESUME, number)
         self.lock.request(ticket)
         try:
             self.patience.wait(ticket.wait, f"{who} for user code to pause")
@@ -186,12 +186,12 @@ class Crew(Generic[F]):
         if flight.ended or self._lost_lock:
             self.offer()
             return
-        ticket = Ticket(Rank.MAIN, flight.number)
+        ticket = Ticket(Precedence.MAIN, flight.number)
         ask = partial(flight.when_ended, lambda: self.lock.request(ticket))
         self._await(ticket, ask, f"Lightning's step for minibatch {flight.number}", release=True, deadline=deadline)
 
     def _take_lock(self) -> None:
-        ticket = Ticket(Rank.MAIN, 0)
+        ticket = Ticket(Precedence.MAIN, 0)
         ask = partial(self.lock.request, ticket)
         self._await(ticket, ask, "Lightning's thread for user code to pause", release=False)
 
@@ -228,5 +228,5 @@ class Crew(Generic[F]):
             flight.cancelled = True
 
 
-def _run(flight: Flight) -> None:
+def _run(flight: BatchInFlight) -> None:
     flight.context.run(flight.run)

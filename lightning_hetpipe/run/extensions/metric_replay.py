@@ -72,7 +72,7 @@ class MetricCall:
     draws: list[Tensor] | None = None  # the generators' states before the call, if it drew random numbers
     answer: Any = field(default=None, repr=False)  # of a read: what the caller was told
 
-    def replay(self, twin: Twin) -> None:
+    def replay(self, twin: ShadowMetric) -> None:
         """Calls the metric itself. Raises SettingError if a value read ahead of time turns out to be another one."""
         answer = twin.with_draws(self.draws, lambda: getattr(self.metric, self.method)(*self.args, **self.kwargs))
         if self.method in READS and not _same(answer, self.answer):
@@ -83,7 +83,7 @@ class MetricCall:
             )
 
 
-class Twin:
+class ShadowMetric:
     """A copy of metrics that belong together (sharing members), ahead of them by the calls that wait for replay."""
 
     def __init__(self, modules: dict[int, nn.Module]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import lightning as L
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch, UserSection, UserSections
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.outside_parameters import Outside
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.replay import Record, Replay
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
@@ -63,7 +63,7 @@ class Observers(Extension):
     def arrived(self, minibatch: int) -> None:
         self._attributes.show(minibatch)
 
-    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         if (record := self._records.pop(minibatch.number, None)) is not None:
             with self._context():
                 self._replay.replay(record)
@@ -127,7 +127,7 @@ class UnversionedTensors(Extension):
         SettingError: for what ``training_step`` has changed since ``outside`` was made.
     """
 
-    def __init__(self, outside: Outside, versioned: Callable[[], Collection[int]]) -> None:
+    def __init__(self, outside: OutsideParameters, versioned: Callable[[], Collection[int]]) -> None:
         outside.check_step()
         self._outside = outside
         self._versioned = versioned

@@ -17,7 +17,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import version_counter
 
 
-class Outside:
+class OutsideParameters:
     """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far.
 
     Those of metrics are left out: their changes are recorded, and replayed.

@@ -18,7 +18,7 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
-from lightning_hetpipe.run.extensions.thread_sections import Sections, observed
+from lightning_hetpipe.run.extensions.thread_sections import ThreadSections, observed
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -33,7 +33,7 @@ class Recording(Extension):
 
     def __init__(self, trainer: L.Trainer, window: Window | None, virtual_worker: int) -> None:
         self.recorder = None if window is None else Recorder(window)
-        self.sections = Sections(trainer, self.recorder)
+        self.sections = ThreadSections(trainer, self.recorder)
         self._trainer = trainer
         self._virtual_worker = virtual_worker
         self._shown: range | None = None

@@ -31,7 +31,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.metric_replay import (
     CHANGES,
     MetricCall,
-    Twin,
+    ShadowMetric,
     find_metrics,
     group,
     is_metric,
@@ -59,7 +59,7 @@ class Record:
     calls: deque[LogCall | MetricCall] = field(default_factory=deque)
 
 
-class _Here(threading.local):
+class _ThreadRecord(threading.local):
     """What the current thread is doing."""
 
     replaying = False
@@ -74,12 +74,12 @@ class Replay:
 
     def __init__(self, pl_module: L.LightningModule) -> None:
         self._module = pl_module
-        self._here = _Here()
+        self._here = _ThreadRecord()
         self._record: Carried[Record] = Carried("record")
         self._log: dict[str, Redirect] = {}
         self._signatures: dict[str, inspect.Signature] = {}
         self._patches: list[Redirect] = []  # of metrics
-        self._twins: dict[int, Twin] = {}  # by id of the metric
+        self._twins: dict[int, ShadowMetric] = {}  # by id of the metric
         self._children: list[int] = []
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
 
@@ -149,7 +149,7 @@ class Replay:
         waiting = (call.metric for record in self._open for call in record.calls if isinstance(call, MetricCall))
         metrics = {id(metric): metric for metric in (*find_metrics(self._module), *waiting)}
         for members in group(metrics.values()):
-            twin = Twin(members)
+            twin = ShadowMetric(members)
             self._twins.update(dict.fromkeys(members, twin))
         self._patches = [
             Redirect(metric, method, self._on_metric) for metric in metrics.values() for method in methods_of(metric)

@@ -10,7 +10,7 @@ import lightning as L
 
 from lightning_hetpipe.lightning_private import begun_minibatches, log_interval
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.user.batch_in_flight import Flight
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.reporting.meter import Meter
@@ -37,7 +37,7 @@ class Telemetry(Extension):
     def epoch_begins(self, first: int) -> None:
         self._meter.start()
 
-    def finished(self, minibatch: Flight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         assert isinstance(minibatch, Minibatch)
         self._meter.count(args[0] if args else None, minibatch.seconds)
         self._staleness = minibatch.number - 1 - minibatch.version

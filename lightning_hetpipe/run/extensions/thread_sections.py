@@ -25,7 +25,7 @@ PREFIX = "[HetPipe]"
 Section = AbstractContextManager[None]
 
 
-class Sections:
+class ThreadSections:
     """Opens sections of Lightning's thread.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Self
 from torch import Tensor
 
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
@@ -30,13 +30,13 @@ from lightning_hetpipe.server.protocol.messages import (
     Refused,
     Request,
     ShardRequest,
-    Signature,
+    TrainingSignature,
     decode,
     encode,
 )
-from lightning_hetpipe.server.protocol.shard import Layout, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.interface import Channel, Unreachable
-from lightning_hetpipe.server.transport.interface import Refused as TransportRefused
 
 PATIENCE = 3600.0
 """Seconds of a wait for other VWs that live, unless set otherwise: long, as they may be in user code."""
@@ -87,7 +87,7 @@ class Client:
     def __init__(
         self,
         channels: Sequence[Channel],
-        signature: Signature,
+        signature: TrainingSignature,
         placement: Sequence[Sequence[int]],
         vw: int,
         incarnation: int,
@@ -113,8 +113,8 @@ class Client:
         self.bytes_pulled = 0
         self._channels = channels
         self._placement = placement
-        self._weight_layouts = [Layout(parameters, update=False) for parameters in owned]
-        self._update_layouts = [Layout(parameters, update=True) for parameters in owned]
+        self._weight_layouts = [ShardLayout(parameters, update=False) for parameters in owned]
+        self._update_layouts = [ShardLayout(parameters, update=True) for parameters in owned]
         self._weights = [[block_of(layout.size) for layout in self._weight_layouts] for _ in range(2)]
         self._update = [block_of(layout.size) for layout in self._update_layouts]
         self._silence = ""
@@ -232,7 +232,7 @@ class Client:
 
     # How.
 
-    def _write(self, layouts: Sequence[Layout], blocks: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def _write(self, layouts: Sequence[ShardLayout], blocks: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
             for index, view in zip(indices, layout.views(block), strict=True):
                 view.copy_(values[index])
@@ -247,7 +247,7 @@ class Client:
                         f"the update of wave {wave} has a NaN or infinity in '{parameter.name}', and is not pushed"
                     )
 
-    def _in_order(self, layouts: Sequence[Layout], blocks: Sequence[Tensor]) -> list[Tensor]:
+    def _in_order(self, layouts: Sequence[ShardLayout], blocks: Sequence[Tensor]) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
             found.update(zip(indices, layout.views(block), strict=True))
@@ -351,7 +351,7 @@ class Client:
         except Unreachable as silence:
             self._silence = str(silence)
             return None
-        except TransportRefused as refused:
+        except CallRefused as refused:
             fault = RemoteFault.parse(str(refused))
             return Refused("", fault.refusal, str(fault))
         answer: Answer = decode(header)
@@ -371,7 +371,7 @@ class Client:
         self._left = True
         self._stopped.set()
         with self._busy:
-            joined = self.member.state is not State.OUTSIDE
+            joined = self.member.state is not MemberState.OUTSIDE
             message = self.member.leave(failure)
         for _ in range(ATTEMPTS_TO_LEAVE if joined else 0):
             if self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is not None:
@@ -380,7 +380,7 @@ class Client:
     def _beat(self) -> None:
         try:
             while not self._stopped.wait(self._lease / 3):
-                if self.member.state is not State.OUTSIDE:
+                if self.member.state is not MemberState.OUTSIDE:
                     self._say_alive()
         except Exception as error:  # travels as a value: `check`, and the next call, raise it
             self.failure = error
@@ -401,7 +401,7 @@ class Client:
         if not self._busy.acquire(blocking=False):
             return
         try:
-            if self.member.state is State.IDLE and self.member.generation == lost:
+            if self.member.state is MemberState.IDLE and self.member.generation == lost:
                 self.member.lose()
                 self._drive()
         except Cancelled:

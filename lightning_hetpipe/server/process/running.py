@@ -27,7 +27,7 @@ _HELD = 5.0  # seconds that calls may take to leave the handler once it is close
 _LOG = logging.getLogger(__name__)
 
 
-class Lifeline(NamedTuple):
+class ParentLink(NamedTuple):
     """What tells that the parent is gone: the end of a file that it holds open, or that another process is the parent.
 
     Both: a process that the parent forked holds the file open too, and a parent in another pid namespace has no number.
@@ -48,7 +48,7 @@ def serve(
     address: str,
     security: Security,
     ready: Callable[[str], None],
-    lifeline: Lifeline | None = None,
+    lifeline: ParentLink | None = None,
 ) -> int:
     """Serves until something ends it; to be called in the main thread.
 
@@ -115,7 +115,7 @@ class _Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         os.write(self._write, bytes([number]))
 
-    def wait(self, lifeline: Lifeline | None) -> int:
+    def wait(self, lifeline: ParentLink | None) -> int:
         """Returns the first signal's number, or `PARENT_GONE`."""
         watched = [self._read] if lifeline is None else [self._read, lifeline.descriptor]
         while True:

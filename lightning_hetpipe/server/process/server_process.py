@@ -200,7 +200,7 @@ def how(code: int) -> str:
 
 def child(parent: int, handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """What the child does. Its answer is one line of JSON on standard output: the address, or why there is none."""
-    from lightning_hetpipe.server.process.running import Lifeline, end, serve  # gRPC is for the process that serves
+    from lightning_hetpipe.server.process.running import ParentLink, end, serve  # gRPC is for the process that serves
 
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints, prints where the parent's errors go
@@ -215,7 +215,7 @@ def child(parent: int, handler: str, arguments: dict[str, Any], address: str, se
 
     try:
         serving = found(handler)(**arguments)
-        serve(serving, address, Security(**security), ready, Lifeline(parent))
+        serve(serving, address, Security(**security), ready, ParentLink(parent))
     except SettingError as error:
         say(refused=str(error))
     end(0)

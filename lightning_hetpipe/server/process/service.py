@@ -27,12 +27,12 @@ from lightning_hetpipe.server.protocol.messages import (
     Refused,
     Request,
     ShardRequest,
-    Stage,
+    StageUpdate,
     decode,
     encode,
 )
 from lightning_hetpipe.server.protocol.shard import Shard
-from lightning_hetpipe.server.transport.interface import Refused as TransportRefused
+from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.interface import Reply
 
 COORDINATOR_METHOD = "coordinator"
@@ -117,7 +117,7 @@ class Service:
             with self._changed:
                 self._coordinator.check(message, size)
         except RemoteFault as fault:
-            raise TransportRefused(fault.sentence) from fault
+            raise CallRefused(fault.sentence) from fault
         return memoryview(bytearray(size))
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
@@ -136,7 +136,7 @@ class Service:
             return Reply(encode(Refused(self.epoch, fault.refusal, str(fault))))
 
     def _run_shard(self, message: ShardRequest, body: memoryview) -> Reply:
-        if isinstance(message, Stage):
+        if isinstance(message, StageUpdate):
             try:
                 self._shard.examine(message, body)  # without the lock: others' updates are read at the same time
             except RemoteFault:
@@ -175,9 +175,9 @@ class Service:
 def _as_large_as_asked_for(answer: Answer) -> None:
     """Who asks for a body has made room for it, and a reply must fit: what has no body is said as a refusal."""
     if isinstance(answer, Refused):
-        raise TransportRefused(RemoteFault(answer.refusal, answer.why).sentence)
+        raise CallRefused(RemoteFault(answer.refusal, answer.why).sentence)
     if isinstance(answer, Failed):
-        raise TransportRefused(RemoteFault(Refusal.FAILED, f"VW {answer.vw} failed: {answer.failure}").sentence)
+        raise CallRefused(RemoteFault(Refusal.FAILED, f"VW {answer.vw} failed: {answer.failure}").sentence)
 
 
 def _read(method: str, header: bytes) -> Request | ShardRequest:

@@ -15,7 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.protocol.decisions import Decision, ignore, line
 from lightning_hetpipe.server.protocol.messages import AskStatus, Status, decode, encode
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, STATUS, TIMEOUT, Channel, Refused, Reply
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, STATUS, TIMEOUT, CallRefused, Channel, Reply
 
 MOST = 64
 """Rooms that are known at a time; of more than that the oldest one goes that all have left."""
@@ -23,7 +23,7 @@ MOST = 64
 _NAME = re.compile(r"[a-z]{1,20}-\d{1,9}")
 
 
-class Rooms:
+class Sessions:
     """A handler that gives each room, named in a method such as "fit-1/shard", a :class:`Service` of its own.
 
     When all have left a room, or were left out, its memory is given back: it is as if nobody had been there, but for
@@ -125,7 +125,7 @@ class Rooms:
             if len(self._rooms) >= MOST:
                 del self._rooms[name]
         if len(self._rooms) >= MOST:
-            raise Refused(f"busy: {MOST} rooms are in use")
+            raise CallRefused(f"busy: {MOST} rooms are in use")
 
     def _clear(self, name: str, room: Service) -> None:
         if room.finished:
@@ -167,11 +167,11 @@ def _parts(method: str) -> tuple[str, str]:
     """The room's name, and the method in it."""
     name, slash, rest = method.partition("/")
     if not slash or not _NAME.fullmatch(name):
-        raise Refused(f"malformed: '{method[:40]}' names no room")
+        raise CallRefused(f"malformed: '{method[:40]}' names no room")
     return name, rest
 
 
-class RoomChannel:
+class SessionChannel:
     """``channel``, as one to ``room`` alone. Closing it leaves ``channel`` open."""
 
     def __init__(self, channel: Channel, room: str) -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 from lightning_hetpipe.server.protocol.messages import Request, ShardRequest
 
 
-class State(Enum):
+class MemberState(Enum):
     OUTSIDE = "outside"
     HELLO = "hello"
     JOIN = "join"

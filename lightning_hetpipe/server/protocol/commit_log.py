@@ -18,13 +18,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
-from lightning_hetpipe.server.protocol.decisions import Closed, Committed, Granted, Held, Left, Note, Pushed, ignore
-from lightning_hetpipe.server.protocol.identifiers import Commit, Mark, Point, Refusal, RemoteFault, with_commits
+from lightning_hetpipe.server.protocol.decisions import (
+    CutClosed,
+    CutHeld,
+    MemberLeft,
+    Note,
+    ReadGranted,
+    UpdateCommitted,
+    UpdatePushed,
+    ignore,
+)
+from lightning_hetpipe.server.protocol.identifiers import (
+    Commit,
+    CommitIndex,
+    Refusal,
+    RemoteFault,
+    UpdateId,
+    with_commits,
+)
 from lightning_hetpipe.server.protocol.messages import MemberStatus, Status
 
 
 @dataclass(frozen=True)
-class Standing:
+class Membership:
     """Where a member stands when a generation begins."""
 
     incarnation: int
@@ -39,7 +55,7 @@ class Standing:
     """It has still to take the weights of the last cut."""
 
 
-class Order:
+class CommitLog:
     """One generation's commits.
 
     Args:
@@ -55,8 +71,8 @@ class Order:
 
     def __init__(
         self,
-        base: Point,
-        members: Mapping[int, Standing],
+        base: CommitIndex,
+        members: Mapping[int, Membership],
         distance: int,
         *,
         mean: bool = False,
@@ -87,8 +103,8 @@ class Order:
         self._unconfirmed = set(members)
         self._unpulled = {vw for vw, each in members.items() if each.unpulled}
         self._behind = {vw for vw, each in members.items() if each.behind and not each.owes}
-        self._repushed: list[Mark] = []
-        self._queue: list[Mark] = []
+        self._repushed: list[UpdateId] = []
+        self._queue: list[UpdateId] = []
         """Pushed and not committed, in order of arrival."""
         self._included = base.included
         self._turns: dict[int, int] = {}
@@ -98,8 +114,8 @@ class Order:
         self._advance()
 
     @property
-    def members(self) -> tuple[Mark, ...]:
-        return tuple(Mark(vw, self._incarnation[vw], -1) for vw in sorted(self.clock))
+    def members(self) -> tuple[UpdateId, ...]:
+        return tuple(UpdateId(vw, self._incarnation[vw], -1) for vw in sorted(self.clock))
 
     @property
     def slowest(self) -> int | None:
@@ -107,15 +123,15 @@ class Order:
         return slowest(None if vw in self.waits else clock for vw, clock in self.clock.items())
 
     @property
-    def head(self) -> Point:
-        return Point(self.base.era, self.base.count + self.commits, self._included, self.members)
+    def head(self) -> CommitIndex:
+        return CommitIndex(self.base.era, self.base.count + self.commits, self._included, self.members)
 
     @property
     def commits(self) -> int:
         return self.start + len(self.tail)
 
     @property
-    def newest(self) -> tuple[Mark, ...]:
+    def newest(self) -> tuple[UpdateId, ...]:
         """The last update that each VW has pushed, dead ones too."""
         return with_commits(self._included, [Commit(mark, 1) for mark in sorted([*self._repushed, *self._queue])])
 
@@ -133,12 +149,12 @@ class Order:
             return  # said before
         if clock > self.clock[vw] or vw in self.waits or vw in self._unpulled or vw in self._behind:
             raise RemoteFault(Refusal.MALFORMED, f"VW {vw} cannot push wave {clock} now")
-        mark = Mark(vw, self._incarnation[vw], clock)
+        mark = UpdateId(vw, self._incarnation[vw], clock)
         (self._repushed if vw in self._owing else self._queue).append(mark)
         self._owing.discard(vw)
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
-        self._note(Pushed(vw, mark.incarnation, clock))
+        self._note(UpdatePushed(vw, mark.incarnation, clock))
         if cut:
             self.cut_at = max(self.cut_at, cut_after(clock, self._distance))
         self._advance()
@@ -153,10 +169,10 @@ class Order:
             if (why := self._not_yet(vw)) is not None:
                 if self._held.get(vw) != (turn, why):
                     self._held[vw] = turn, why
-                    self._note(Held(vw, turn, self.clock[vw], self.slowest, why))
+                    self._note(CutHeld(vw, turn, self.clock[vw], self.slowest, why))
                 return why
             slowest = None if vw in self._behind else self.slowest
-            self._note(Granted(vw, turn, self.clock[vw], slowest, self.head.count))
+            self._note(ReadGranted(vw, turn, self.clock[vw], slowest, self.head.count))
         self._turns[vw] = turn
         return None
 
@@ -206,7 +222,7 @@ class Order:
 
     def drop(self, vw: int, why: str = "") -> None:
         """The VW is no member any more, as it has left, or ``why`` else. What it has pushed counts."""
-        self._note(Left(vw, self.clock[vw], why))
+        self._note(MemberLeft(vw, self.clock[vw], why))
         for each in (self.clock, self.waits, self._turns, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
@@ -220,7 +236,7 @@ class Order:
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
             self._behind.add(vw)
 
-    def _ready(self) -> list[Mark]:
+    def _ready(self) -> list[UpdateId]:
         """What is to be committed next, were it not for turns."""
         if not self._queue or self._owing:
             return []
@@ -242,7 +258,7 @@ class Order:
                     self.tail.append(Commit(mark, self._sizes[mark.clock] if self._mean else 1))
                     self._included = with_commits(self._included, self.tail[-1:])
                     place = self.base.count + self.commits
-                    self._note(Committed(mark.vw, mark.incarnation, mark.clock, self.tail[-1].divisor, place))
+                    self._note(UpdateCommitted(mark.vw, mark.incarnation, mark.clock, self.tail[-1].divisor, place))
                 self._count()
             elif self.clock and self.clock.keys() == self.waits.keys() and not self._queue and not self._owing:
                 self._close()
@@ -262,7 +278,7 @@ class Order:
         # Dead VWs' clocks count: no wave has updates from both sides of a cut.
         self._cut_clock = max(*self.clock.values(), *(mark.clock + 1 for mark in self._included), 0)
         here = [vw for vw, cut in self.waits.items() if cut == self.cut]
-        self._note(Closed(self.cut, self._cut_clock, tuple(sorted(here))))
+        self._note(CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
         for vw in here:
             del self.waits[vw]
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
@@ -275,7 +291,7 @@ def status_of(
     epoch: str,
     phase: str,
     generation: str,
-    order: Order | None,
+    order: CommitLog | None,
     incarnations: Mapping[int, int],
     silent: Mapping[int, float],
 ) -> Status:

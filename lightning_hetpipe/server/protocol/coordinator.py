@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from lightning_hetpipe.server.protocol.commit_log import Order, status_of
-from lightning_hetpipe.server.protocol.deadlock import Standstill
-from lightning_hetpipe.server.protocol.decisions import Began, Note, ignore
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, status_of
+from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
+from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.leases import Leases
@@ -46,10 +46,10 @@ from lightning_hetpipe.server.protocol.messages import (
     Pushed,
     Refused,
     Request,
-    Signature,
     Status,
+    TrainingSignature,
 )
-from lightning_hetpipe.server.protocol.recovery import Formation, check, decide
+from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
 from lightning_hetpipe.server.protocol.signature import difference
 
 MAX_FAILURE = 4000
@@ -84,13 +84,13 @@ class Coordinator:
     ) -> None:
         self.epoch = epoch
         self.phase = Phase.FORMING
-        self.order: Order | None = None
+        self.order: CommitLog | None = None
         """Of the running generation; while another one is formed, of the one that ended."""
         self.generation = ""
         self._leases = Leases(lease)
         self._note = note
         self._gathers = Gathers(gather_limit)
-        self._signature: Signature | None = None
+        self._signature: TrainingSignature | None = None
         self._incarnation: dict[int, int] = {}
         """The newest of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone or {})
@@ -105,13 +105,13 @@ class Coordinator:
         """The reports with which the members became members."""
         self._reports: dict[int, int] = {}
         """The last report of each VW."""
-        self._formation: Formation | None = None
+        self._formation: Recovery | None = None
         self._lost_at: float | None = None
         self._failure: tuple[int, str] | None = None
         self._failed_at = 0.0
         self._forgotten = False
         self._admits: set[int] = set()
-        self._standstill = Standstill()
+        self._standstill = DeadlockDetector()
 
     @property
     def unused(self) -> bool:
@@ -337,8 +337,8 @@ class Coordinator:
         if message.vw != found.holder:
             raise RemoteFault(Refusal.MALFORMED, f"VW {message.vw} was not asked to load weights")
         members = tuple((vw, each.incarnation, each.clock) for vw, each in sorted(found.members.items()))
-        self._note(Began(found.base.era, found.base.count, members))
-        self.order = Order(
+        self._note(GenerationBegan(found.base.era, found.base.count, members))
+        self.order = CommitLog(
             found.base,
             found.members,
             signature.clock_distance,
@@ -396,14 +396,14 @@ class Coordinator:
         self._admit()
         return self._done(), ()
 
-    def _granted(self, order: Order, message: Pull) -> Granted:
+    def _granted(self, order: CommitLog, message: Pull) -> Granted:
         clock = order.clock[message.vw]
         slowest = clock if order.slowest is None else order.slowest
         return Granted(
             self.epoch, message.turn, order.head, order.start, tuple(order.tail), clock, slowest, order.cut_at
         )
 
-    def _arrive(self, order: Order, message: Arrive) -> Answer:
+    def _arrive(self, order: CommitLog, message: Arrive) -> Answer:
         if message.admit and message.cut > order.cut:
             self._admits.add(message.cut)
         clock = order.arrive(message.vw, message.cut)
@@ -413,7 +413,7 @@ class Coordinator:
         late = [vw for vw in sorted(order.clock) if vw not in order.waits]
         return NotYet(self.epoch, f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 
-    def _gather(self, order: Order, message: Gather | Fetch, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def _gather(self, order: CommitLog, message: Gather | Fetch, body: bytes) -> tuple[Answer, Sequence[bytes]]:
         name = (message.cut, message.ordinal)
         if isinstance(message, Fetch):
             collected, parts = self._gathers.result(name)

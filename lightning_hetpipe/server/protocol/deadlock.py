@@ -20,7 +20,7 @@ CIRCLE = (
 )
 
 
-class Standstill:
+class DeadlockDetector:
     """What each VW has asked last, if it waits for the answer."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Began:
+class GenerationBegan:
     """A generation: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
 
     era: int
@@ -17,7 +17,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class UpdatePushed:
     """All shards hold an update, which is not added yet."""
 
     vw: int
@@ -26,7 +26,7 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class Committed:
+class UpdateCommitted:
     """An update got its place in the order: it is the ``count``-th since the run's start."""
 
     vw: int
@@ -37,7 +37,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Granted:
+class ReadGranted:
     """A VW that has pushed ``clock`` waves takes weights with the first ``count`` updates.
 
     ``slowest`` is c_global; None if everyone waits at a cut, or has just passed it.
@@ -51,7 +51,7 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class Held:
+class CutHeld:
     """A VW may not take weights yet, and why; told once for each reason."""
 
     vw: int
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Closed:
+class CutClosed:
     """All have come to a cut; ``clock`` is everyone's now."""
 
     cut: int
@@ -71,7 +71,7 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class Left:
+class MemberLeft:
     """A VW is no member any more: ``why`` it was left out, after ``clock`` waves; or it has left, and why is empty."""
 
     vw: int
@@ -79,7 +79,7 @@ class Left:
     why: str
 
 
-Decision = Began | Pushed | Committed | Granted | Held | Closed | Left
+Decision = GenerationBegan | UpdatePushed | UpdateCommitted | ReadGranted | CutHeld | CutClosed | MemberLeft
 Note = Callable[[Decision], None]
 
 

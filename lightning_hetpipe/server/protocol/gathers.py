@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Collected, Part
+from lightning_hetpipe.server.protocol.messages import Collected, GatherPart
 
 Name = tuple[int, int]
 
@@ -67,7 +67,7 @@ class Gathers:
         """What all gave, and the parts themselves, in VW order."""
         if name != self._name:
             raise RemoteFault(Refusal.STALE, f"the result of gather {name} is not kept any more")
-        parts = tuple(Part(vw, len(self._parts[vw])) for vw in sorted(self._parts))
+        parts = tuple(GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
         return Collected(*name, parts), [self._parts[part.vw] for part in parts]
 
     def restore(self, collected: Collected, body: bytes) -> None:

@@ -102,7 +102,7 @@ class PeerFailed(Exception):
 
 
 @dataclass(frozen=True, order=True)
-class Mark:
+class UpdateId:
     """An update's name, and the last one of a VW: (VW, incarnation, clock). A VW's are added in this order.
 
     A clock of -1 stands for none.
@@ -117,12 +117,12 @@ class Mark:
 class Commit:
     """One entry of the commit order: add ``update`` divided by ``divisor`` (1 unless aggregate="mean")."""
 
-    update: Mark
+    update: UpdateId
     divisor: int
 
 
 @dataclass(frozen=True)
-class Point:
+class CommitIndex:
     """A point of the commit order: after ``count`` updates since the run's start, in the history ``era``.
 
     Attributes:
@@ -133,10 +133,10 @@ class Point:
 
     era: int
     count: int
-    included: tuple[Mark, ...]
-    members: tuple[Mark, ...]
+    included: tuple[UpdateId, ...]
+    members: tuple[UpdateId, ...]
 
-    def includes(self, update: Mark) -> bool:
+    def includes(self, update: UpdateId) -> bool:
         return any(last.vw == update.vw and last >= update for last in self.included)
 
     @property
@@ -144,7 +144,7 @@ class Point:
         return self.era, self.count
 
 
-def with_commits(included: Iterable[Mark], commits: Sequence[Commit]) -> tuple[Mark, ...]:
+def with_commits(included: Iterable[UpdateId], commits: Sequence[Commit]) -> tuple[UpdateId, ...]:
     """``included``, after ``commits`` too."""
     last = {mark.vw: mark for mark in included}
     last.update((commit.update.vw, commit.update) for commit in commits)

@@ -27,8 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, State
-from lightning_hetpipe.server.protocol.identifiers import LocalFault, Mark, PeerFailed, Point, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
+from lightning_hetpipe.server.protocol.identifiers import (
+    CommitIndex,
+    LocalFault,
+    PeerFailed,
+    Refusal,
+    RemoteFault,
+    UpdateId,
+)
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Arrive,
@@ -59,8 +66,8 @@ from lightning_hetpipe.server.protocol.messages import (
     Refused,
     Report,
     ShardRequest,
-    Signature,
-    Stage,
+    StageUpdate,
+    TrainingSignature,
 )
 
 
@@ -74,11 +81,11 @@ class Member:
     """
 
     def __init__(
-        self, vw: int, incarnation: int, signature: Signature, placement: Sequence[tuple[Parameter, ...]]
+        self, vw: int, incarnation: int, signature: TrainingSignature, placement: Sequence[tuple[Parameter, ...]]
     ) -> None:
         self.vw = vw
         self.incarnation = incarnation
-        self.state = State.OUTSIDE
+        self.state = MemberState.OUTSIDE
         self.goal = Goal.NONE
         self.generation = ""
         self.clock = 0
@@ -88,7 +95,7 @@ class Member:
         self.cut = 0
         """The last one that was passed."""
         self.cut_at = -1
-        self.point: Point | None = None
+        self.point: CommitIndex | None = None
         """Where the last pull was."""
         self.newest = 0
         """Which of two blocks of weights, 0 or 1, holds the last pull; the other one takes the next."""
@@ -109,7 +116,7 @@ class Member:
         self.turn = 0
         self._joining: Join | None = None
         self._load: LoadNow | None = None
-        self._base: Point | None = None
+        self._base: CommitIndex | None = None
         self._granted: Granted | None = None
         self._unanswered: set[int] = set()
         self._holdings: dict[int, Holding] = {}
@@ -117,7 +124,7 @@ class Member:
     # What the VW's owner asks for.
 
     def join(self) -> None:
-        if self.state is not State.OUTSIDE:
+        if self.state is not MemberState.OUTSIDE:
             raise LocalFault("join() is called once")
         self.goal = Goal.START
         self._hello()
@@ -146,7 +153,7 @@ class Member:
 
     def lose(self) -> None:
         """A heartbeat was answered that the generation is lost."""
-        if self.state is not State.IDLE:
+        if self.state is not MemberState.IDLE:
             raise LocalFault("what is under way finds out by itself")
         self._hello()
 
@@ -154,12 +161,12 @@ class Member:
         return Heartbeat(self.vw, self.incarnation, self.generation)
 
     def leave(self, failure: str = "") -> Leave:
-        self.state = State.OUTSIDE
+        self.state = MemberState.OUTSIDE
         return Leave(self.vw, self.incarnation, failure)
 
     def check_idle(self) -> None:
         """Raises a ``LocalFault`` while something is under way, or before the VW has joined."""
-        if self.state is not State.IDLE:
+        if self.state is not MemberState.IDLE:
             raise LocalFault(f"the VW is in state '{self.state.value}', and must be idle for that")
 
     def _begin(self, goal: Goal) -> None:
@@ -176,52 +183,52 @@ class Member:
         """What to send now; ``None`` when there is nothing to do."""
         me = (self.vw, self.incarnation)
         here = (*me, self.generation)
-        shards: Mapping[State, tuple[type[Hello] | type[Load] | type[Stage] | type[Read], Body]] = {
-            State.HELLO: (Hello, Body.NONE),
-            State.LOAD: (Load, Body.WEIGHTS),
-            State.STAGE: (Stage, Body.UPDATE),
-            State.READ: (Read, Body.INCOMING),
+        shards: Mapping[MemberState, tuple[type[Hello] | type[Load] | type[StageUpdate] | type[Read], Body]] = {
+            MemberState.HELLO: (Hello, Body.NONE),
+            MemberState.LOAD: (Load, Body.WEIGHTS),
+            MemberState.STAGE: (StageUpdate, Body.UPDATE),
+            MemberState.READ: (Read, Body.INCOMING),
         }
         if self.state in shards:
             return AskShards(
                 {server: self._shard_request(server) for server in sorted(self._unanswered)}, shards[self.state][1]
             )
         match self.state:
-            case State.JOIN:
+            case MemberState.JOIN:
                 assert self._joining is not None
                 return Ask(self._joining, Body.KEPT if self._joining.report.collected else Body.NONE)
-            case State.CONFIRM:
+            case MemberState.CONFIRM:
                 return Ask(self.heartbeat())
-            case State.LOADED:
+            case MemberState.LOADED:
                 assert self._load is not None
                 return Ask(Loaded(*me, self._load.generation))
-            case State.PUSH:
+            case MemberState.PUSH:
                 assert self._pending is not None
                 return Ask(Pushed(*here, self._pending, self._wants_cut))
-            case State.ARRIVE:
+            case MemberState.ARRIVE:
                 return Ask(Arrive(*here, *self._arrival))
-            case State.PULL:
+            case MemberState.PULL:
                 return Ask(Pull(*here, self.turn))
-            case State.PULLED:
+            case MemberState.PULLED:
                 return Ask(Pulled(*here, self.turn))
-            case State.GATHER:
+            case MemberState.GATHER:
                 return Ask(Gather(*here, *self._name), Body.PART)
-            case State.FETCH:
+            case MemberState.FETCH:
                 return Ask(Fetch(*here, *self._name), Body.RESULT)
         return None
 
     def _shard_request(self, server: int) -> ShardRequest:
         me = (self.vw, self.incarnation)
-        if self.state is State.HELLO:
+        if self.state is MemberState.HELLO:
             return Hello(*me)
-        if self.state is State.LOAD:
+        if self.state is MemberState.LOAD:
             load = self._load
             assert load is not None
             over, included = load.contents[server], load.base.included
             return Load(*me, load.generation, over, included, self._placement[server])
-        if self.state is State.STAGE:
+        if self.state is MemberState.STAGE:
             assert self._pending is not None
-            return Stage(*me, self.generation, self._pending)
+            return StageUpdate(*me, self.generation, self._pending)
         granted = self._granted
         assert granted is not None
         return Read(*me, self.generation, granted.start, granted.tail)
@@ -243,38 +250,38 @@ class Member:
         if isinstance(answer, NotYet):
             return
         match self.state, answer:
-            case State.JOIN, Joined():
+            case MemberState.JOIN, Joined():
                 self._joined(answer)
-            case State.CONFIRM, Done():
+            case MemberState.CONFIRM, Done():
                 assert self._base is not None
                 self._resume(self._base)
-            case State.JOIN, LoadNow():
+            case MemberState.JOIN, LoadNow():
                 self._load = answer
-                self._ask_shards(State.LOAD)
-            case State.LOADED, Done():
+                self._ask_shards(MemberState.LOAD)
+            case MemberState.LOADED, Done():
                 assert self._load is not None
                 # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
                 self.point = self.point or self._load.base
-                self.state = State.JOIN
-            case State.PUSH, Done():
+                self.state = MemberState.JOIN
+            case MemberState.PUSH, Done():
                 assert self._pending is not None
                 self.clock = self._pending + 1
                 if self.goal is Goal.CUT:
-                    self.state = State.ARRIVE
+                    self.state = MemberState.ARRIVE
                 else:
                     self._to_pull()
-            case State.ARRIVE, Closed():
+            case MemberState.ARRIVE, Closed():
                 self._closed = answer.clock
                 self._to_pull()
-            case State.PULL, Granted(turn=turn) if turn == self.turn:
+            case MemberState.PULL, Granted(turn=turn) if turn == self.turn:
                 self._granted = answer
-                self._ask_shards(State.READ)
-            case State.PULLED, Done():
+                self._ask_shards(MemberState.READ)
+            case MemberState.PULLED, Done():
                 self._pulled()
-            case State.GATHER, Gathered(collected=collected):
+            case MemberState.GATHER, Gathered(collected=collected):
                 self.gathered = collected
-                self.state = State.FETCH
-            case State.FETCH, Gathered(collected=collected) if collected == self.gathered:
+                self.state = MemberState.FETCH
+            case MemberState.FETCH, Gathered(collected=collected) if collected == self.gathered:
                 self._collected = collected
                 self._done()
             case _:
@@ -287,7 +294,7 @@ class Member:
         if server not in self._unanswered:
             return
         had = isinstance(answer, Refused) and answer.refusal is Refusal.STALE
-        if had and self.state in (State.STAGE, State.LOAD):
+        if had and self.state in (MemberState.STAGE, MemberState.LOAD):
             pass  # an earlier request arrived, and its answer did not
         elif isinstance(answer, Refused):
             self._refused(answer)
@@ -300,17 +307,17 @@ class Member:
         if self._unanswered:
             return
         match self.state:
-            case State.HELLO:
+            case MemberState.HELLO:
                 self._to_join()
-            case State.LOAD:
-                self.state = State.LOADED
-            case State.STAGE:
-                self.state = State.PUSH
-            case State.READ:
-                self.state = State.PULLED
+            case MemberState.LOAD:
+                self.state = MemberState.LOADED
+            case MemberState.STAGE:
+                self.state = MemberState.PUSH
+            case MemberState.READ:
+                self.state = MemberState.PULLED
 
     def _refused(self, answer: Refused) -> None:
-        overtaken = answer.refusal is Refusal.STALE and self.state not in (State.GATHER, State.FETCH)
+        overtaken = answer.refusal is Refusal.STALE and self.state not in (MemberState.GATHER, MemberState.FETCH)
         if answer.refusal is Refusal.GENERATION or overtaken:
             self._hello()
         elif answer.refusal is Refusal.FAILED:
@@ -320,13 +327,13 @@ class Member:
 
     # From state to state.
 
-    def _ask_shards(self, state: State) -> None:
+    def _ask_shards(self, state: MemberState) -> None:
         self.state = state
         self._unanswered = set(range(len(self._placement)))
 
     def _hello(self) -> None:
         self._holdings.clear()
-        self._ask_shards(State.HELLO)
+        self._ask_shards(MemberState.HELLO)
 
     def _to_join(self) -> None:
         self._attempt += 1
@@ -348,7 +355,7 @@ class Member:
             ),
             tuple(self._holdings[server].content for server in range(len(self._placement))),
         )
-        self.state = State.JOIN
+        self.state = MemberState.JOIN
 
     def _joined(self, answer: Joined) -> None:
         self.generation = answer.generation
@@ -358,26 +365,26 @@ class Member:
         if self.goal is Goal.START:
             self.cut, self._cut_clock = answer.cut, answer.clock
         self._base = answer.base
-        self.state = State.CONFIRM
+        self.state = MemberState.CONFIRM
 
-    def _resume(self, base: Point | None) -> None:
+    def _resume(self, base: CommitIndex | None) -> None:
         """On with the goal; ``base`` is that of a generation that has just begun."""
-        mark = None if self._pending is None else Mark(self.vw, self.incarnation, self._pending)
+        mark = None if self._pending is None else UpdateId(self.vw, self.incarnation, self._pending)
         owes = mark is not None and not (base is not None and base.includes(mark))
         if self.goal is Goal.NONE or (self.goal is Goal.START and self.point is not None):
             self._done()
         elif owes:
-            self._ask_shards(State.STAGE)
+            self._ask_shards(MemberState.STAGE)
         elif self.goal is Goal.CUT:
-            self.state = State.ARRIVE
+            self.state = MemberState.ARRIVE
         elif self.goal is Goal.GATHER:
-            self.state = State.GATHER
+            self.state = MemberState.GATHER
         else:
             self._to_pull()
 
     def _to_pull(self) -> None:
         self.turn += 1
-        self.state = State.PULL
+        self.state = MemberState.PULL
 
     def _pulled(self) -> None:
         granted = self._granted
@@ -393,4 +400,4 @@ class Member:
 
     def _done(self) -> None:
         self.goal = Goal.NONE
-        self.state = State.IDLE
+        self.state = MemberState.IDLE

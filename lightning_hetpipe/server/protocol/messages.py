@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hetpipe.server.protocol.identifiers import Commit, Mark, Point, Refusal
+from lightning_hetpipe.server.protocol.identifiers import Commit, CommitIndex, Refusal, UpdateId
 from lightning_hetpipe.server.transport.codec import Codec
 
 
@@ -23,7 +23,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Signature:
+class TrainingSignature:
     """What must be the same on all VWs, because the servers compute with it.
 
     ``settings`` are pairs "name=value", compared one by one, that the protocol itself has no use for.
@@ -39,7 +39,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Part:
+class GatherPart:
     """One VW's part of a gather: ``size`` bytes of the body."""
 
     vw: int
@@ -52,7 +52,7 @@ class Collected:
 
     cut: int
     ordinal: int
-    parts: tuple[Part, ...]
+    parts: tuple[GatherPart, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Report:
     """
 
     era: int
-    point: Point | None
+    point: CommitIndex | None
     clock: int
     pending: bool
     cut: int
@@ -93,7 +93,7 @@ class Join:
     vw: int
     incarnation: int
     attempt: int
-    signature: Signature
+    signature: TrainingSignature
     report: Report
     contents: tuple[str, ...]
 
@@ -212,12 +212,12 @@ class Load:
     incarnation: int
     generation: str
     over: str
-    included: tuple[Mark, ...]
+    included: tuple[UpdateId, ...]
     parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageUpdate:
     """An update, as the body, to be kept until it is its turn to be added."""
 
     vw: int
@@ -307,7 +307,7 @@ class Joined:
 
     epoch: str
     generation: str
-    base: Point
+    base: CommitIndex
     clock: int
     cut: int
     lost: tuple[Lost, ...]
@@ -319,7 +319,7 @@ class LoadNow:
 
     epoch: str
     generation: str
-    base: Point
+    base: CommitIndex
     contents: tuple[str, ...]
 
 
@@ -333,7 +333,7 @@ class Granted:
 
     epoch: str
     turn: int
-    point: Point
+    point: CommitIndex
     start: int
     tail: tuple[Commit, ...]
     clock: int
@@ -365,7 +365,7 @@ class Holding:
     epoch: str
     content: str
     loaded: bool
-    last: Mark | None
+    last: UpdateId | None
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class Status:
 
 Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave | AskStatus
 """What the coordinator answers."""
-ShardRequest = Hello | Load | Stage | Read
+ShardRequest = Hello | Load | StageUpdate | Read
 Answer = Done | NotYet | Refused | Failed | Joined | LoadNow | Granted | Closed | Gathered | Holding | Status
 Message = Request | ShardRequest | Answer
 

@@ -14,23 +14,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from lightning_hetpipe.server.protocol.commit_log import Order, Standing
-from lightning_hetpipe.server.protocol.identifiers import Mark, Point, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, Membership
+from lightning_hetpipe.server.protocol.identifiers import CommitIndex, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import Join, Lost
 
 
 @dataclass(frozen=True)
-class Formation:
+class Recovery:
     """A generation's beginning; ``holder`` loads the weights at ``base``."""
 
-    base: Point
+    base: CommitIndex
     holder: int
-    members: Mapping[int, Standing]
+    members: Mapping[int, Membership]
     cut: int
     cut_clock: int
     cut_at: int
     lost: tuple[Lost, ...]
-    missing: tuple[Mark, ...]
+    missing: tuple[UpdateId, ...]
     """Members at the base that are none now, each with the number of its waves that the base includes."""
 
 
@@ -40,7 +40,7 @@ def check(join: Join) -> None:
     Raises:
         RemoteFault: it says why.
     """
-    report, me = join.report, Mark(join.vw, join.incarnation, -1)
+    report, me = join.report, UpdateId(join.vw, join.incarnation, -1)
     if not 0 <= join.vw < join.signature.virtual_workers:
         raise RemoteFault(Refusal.MALFORMED, f"there is no VW {join.vw}")
     if len(join.contents) != join.signature.servers or join.signature.clock_distance < 0:
@@ -57,10 +57,10 @@ def decide(
     joins: Mapping[int, Join],
     alive: Collection[int],
     gone: Mapping[int, int],
-    former: Order | None,
+    former: CommitLog | None,
     era: int,
     waited: bool,
-) -> Formation | list[int]:
+) -> Recovery | list[int]:
     """The generation that follows from ``joins``, or whose joins it needs first.
 
     Args:
@@ -78,7 +78,7 @@ def decide(
             return absent
         belongs = dict.fromkeys(joins, True)
         holder, count = 0, 0
-        included: tuple[Mark, ...] = ()
+        included: tuple[UpdateId, ...] = ()
     else:
         expected = {mark.vw for mark in last.members if gone.get(mark.vw, -1) < mark.incarnation}
         missing = ((set() if waited else expected) | set(alive)) - joins.keys()
@@ -91,9 +91,9 @@ def decide(
 
     members = {vw: join for vw, join in joins.items() if belongs[vw]}
     era = 1 + max(era, *(join.report.era for join in members.values()), last.era if last else 0)
-    base = Point(era, count, included, tuple(Mark(vw, members[vw].incarnation, -1) for vw in sorted(members)))
+    base = CommitIndex(era, count, included, tuple(UpdateId(vw, members[vw].incarnation, -1) for vw in sorted(members)))
     cut, cut_clock = max((join.report.cut, join.report.cut_clock) for join in members.values())
-    return Formation(
+    return Recovery(
         base,
         holder,
         {vw: _standing(join, base, cut, cut_clock, holder) for vw, join in members.items()},
@@ -102,7 +102,7 @@ def decide(
         max(join.report.cut_at for join in members.values()),
         _lost(members, base, former, last),
         tuple(
-            Mark(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation))
+            UpdateId(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation))
             for mark in (last.members if last else ())
             if mark.vw not in members
         ),
@@ -113,13 +113,13 @@ def _number(joins: Mapping[int, Join]) -> int:
     return next((join.signature.virtual_workers for join in joins.values()), 1)
 
 
-def _standing(join: Join, base: Point, cut: int, cut_clock: int, holder: int) -> Standing:
+def _standing(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder: int) -> Membership:
     report = join.report
-    has = report.pending and base.includes(Mark(join.vw, join.incarnation, report.clock))
+    has = report.pending and base.includes(UpdateId(join.vw, join.incarnation, report.clock))
     owes = report.pending and not has
     # The base is then at that cut, or beyond: the VW waits there, or at a later one.
     at_cut = report.cut < cut and not owes
-    return Standing(
+    return Membership(
         incarnation=join.incarnation,
         clock=max(cut_clock, report.clock) if at_cut else report.clock + has,
         cut=report.cut,
@@ -129,7 +129,9 @@ def _standing(join: Join, base: Point, cut: int, cut_clock: int, holder: int) ->
     )
 
 
-def _lost(members: Mapping[int, Join], base: Point, former: Order | None, last: Point | None) -> tuple[Lost, ...]:
+def _lost(
+    members: Mapping[int, Join], base: CommitIndex, former: CommitLog | None, last: CommitIndex | None
+) -> tuple[Lost, ...]:
     """Updates that were pushed, as far as anyone knows, and are neither in the base nor pushed again."""
     if former is not None:
         held = {vw for vw, join in members.items() if join.report.pending}
@@ -142,6 +144,6 @@ def _lost(members: Mapping[int, Join], base: Point, former: Order | None, last: 
     return tuple(Lost(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation), -1) for mark in gone)
 
 
-def _waves(base: Point, vw: int, incarnation: int) -> int:
+def _waves(base: CommitIndex, vw: int, incarnation: int) -> int:
     """The number of waves of this incarnation that ``base`` includes."""
     return next((mark.clock + 1 for mark in base.included if (mark.vw, mark.incarnation) == (vw, incarnation)), 0)

@@ -25,8 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.server.protocol.identifiers import Commit, Mark, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Holding, Load, Parameter, Read, Refused, ShardRequest, Stage
+from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
+from lightning_hetpipe.server.protocol.messages import (
+    Holding,
+    Load,
+    Parameter,
+    Read,
+    Refused,
+    ShardRequest,
+    StageUpdate,
+)
 from lightning_hetpipe.server.transport.shared_memory import memory
 
 CHUNK = 1 << 18
@@ -45,7 +53,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How parameters lie in one block of bytes: one after the other, each at a multiple of its size of an element."""
 
     parameters: tuple[Parameter, ...]
@@ -144,14 +152,14 @@ class Shard:
         self.loaded = False
         self.applied = 0
         """How many of the generation's commits have been added."""
-        self.staged: dict[int, tuple[Mark, Tensor]] = {}
+        self.staged: dict[int, tuple[UpdateId, Tensor]] = {}
         self._limit = limit
         self._weights = block_of(0)
         self._views: list[Tensor] = []
-        self._last: dict[int, Mark] = {}
+        self._last: dict[int, UpdateId] = {}
         """The last update of each VW that has been added."""
-        self._weight_layout = Layout((), update=False)
-        self._update_layout = Layout((), update=True)
+        self._weight_layout = ShardLayout((), update=False)
+        self._update_layout = ShardLayout((), update=True)
         self._arriving: set[int] = set()
         """VWs of which weights or an update are on the way."""
         self._rooms: dict[int, Tensor] = {}
@@ -178,7 +186,7 @@ class Shard:
             self.staged.clear()
             self._rooms.clear()
             self._last = {mark.vw: mark for mark in message.included}
-        elif isinstance(message, Stage):
+        elif isinstance(message, StageUpdate):
             self._check_stage(message, size)
             self._check_idle(message.vw)
             self.staged.pop(message.vw, None)  # of an update that was never pushed, or of its former incarnation
@@ -198,7 +206,7 @@ class Shard:
 
     def abandoned(self, message: ShardRequest) -> None:
         """What ``open`` made room for will not come."""
-        if isinstance(message, Load | Stage):
+        if isinstance(message, Load | StageUpdate):
             self._arriving.discard(message.vw)
 
     def run(self, message: ShardRequest, body: memoryview) -> tuple[Holding | Refused, Sequence[memoryview]]:
@@ -208,9 +216,9 @@ class Shard:
             if isinstance(message, Load):
                 self._check_load(message, len(body))
                 self._load(message, body)
-            elif isinstance(message, Stage):
+            elif isinstance(message, StageUpdate):
                 self._check_stage(message, len(body))
-                self.staged[message.vw] = Mark(message.vw, message.incarnation, message.clock), _taken(body)
+                self.staged[message.vw] = UpdateId(message.vw, message.incarnation, message.clock), _taken(body)
             elif isinstance(message, Read):
                 return self._read(message)
             return self._holding(message.vw), ()
@@ -230,15 +238,15 @@ class Shard:
             raise RemoteFault(Refusal.GENERATION, "the shard holds other weights than those that were to be replaced")
         if self.content == message.generation and self.loaded:
             raise RemoteFault(Refusal.STALE, "the weights are there already")
-        wanted = Layout(message.parameters, update=False).size
+        wanted = ShardLayout(message.parameters, update=False).size
         if size != wanted:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights came for parameters of {wanted}")
         if self._limit is not None and size > self._limit:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes of weights are more than the {self._limit} allowed")
 
     def _load(self, message: Load, body: memoryview) -> None:
-        self._weight_layout = Layout(message.parameters, update=False)
-        self._update_layout = Layout(message.parameters, update=True)
+        self._weight_layout = ShardLayout(message.parameters, update=False)
+        self._update_layout = ShardLayout(message.parameters, update=True)
         self._weights = _taken(body)
         self._views = self._weight_layout.views(self._weights)
         self.loaded = True
@@ -247,9 +255,9 @@ class Shard:
         if self.content != generation or not self.loaded:
             raise RemoteFault(Refusal.GENERATION, "the shard does not hold this generation")
 
-    def _check_stage(self, message: Stage, size: int) -> None:
+    def _check_stage(self, message: StageUpdate, size: int) -> None:
         self._of(message.generation)
-        mark = Mark(message.vw, message.incarnation, message.clock)
+        mark = UpdateId(message.vw, message.incarnation, message.clock)
         last = self._holding(message.vw).last
         if last is not None and last >= mark:
             raise RemoteFault(Refusal.STALE, f"the shard has had {mark}")
@@ -258,7 +266,7 @@ class Shard:
                 Refusal.MALFORMED, f"{size} bytes of an update came for parameters of {self._update_layout.size}"
             )
 
-    def examine(self, message: Stage, body: memoryview) -> None:
+    def examine(self, message: StageUpdate, body: memoryview) -> None:
         """Reads all of the update, which takes time, and changes nothing.
 
         Raises:

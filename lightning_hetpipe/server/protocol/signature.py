@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from lightning_hetpipe.server.protocol.messages import Parameter, Signature
+from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 
 
-def difference(first: Signature, other: Signature) -> str | None:
+def difference(first: TrainingSignature, other: TrainingSignature) -> str | None:
     """Names the first thing in which ``other`` differs from what the VW that came first has; ``None`` if nothing."""
     for mine, theirs in zip(first.settings, other.settings, strict=False):
         if mine != theirs:
             return f"'{theirs}' instead of '{mine}'"
-    for field in fields(Signature):
+    for field in fields(TrainingSignature):
         a, b = getattr(first, field.name), getattr(other, field.name)
         if field.name not in ("settings", "parameters") and a != b:
             return f"{field.name.replace('_', ' ')}: {b!r} instead of {a!r}"

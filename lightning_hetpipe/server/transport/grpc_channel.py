@@ -13,7 +13,7 @@ from lightning_hetpipe.server.transport.body_buffers import Filling, flat, porti
 from lightning_hetpipe.server.transport.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, TOKEN
-from lightning_hetpipe.server.transport.interface import TIMEOUT, Refused, Unreachable
+from lightning_hetpipe.server.transport.interface import TIMEOUT, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place, Views, place_of
 
@@ -98,9 +98,9 @@ class GrpcChannel:
         except grpc.RpcError as error:
             raise self._meaning(error) from None
         except Malformed as error:
-            raise Refused(f"the server at {self.address} answered with something else: {error}") from None
+            raise CallRefused(f"the server at {self.address} answered with something else: {error}") from None
         if answer.outcome != Outcome.REPLY:
-            raise Refused(answer.header.decode(errors="replace"))
+            raise CallRefused(answer.header.decode(errors="replace"))
         return answer.header
 
     def close(self) -> None:
@@ -185,14 +185,14 @@ class GrpcChannel:
                 why,
             )
 
-    def _meaning(self, error: grpc.RpcError) -> Refused | Unreachable:
+    def _meaning(self, error: grpc.RpcError) -> CallRefused | Unreachable:
         code, details = error.code(), str(error.details())
         for sign, sentence in _STRANGERS.items():
             if sign in details:
-                return Refused(f"the server at {self.address} {sentence}")
+                return CallRefused(f"the server at {self.address} {sentence}")
         details = printable(details)  # of a server that may not be ours
         if code in _NO:
-            return Refused(f"the server at {self.address} refused the call: {details}")
+            return CallRefused(f"the server at {self.address} refused the call: {details}")
         hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""
         return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
 

@@ -14,7 +14,7 @@ from lightning_hetpipe.server.process.rejections import Rejections
 from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
 from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, READ, UNSEEN, Answer, Malformed, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, Handler, Refused, Reply
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Handler, Reply
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place, Views, place_of
 
@@ -291,7 +291,7 @@ def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:
 
 def _no(error: Exception, method: str) -> bytes:
     """What to answer when the handler raised."""
-    if isinstance(error, Refused):
+    if isinstance(error, CallRefused):
         sentence = str(error)
     else:
         _LOG.error("hetpipe server: %s failed", method, exc_info=error)

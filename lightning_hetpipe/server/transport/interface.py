@@ -21,7 +21,7 @@ HEADER_LIMIT = 1 << 20
 """Bytes of a header, or of a method's name, that a server takes."""
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """The server said no, and why; to ask again would change nothing."""
 
 

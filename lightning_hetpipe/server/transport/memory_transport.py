@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from lightning_hetpipe.server.transport.body_buffers import Filling, flat, portions, total
-from lightning_hetpipe.server.transport.interface import TIMEOUT, Handler, Refused, Reply, Unreachable
+from lightning_hetpipe.server.transport.interface import TIMEOUT, CallRefused, Handler, Reply, Unreachable
 
 _CHUNK = 1 << 20  # bytes that are copied before somebody looks whether the caller is still there
 
@@ -73,11 +73,11 @@ class MemoryServer:
     def _serve(self, call: _Call) -> None:
         try:
             call.run(self._handler)
-        except Refused as no:
+        except CallRefused as no:
             call.end(no)
         except Exception as error:
             _LOG.error("hetpipe server: %s failed", call.method, exc_info=error)
-            call.end(Refused(f"the server failed at {call.method}: {type(error).__name__}: {error}"))
+            call.end(CallRefused(f"the server failed at {call.method}: {type(error).__name__}: {error}"))
         finally:
             with self._lock:
                 self._calls.discard(call)
@@ -180,7 +180,7 @@ class _Call:
     def _deliver(self, reply: Reply) -> None:
         size, room = total(reply.body), total(self._into)
         if size != room:
-            raise Refused(f"the reply has a body of {size} bytes, and the caller room for {room}")
+            raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {room}")
         with self._lock:
             if self._result is not None:
                 return  # what `into` holds is the caller's own affair again
