@@ -35,8 +35,7 @@ from lightning_hetpipe.server.protocol.messages import (
     encode,
 )
 from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
-from lightning_hetpipe.server.transport.interface import CallRefused
-from lightning_hetpipe.server.transport.interface import Channel, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
 PATIENCE = 3600.0
 """Seconds of a wait for other VWs that live, unless set otherwise: long, as they may be in user code."""

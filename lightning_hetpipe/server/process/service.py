@@ -32,8 +32,7 @@ from lightning_hetpipe.server.protocol.messages import (
     encode,
 )
 from lightning_hetpipe.server.protocol.shard import Shard
-from lightning_hetpipe.server.transport.interface import CallRefused
-from lightning_hetpipe.server.transport.interface import Reply
+from lightning_hetpipe.server.transport.interface import CallRefused, Reply
 
 COORDINATOR_METHOD = "coordinator"
 SHARD_METHOD = "shard"
