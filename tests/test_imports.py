@@ -38,7 +38,8 @@ BELOW: dict[str, set[str]] = {
     "pipeline": {"planning", "rules"},
     "planning": {"rules"},
     "rules": set(),
-    **{leaf: LEAVES - {leaf} for leaf in ("torch_private", "lightning_private")},
+    "lightning_private": set(),
+    "torch_private": set(),
     "errors": set(),
     "redirect": set(),
 }
