@@ -40,9 +40,9 @@ class EvaluationBatch(BatchInFlight):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: UserSection | None,
+        section: UserSection | None,
     ) -> None:
-        super().__init__(evaluator, number, stretch)
+        super().__init__(evaluator, number, section)
         self._evaluator = evaluator
         self._run = run
         self._around = context
@@ -139,10 +139,10 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: UserSection | None,
+        section: UserSection | None,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
-        self.launch(EvaluationBatch(self, number, run, context, stretch))
+        self.launch(EvaluationBatch(self, number, run, context, section))
 
     def forward(self, flight: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``flight``."""

@@ -263,7 +263,7 @@ class Fit:
             run=partial(self._user_step.run, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=partial(extensions.user_step, number),
-            stretch=extensions.section(number),
+            section=extensions.section(number),
         )
         engine.submit(number, step)
         extensions.submitted(number, engine.minibatches[number].version)

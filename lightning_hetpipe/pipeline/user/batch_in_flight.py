@@ -33,14 +33,14 @@ class BatchInFlight:
     Args:
         pipeline: Where it is.
         number: Its number; among those that wait for the lock over user code, lower ones go first.
-        stretch: Swaps in the process-wide state that its stretches of user code run with; None leaves the process's.
+        section: Swaps in the process-wide state that its sections of user code run with; None leaves the process's.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         number: int,
-        stretch: UserSection | None = None,
+        section: UserSection | None = None,
     ) -> None:
         self.number = number
         self.output: Any = None
@@ -53,7 +53,7 @@ class BatchInFlight:
         self._began_at = time.perf_counter()
         self._ended_at = self._began_at
         self._pipeline = pipeline
-        self._stretch = stretch
+        self._section = section
         self._arrived: Any = None
         self.arrived_after: StreamEvent | None = None
         """What has last arrived is computed where this mark is."""
@@ -132,7 +132,7 @@ class BatchInFlight:
         self._landed(failure)
 
     def _fly(self) -> None:
-        """The user's step, in a stretch of user code."""
+        """The user's step, in a section of user code."""
         raise NotImplementedError
 
     def _landed(self, failure: BaseException | None) -> None:
@@ -176,15 +176,15 @@ class BatchInFlight:
 
     def _enter(self) -> None:
         self.in_user_code = True
-        if self._stretch is not None:
-            self._stretch.enter()
+        if self._section is not None:
+            self._section.enter()
 
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
         try:
-            if self._stretch is not None:
-                self._stretch.leave(for_good)
+            if self._section is not None:
+                self._section.leave(for_good)
         finally:
             self.in_user_code = False
             self._pipeline.lock.release()

@@ -33,13 +33,13 @@ class Step:
         check: Sees that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
             raise.
         context: Opened once around all of it, in the minibatch's thread.
-        stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
+        section: Swaps in the process-wide state that its sections run with; None leaves the process's alone.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    stretch: UserSection | None
+    section: UserSection | None
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Minibatch(BatchInFlight):
     """
 
     def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
-        super().__init__(engine, number, step.stretch)
+        super().__init__(engine, number, step.section)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}
