@@ -216,7 +216,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.quiet.alone
+                piece.captured.alone = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()

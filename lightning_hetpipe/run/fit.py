@@ -314,7 +314,7 @@ class Fit:
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.alone = engine.quiet.alone
+                piece.captured.alone = engine.compute_lock.alone
         self.evaluation.take_over(pieces, layout, in_flight)
         telemetry = Telemetry(self._trainer, engine, layout, self._synchroniser)
         self._reported = telemetry.report

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.pipeline.threads import Watchdog
-from lightning_hetpipe.pipeline.user import runner_pool as crew_module
+from lightning_hetpipe.pipeline.user import runner_pool
 from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
@@ -252,7 +252,7 @@ def test_a_layer_that_only_later_changes_its_input_is_refused() -> None:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(runner_pool, "JOIN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -276,13 +276,13 @@ def test_a_stuck_layer_is_named() -> None:
 
 def give_up_first_in_lightnings_thread(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its waits run out at once, and those of all others late: otherwise it is chance whose do first."""
-    patience = line.engine.patience
-    original, hasty = patience.wait, Watchdog(0.2, lambda: False, line.engine.describe)
+    watchdog = line.engine.watchdog
+    original, hasty = watchdog.wait, Watchdog(0.2, lambda: False, line.engine.describe)
 
     def wait(ready: Callable[[float], bool], who: str) -> None:
         (hasty.wait if who.startswith("Lightning's step") else original)(ready, who)
 
-    monkeypatch.setattr(patience, "wait", wait)
+    monkeypatch.setattr(watchdog, "wait", wait)
 
 
 @pytest.mark.usefixtures("short_waits")

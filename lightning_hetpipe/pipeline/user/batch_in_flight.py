@@ -18,10 +18,10 @@ from lightning_hetpipe.torch_private import Carried
 
 
 class Pipeline(Protocol):
-    """What a flight asks of the pipeline that it is in."""
+    """What a batch asks of the pipeline that it is in."""
 
     lock: UserLock
-    patience: Watchdog
+    watchdog: Watchdog
 
 
 class BatchInFlight:
@@ -90,7 +90,7 @@ class BatchInFlight:
             self._ended_at = time.perf_counter()
             self.failure = self.failure or failure
             call = self._when_ended
-        self._pipeline.patience.moved()
+        self._pipeline.watchdog.moved()
         if call is not None:
             call()
 
@@ -99,7 +99,7 @@ class BatchInFlight:
     def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
         """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
 
-        Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
+        Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
         """
         ticket = self._take_ticket()
         if ticket is None:
@@ -114,7 +114,7 @@ class BatchInFlight:
         """Runs the user's step; called in the runner's thread, once."""
         failure: BaseException | None = None
         try:
-            self._pipeline.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
+            self._pipeline.watchdog.wait(self.start.wait, f"the start of minibatch {self.number}")
         except BaseException as error:
             self._pipeline.lock.abandon(self.start)
             self.end(error)
@@ -122,21 +122,21 @@ class BatchInFlight:
         try:
             self._enter()
             self._check_cancelled()
-            self._fly()
+            self._run_step()
         except BaseException as error:
             failure = error
         try:
             self._leave(for_good=True)
         except BaseException as error:
             failure = failure or error
-        self._landed(failure)
+        self._step_ended(failure)
 
-    def _fly(self) -> None:
+    def _run_step(self) -> None:
         """The user's step, in a section of user code."""
         raise NotImplementedError
 
-    def _landed(self, failure: BaseException | None) -> None:
-        """:meth:`_fly` is over."""
+    def _step_ended(self, failure: BaseException | None) -> None:
+        """:meth:`_run_step` is over."""
         raise NotImplementedError
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
@@ -149,11 +149,11 @@ class BatchInFlight:
         except BaseException as error:  # raised below: what was started comes back first
             failure = error
         try:
-            self._pipeline.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
+            self._pipeline.watchdog.wait(ticket.wait, f"minibatch {self.number} for {what}")
         except BaseException:
             if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
                 self._pipeline.lock.request(ticket)
-            if ticket.wait(self._pipeline.patience.seconds):
+            if ticket.wait(self._pipeline.watchdog.seconds):
                 self._enter()
             else:  # user code unwinds without the lock: whoever holds it is stuck
                 self._pipeline.lock.abandon(ticket)
@@ -190,18 +190,18 @@ class BatchInFlight:
             self._pipeline.lock.release()
 
 
-_current: Carried[BatchInFlight] = Carried("flight")
+_current: Carried[BatchInFlight] = Carried("batch")
 
 
 def current() -> BatchInFlight | None:
-    """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    """The batch whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
     return _current.get()
 
 
 @contextmanager
-def running(flight: BatchInFlight) -> Iterator[None]:
-    """Within it, this thread runs the user code of ``flight``."""
-    _current.set(flight)
+def running(batch: BatchInFlight) -> Iterator[None]:
+    """Within it, this thread runs the user code of ``batch``."""
+    _current.set(batch)
     try:
         yield
     finally:

@@ -89,7 +89,7 @@ class Minibatch(BatchInFlight):
 
     # The runner's side.
 
-    def _fly(self) -> None:
+    def _run_step(self) -> None:
         with running(self), self._step.context():
             with self._view:
                 self.output, total = self._step.run()
@@ -107,7 +107,7 @@ class Minibatch(BatchInFlight):
         if self._loss is not None:
             self._loss.end(mark)
 
-    def _landed(self, failure: BaseException | None) -> None:
+    def _step_ended(self, failure: BaseException | None) -> None:
         for call in self._calls:
             call.close()
         self._view.close()

@@ -115,10 +115,10 @@ class _RandomStates:
         for generator, state in zip(torch.cuda.default_generators, self.cuda, strict=False):
             generator.set_state(state)
         random.setstate(self.python)
-        bits, state = self.numpy
+        bits, numbers = self.numpy
         if bits is not get_bit_generator():
             set_bit_generator(bits)
-        np.random.set_state(state)
+        np.random.set_state(numbers)
 
 
 def _seed(seed: int) -> None:
