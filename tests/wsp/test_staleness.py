@@ -33,7 +33,9 @@ def test_a_fast_virtual_worker_runs_d_waves_ahead_and_no_further(
 ) -> None:
     """Virtual worker 1 is held in its second minibatch until 0 has done all that it can do alone: D + 1 waves."""
     log = tmp_path / "decisions.jsonl"
-    with ServerProcess("lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0, "log": str(log)}) as server:
+    with ServerProcess(
+        "lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0, "log": str(log)}
+    ) as server:
         monkeypatch.setenv("HETPIPE_TOKEN", server.security.token or "")
         jobs = []
         for distance in (1, 2, 3):
