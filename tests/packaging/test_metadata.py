@@ -53,6 +53,7 @@ def test_every_range_has_a_lower_bound() -> None:
 
 def test_one_lowest_python_everywhere() -> None:
     lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{lowest.replace('.', '')}"
     assert PROJECT["tool"]["mypy"]["python_version"] == lowest
     assert f"python{lowest}" in (CHECKOUT / ".ci" / "run").read_text()
     assert f"(Python {lowest})" in (CHECKOUT / "constraints.txt").read_text()
