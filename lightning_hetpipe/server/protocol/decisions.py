@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class GenerationBegan:
     """A generation: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
 
+    kind: ClassVar = "began"
     era: int
     count: int
     members: tuple[tuple[int, int, int], ...]
@@ -20,6 +22,7 @@ class GenerationBegan:
 class UpdatePushed:
     """All shards hold an update, which is not added yet."""
 
+    kind: ClassVar = "pushed"
     vw: int
     incarnation: int
     clock: int
@@ -29,6 +32,7 @@ class UpdatePushed:
 class UpdateCommitted:
     """An update got its place in the order: it is the ``count``-th since the run's start."""
 
+    kind: ClassVar = "committed"
     vw: int
     incarnation: int
     clock: int
@@ -43,6 +47,7 @@ class ReadGranted:
     ``slowest`` is c_global; None if everyone waits at a cut, or has just passed it.
     """
 
+    kind: ClassVar = "granted"
     vw: int
     turn: int
     clock: int
@@ -54,6 +59,7 @@ class ReadGranted:
 class CutHeld:
     """A VW may not take weights yet, and why; told once for each reason."""
 
+    kind: ClassVar = "held"
     vw: int
     turn: int
     clock: int
@@ -65,6 +71,7 @@ class CutHeld:
 class CutClosed:
     """All have come to a cut; ``clock`` is everyone's now."""
 
+    kind: ClassVar = "closed"
     cut: int
     clock: int
     vws: tuple[int, ...]
@@ -74,6 +81,7 @@ class CutClosed:
 class MemberLeft:
     """A VW is no member any more: ``why`` it was left out, after ``clock`` waves; or it has left, and why is empty."""
 
+    kind: ClassVar = "left"
     vw: int
     clock: int
     why: str
@@ -89,4 +97,4 @@ def ignore(decision: Decision) -> None:
 
 def line(room: str, decision: Decision) -> str:
     """``decision``, of a room, as a line of JSON."""
-    return json.dumps({"room": room, "decision": type(decision).__name__.lower(), **asdict(decision)}) + "\n"
+    return json.dumps({"room": room, "decision": decision.kind, **asdict(decision)}) + "\n"
