@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class GenerationBegan:
     """A generation: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
 
-    kind: ClassVar = "began"
     era: int
     count: int
     members: tuple[tuple[int, int, int], ...]
@@ -22,7 +20,6 @@ class GenerationBegan:
 class UpdatePushed:
     """All shards hold an update, which is not added yet."""
 
-    kind: ClassVar = "pushed"
     vw: int
     incarnation: int
     clock: int
@@ -32,7 +29,6 @@ class UpdatePushed:
 class UpdateCommitted:
     """An update got its place in the order: it is the ``count``-th since the run's start."""
 
-    kind: ClassVar = "committed"
     vw: int
     incarnation: int
     clock: int
@@ -47,7 +43,6 @@ class ReadGranted:
     ``slowest`` is c_global; None if everyone waits at a cut, or has just passed it.
     """
 
-    kind: ClassVar = "granted"
     vw: int
     turn: int
     clock: int
@@ -59,7 +54,6 @@ class ReadGranted:
 class CutHeld:
     """A VW may not take weights yet, and why; told once for each reason."""
 
-    kind: ClassVar = "held"
     vw: int
     turn: int
     clock: int
@@ -71,7 +65,6 @@ class CutHeld:
 class CutClosed:
     """All have come to a cut; ``clock`` is everyone's now."""
 
-    kind: ClassVar = "closed"
     cut: int
     clock: int
     vws: tuple[int, ...]
@@ -81,7 +74,6 @@ class CutClosed:
 class MemberLeft:
     """A VW is no member any more: ``why`` it was left out, after ``clock`` waves; or it has left, and why is empty."""
 
-    kind: ClassVar = "left"
     vw: int
     clock: int
     why: str
@@ -97,4 +89,4 @@ def ignore(decision: Decision) -> None:
 
 def line(room: str, decision: Decision) -> str:
     """``decision``, of a room, as a line of JSON."""
-    return json.dumps({"room": room, "decision": decision.kind, **asdict(decision)}) + "\n"
+    return json.dumps({"room": room, "decision": type(decision).__name__, **asdict(decision)}) + "\n"
