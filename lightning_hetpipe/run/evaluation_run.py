@@ -25,7 +25,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.extensions.observers import Observers
@@ -78,8 +78,8 @@ class EvaluationRun:
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
         evaluation.settings.asked()
-        stretch = Stretch(self._state(1))  # which depends on no thread's timing, as that of later batches
-        stretch.enter()
+        section = ProcessSection(self._state(1))  # which depends on no thread's timing, as that of later batches
+        section.enter()
         try:
             if evaluation.layout is not None and evaluation.layout.is_spread():
                 # No module could run as it is: its layers run on their devices, one by one.
@@ -92,7 +92,7 @@ class EvaluationRun:
                 pieces = calls.pieces
                 evaluation.warn(calls.reasons)
         finally:
-            stretch.leave()
+            section.leave()
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._evaluator or self._stand_in(pieces))
@@ -217,7 +217,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.quiet.alone
+                piece.captured.alone = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()
