@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
-from typing_extensions import Self
 
 from lightning_hetpipe.redirect import Redirect
 
