@@ -15,6 +15,7 @@ from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
 from tests.oracle import Run, State
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
@@ -111,8 +112,9 @@ def evaluated(task: Task, expected: Run, p: int, loader: Any) -> float:
 
 
 @pytest.mark.parametrize("in_flight", NM)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("interval", [2, 1.0])
+@pytest.mark.parametrize(
+    ("interval", "accumulate"), slow_except([(2, 1), (2, 3), (1.0, 1), (1.0, 3)], (2, 3), (1.0, 1))
+)
 def test_validation_leaves_training_as_it_was(interval: float, accumulate: int, in_flight: int) -> None:
     """It evaluates version p, holds what is in flight, and training is that of a run without validation."""
     task, loader, val_loader = resnet(ADAMW), images(26, 4), images(10, 4, seed=9)
