@@ -57,7 +57,7 @@ _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_gra
 class _Weight:
     name: str
     live: nn.Parameter
-    ring: WeightStash
+    stash: WeightStash
     place: int
 
 
@@ -73,7 +73,7 @@ class Weights:
 
     Args:
         root: Names them.
-        rings: Hold the versions, of these live parameters.
+        stashes: Hold the versions, of these live parameters.
         layers: The live layers, whose buffers are copied.
         changing: The ``id`` of each live buffer that forwards change.
     """
@@ -81,15 +81,15 @@ class Weights:
     def __init__(
         self,
         root: nn.Module,
-        rings: Sequence[tuple[Live, WeightStash]],
+        stashes: Sequence[tuple[Live, WeightStash]],
         layers: Sequence[nn.Module],
         changing: Collection[int] = (),
     ) -> None:
         names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self.known: dict[int, _Weight | _Buffer] = {}
-        for of_ring, ring in rings:
-            for place, live in enumerate(of_ring.parameters):
-                self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, ring, place))
+        for of_stash, stash in stashes:
+            for place, live in enumerate(of_stash.parameters):
+                self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, stash, place))
         for buffer in (buffer for layer in layers for buffer in layer.buffers()):
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
 
@@ -331,9 +331,8 @@ class View(TorchFunctionMode):
     def _leaf(self, weight: _Weight) -> _Leaf:
         key = (self.region, id(weight.live))
         if (known := self._leaves.get(key)) is None:
-            held = weight.ring.parameter(weight.place, self._version)
             with torch.inference_mode(False):
-                copy = nn.Parameter(held.detach(), held.requires_grad)
+                copy = weight.stash.parameter(weight.place, self._version)
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then
