@@ -138,7 +138,7 @@ class Driver(Generic[F, C]):
 
     def computing(self) -> AbstractContextManager[None]:
         """Around what Lightning's thread computes."""
-        return nullcontext() if self.crew is None else self.crew.quiet.computing()
+        return nullcontext() if self.crew is None else self.crew.compute_lock.computing()
 
     def drain(self) -> None:
         """Waits until nothing in flight moves."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.capture.calls import Calls
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -24,13 +25,13 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.extensions.observers import Observers
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
-from lightning_hetpipe.run.piece_forwards import NOT_TAKEN, PieceForwards
+from lightning_hetpipe.run.piece_forwards import PieceForwards
 from lightning_hetpipe.torch_private import version_counter
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class EvaluationRun:
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
         evaluation.settings.asked()
-        stretch = Stretch(self._state(1))  # which depends on no thread's timing, as that of later batches
-        stretch.enter()
+        section = ProcessSection(self._state(1))  # which depends on no thread's timing, as that of later batches
+        section.enter()
         try:
             if evaluation.layout is not None and evaluation.layout.is_spread():
                 # No module could run as it is: its layers run on their devices, one by one.
@@ -91,7 +92,7 @@ class EvaluationRun:
                 pieces = calls.pieces
                 evaluation.warn(calls.reasons)
         finally:
-            stretch.leave()
+            section.leave()
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._evaluator or self._stand_in(pieces))
@@ -216,25 +217,23 @@ class EvaluatedPieces(PieceForwards, Extension):
         for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.quiet.alone
+                piece.captured.alone = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()
-        self.close()
+        self.interceptor.remove()
 
-    def through_pipeline(
-        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         batch = current()
         if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
             return NOT_TAKEN
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
-            with redirect.aside():  # an input of a new kind is captured now
-                value = piece.value(args, kwargs)
+            with call.aside():  # an input of a new kind is captured now
+                value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(piece, (args, kwargs), value, self._evaluation.chance, self._tag(batch.number))
+                    compare(piece, (call.args, call.kwargs), value, self._evaluation.chance, self._tag(batch.number))
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

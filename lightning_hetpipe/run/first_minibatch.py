@@ -20,7 +20,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.redirect import Redirect
@@ -218,9 +218,9 @@ class WatchedStep:
         if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
             yield
             return
-        stretch = Stretch(ProcessState.seeded(run_seed, self._settings.virtual_worker, self._number))
-        stretch.enter()
+        section = ProcessSection(ProcessState.seeded(run_seed, self._settings.virtual_worker, self._number))
+        section.enter()
         try:
             yield
         finally:
-            stretch.leave()
+            section.leave()

@@ -263,7 +263,7 @@ class Fit:
             run=partial(self._user_step.run, number, args),
             check=lambda total, ours: refuse_leaves(self._module, ours, total),
             context=partial(extensions.user_step, number),
-            stretch=extensions.section(number),
+            section=extensions.section(number),
         )
         engine.submit(number, step)
         extensions.submitted(number, engine.minibatches[number].version)
@@ -314,7 +314,7 @@ class Fit:
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.alone = engine.quiet.alone
+                piece.captured.alone = engine.compute_lock.alone
         self.evaluation.take_over(pieces, layout, in_flight)
         telemetry = Telemetry(self._trainer, engine, layout, self._synchroniser)
         self._reported = telemetry.report

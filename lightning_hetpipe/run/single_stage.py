@@ -11,13 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import lightning as L
 from torch import nn
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
+from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
 from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of, named_pieces, never_called
 from lightning_hetpipe.capture.seeded_forward import run_drawing
 from lightning_hetpipe.lightning_private import begun_minibatches
@@ -54,7 +54,6 @@ class SingleStage:
         self._chance = chance
         self._called: dict[str, nn.Module] = {}
         self._first = True
-        self._inside = False
         self._meter = Meter(1)
         self._busy = 0.0
 
@@ -144,30 +143,21 @@ class SingleStage:
 
         Only modules in which something may draw are touched, and those only for that long.
         """
-        redirects = [
-            Redirect(module, "forward", partial(self._run, name, module, minibatch))
+        modules = [
+            (name, module)
             for name, module in self._module.named_modules()
             if module is not self._module and (self._first or may_draw(module)) and self._is_wanted(name, module)
         ]
-        try:
+
+        def run(call: ModuleCall) -> Any:
+            self._called.setdefault(call.name, call.module)
+            with call.aside():
+                return run_drawing(call.name, call.module, self._chance, minibatch, call.args, call.kwargs)
+
+        with Interceptor(modules, run):
             yield
-        finally:
-            for redirect in redirects:
-                redirect.remove()
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if is_compiled(module):
             return False
         return name in self._names if self._names is not None else any(p.requires_grad for p in module.parameters())
-
-    def _run(self, name: str, module: nn.Module, minibatch: int, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The redirected ``forward`` of module ``name``."""
-        if self._inside:
-            return redirect.original(*args, **kwargs)
-        self._called.setdefault(name, module)
-        self._inside = True
-        try:
-            with redirect.aside():
-                return run_drawing(name, module, self._chance, minibatch, *args, **kwargs)
-        finally:
-            self._inside = False

@@ -18,10 +18,10 @@ from lightning_hetpipe.torch_private import Carried
 
 
 class Pipeline(Protocol):
-    """What a flight asks of the pipeline that it is in."""
+    """What a batch asks of the pipeline that it is in."""
 
     lock: UserLock
-    patience: Watchdog
+    watchdog: Watchdog
 
 
 class BatchInFlight:
@@ -33,14 +33,14 @@ class BatchInFlight:
     Args:
         pipeline: Where it is.
         number: Its number; among those that wait for the lock over user code, lower ones go first.
-        stretch: Swaps in the process-wide state that its stretches of user code run with; None leaves the process's.
+        section: Swaps in the process-wide state that its sections of user code run with; None leaves the process's.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         number: int,
-        stretch: UserSection | None = None,
+        section: UserSection | None = None,
     ) -> None:
         self.number = number
         self.output: Any = None
@@ -53,7 +53,7 @@ class BatchInFlight:
         self._began_at = time.perf_counter()
         self._ended_at = self._began_at
         self._pipeline = pipeline
-        self._stretch = stretch
+        self._section = section
         self._arrived: Any = None
         self.arrived_after: StreamEvent | None = None
         """What has last arrived is computed where this mark is."""
@@ -90,7 +90,7 @@ class BatchInFlight:
             self._ended_at = time.perf_counter()
             self.failure = self.failure or failure
             call = self._when_ended
-        self._pipeline.patience.moved()
+        self._pipeline.watchdog.moved()
         if call is not None:
             call()
 
@@ -99,7 +99,7 @@ class BatchInFlight:
     def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
         """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
 
-        Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
+        Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
         """
         ticket = self._take_ticket()
         if ticket is None:
@@ -114,7 +114,7 @@ class BatchInFlight:
         """Runs the user's step; called in the runner's thread, once."""
         failure: BaseException | None = None
         try:
-            self._pipeline.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
+            self._pipeline.watchdog.wait(self.start.wait, f"the start of minibatch {self.number}")
         except BaseException as error:
             self._pipeline.lock.abandon(self.start)
             self.end(error)
@@ -122,21 +122,21 @@ class BatchInFlight:
         try:
             self._enter()
             self._check_cancelled()
-            self._fly()
+            self._run_step()
         except BaseException as error:
             failure = error
         try:
             self._leave(for_good=True)
         except BaseException as error:
             failure = failure or error
-        self._landed(failure)
+        self._step_ended(failure)
 
-    def _fly(self) -> None:
-        """The user's step, in a stretch of user code."""
+    def _run_step(self) -> None:
+        """The user's step, in a section of user code."""
         raise NotImplementedError
 
-    def _landed(self, failure: BaseException | None) -> None:
-        """:meth:`_fly` is over."""
+    def _step_ended(self, failure: BaseException | None) -> None:
+        """:meth:`_run_step` is over."""
         raise NotImplementedError
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
@@ -149,11 +149,11 @@ class BatchInFlight:
         except BaseException as error:  # raised below: what was started comes back first
             failure = error
         try:
-            self._pipeline.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
+            self._pipeline.watchdog.wait(ticket.wait, f"minibatch {self.number} for {what}")
         except BaseException:
             if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
                 self._pipeline.lock.request(ticket)
-            if ticket.wait(self._pipeline.patience.seconds):
+            if ticket.wait(self._pipeline.watchdog.seconds):
                 self._enter()
             else:  # user code unwinds without the lock: whoever holds it is stuck
                 self._pipeline.lock.abandon(ticket)
@@ -176,32 +176,32 @@ class BatchInFlight:
 
     def _enter(self) -> None:
         self.in_user_code = True
-        if self._stretch is not None:
-            self._stretch.enter()
+        if self._section is not None:
+            self._section.enter()
 
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
         try:
-            if self._stretch is not None:
-                self._stretch.leave(for_good)
+            if self._section is not None:
+                self._section.leave(for_good)
         finally:
             self.in_user_code = False
             self._pipeline.lock.release()
 
 
-_current: Carried[BatchInFlight] = Carried("flight")
+_current: Carried[BatchInFlight] = Carried("batch")
 
 
 def current() -> BatchInFlight | None:
-    """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    """The batch whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
     return _current.get()
 
 
 @contextmanager
-def running(flight: BatchInFlight) -> Iterator[None]:
-    """Within it, this thread runs the user code of ``flight``."""
-    _current.set(flight)
+def running(batch: BatchInFlight) -> Iterator[None]:
+    """Within it, this thread runs the user code of ``batch``."""
+    _current.set(batch)
     try:
         yield
     finally:

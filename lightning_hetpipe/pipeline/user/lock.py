@@ -1,6 +1,6 @@
-"""The lock over user code (law L8): one stretch of user Python at a time, in a fixed order of precedence.
+"""The lock over user code (law L8): one section of user Python at a time, in a fixed order of precedence.
 
-A stretch asks with a :class:`Ticket`. The thread that makes a stretch possible (a stage that delivers an output) enters
+A section asks with a :class:`Ticket`. The thread that makes a section possible (a stage that delivers an output) enters
 the ticket on the waiting thread's behalf, so that one wake-up means both "your value is there" and "the lock is yours".
 """
 
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class Precedence(IntEnum):
-    """Who goes first: a stretch that stages wait for, then new minibatches, then Lightning's own thread."""
+    """Who goes first: a section that stages wait for, then new minibatches, then Lightning's own thread."""
 
     RESUME = 0
     START = 1
@@ -52,7 +52,7 @@ class UserLock:
 
     @property
     def held(self) -> bool:
-        """Whether some stretch of user code runs right now."""
+        """Whether some section of user code runs right now."""
         return self._held
 
     def request(self, ticket: Ticket) -> None:

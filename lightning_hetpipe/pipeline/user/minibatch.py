@@ -33,13 +33,13 @@ class Step:
         check: Sees that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
             raise.
         context: Opened once around all of it, in the minibatch's thread.
-        stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
+        section: Swaps in the process-wide state that its sections run with; None leaves the process's alone.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    stretch: UserSection | None
+    section: UserSection | None
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Minibatch(BatchInFlight):
     """
 
     def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
-        super().__init__(engine, number, step.stretch)
+        super().__init__(engine, number, step.section)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}
@@ -89,7 +89,7 @@ class Minibatch(BatchInFlight):
 
     # The runner's side.
 
-    def _fly(self) -> None:
+    def _run_step(self) -> None:
         with running(self), self._step.context():
             with self._view:
                 self.output, total = self._step.run()
@@ -107,7 +107,7 @@ class Minibatch(BatchInFlight):
         if self._loss is not None:
             self._loss.end(mark)
 
-    def _landed(self, failure: BaseException | None) -> None:
+    def _step_ended(self, failure: BaseException | None) -> None:
         for call in self._calls:
             call.close()
         self._view.close()

@@ -26,7 +26,7 @@ JOIN_SECONDS = 5.0
 
 
 class RunnerPool(Generic[F]):
-    """Runs up to ``in_flight`` flights at once, each in a runner's thread.
+    """Runs up to ``in_flight`` batches at once, each in a runner's thread.
 
     Args:
         name: Of the runners' threads.
@@ -44,8 +44,8 @@ class RunnerPool(Generic[F]):
     def __init__(self, name: str, in_flight: int, torch_threads: int, timeout: float) -> None:
         self.in_flight = in_flight
         self.lock = UserLock()
-        self.patience = Watchdog(timeout, lambda: self.lock.held, self.describe)
-        self.quiet = ReadersWriterLock(self.patience)
+        self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
+        self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, F] = {}
         self._name = name
         self._torch_threads = torch_threads
@@ -63,11 +63,11 @@ class RunnerPool(Generic[F]):
         ]
         self._take_lock()
 
-    def launch(self, flight: F) -> None:
-        """Puts ``flight``, the next one, in flight."""
-        self.minibatches[flight.number] = flight
-        self.lock.request(flight.start)
-        self._runners[flight.number % self.in_flight].put(flight)
+    def launch(self, batch: F) -> None:
+        """Puts ``batch``, the next one, in flight."""
+        self.minibatches[batch.number] = batch
+        self.lock.request(batch.start)
+        self._runners[batch.number % self.in_flight].put(batch)
 
     def finish(self, number: int) -> F:
         """Waits for minibatch ``number``, and takes it out of the pipeline.
@@ -75,12 +75,12 @@ class RunnerPool(Generic[F]):
         Raises:
             BaseException: what it failed with, with the traceback of the thread in which it happened.
         """
-        flight = self.minibatches[number]
-        self._wait_for(flight)
+        batch = self.minibatches[number]
+        self._wait_for(batch)
         del self.minibatches[number]
-        if flight.failure is not None:
-            raise flight.failure
-        return flight
+        if batch.failure is not None:
+            raise batch.failure
+        return batch
 
     def begin(self, version: int) -> None:
         """The pipeline starts empty at ``version``, which the live weights are."""
@@ -119,7 +119,7 @@ class RunnerPool(Generic[F]):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Lets user code run while Lightning's thread computes."""
-        with self.unlocked(), self.quiet.computing():
+        with self.unlocked(), self.compute_lock.computing():
             yield
 
     @contextmanager
@@ -131,12 +131,12 @@ class RunnerPool(Generic[F]):
         ticket = Ticket(Precedence.RESUME, number)
         self.lock.request(ticket)
         try:
-            self.patience.wait(ticket.wait, f"{who} for user code to pause")
+            self.watchdog.wait(ticket.wait, f"{who} for user code to pause")
         except BaseException:
             self.lock.abandon(ticket)
             raise
         try:
-            with self.quiet.alone():
+            with self.compute_lock.alone():
                 yield
         finally:
             self.lock.release()
@@ -155,9 +155,9 @@ class RunnerPool(Generic[F]):
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             self._cancel()
-            if self.patience.given_up is None:
-                for flight in self.minibatches.values():
-                    self._wait_for(flight, deadline)
+            if self.watchdog.given_up is None:
+                for batch in self.minibatches.values():
+                    self._wait_for(batch, deadline)
         finally:
             for worker in workers:
                 worker.close()
@@ -172,9 +172,9 @@ class RunnerPool(Generic[F]):
 
     def describe(self) -> str:
         """What every stage and every minibatch in flight does, for people."""
-        flying = [flight for flight in self.minibatches.values() if not flight.ended]
-        running = [f"{self.doing} {flight.number} is running" for flight in flying if flight.in_user_code]
-        numbers = ", ".join(str(flight.number) for flight in flying) or "none"
+        unfinished = [batch for batch in self.minibatches.values() if not batch.ended]
+        running = [f"{self.doing} {batch.number} is running" for batch in unfinished if batch.in_user_code]
+        numbers = ", ".join(str(batch.number) for batch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _let_go(self) -> None:
@@ -182,13 +182,13 @@ class RunnerPool(Generic[F]):
 
     # Waiting.
 
-    def _wait_for(self, flight: F, deadline: float | None = None) -> None:
-        if flight.ended or self._lost_lock:
+    def _wait_for(self, batch: F, deadline: float | None = None) -> None:
+        if batch.ended or self._lost_lock:
             self.offer()
             return
-        ticket = Ticket(Precedence.MAIN, flight.number)
-        ask = partial(flight.when_ended, lambda: self.lock.request(ticket))
-        self._await(ticket, ask, f"Lightning's step for minibatch {flight.number}", release=True, deadline=deadline)
+        ticket = Ticket(Precedence.MAIN, batch.number)
+        ask = partial(batch.when_ended, lambda: self.lock.request(ticket))
+        self._await(ticket, ask, f"Lightning's step for minibatch {batch.number}", release=True, deadline=deadline)
 
     def _take_lock(self) -> None:
         ticket = Ticket(Precedence.MAIN, 0)
@@ -209,7 +209,7 @@ class RunnerPool(Generic[F]):
                 self.lock.release()
             ask()
             if deadline is None:
-                self.patience.wait(ticket.wait, who)
+                self.watchdog.wait(ticket.wait, who)
                 self._lost_lock = False
             else:
                 self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
@@ -217,16 +217,16 @@ class RunnerPool(Generic[F]):
             self._cancel()
             # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
             granted = ticket.granted or ticket.wait(JOIN_SECONDS)
-            self._lost_lock = self.patience.given_up is not None or not granted
+            self._lost_lock = self.watchdog.given_up is not None or not granted
             raise
         finally:
             if self._lost_lock:
                 self.lock.abandon(ticket)
 
     def _cancel(self) -> None:
-        for flight in self.minibatches.values():
-            flight.cancelled = True
+        for batch in self.minibatches.values():
+            batch.cancelled = True
 
 
-def _run(flight: BatchInFlight) -> None:
-    flight.context.run(flight.run)
+def _run(batch: BatchInFlight) -> None:
+    batch.context.run(batch.run)

@@ -14,7 +14,7 @@ import lightning as L
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch, UserSection, UserSections
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection, UserSections
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.replay import Record, Replay
@@ -58,7 +58,7 @@ class Observers(Extension):
             yield
 
     def section(self, minibatch: int) -> UserSection:
-        return UserSections([Stretch(self._state(minibatch)), _AttributesSection(self._attributes, minibatch)])
+        return UserSections([ProcessSection(self._state(minibatch)), _AttributesSection(self._attributes, minibatch)])
 
     def arrived(self, minibatch: int) -> None:
         self._attributes.show(minibatch)

@@ -39,7 +39,10 @@ from lightning_hetpipe.run.extensions.metric_replay import (
 )
 from lightning_hetpipe.torch_private import Carried, children, pytree
 
-_NOT_THE_USER = ("lightning_hetpipe.strategy.", "lightning_hetpipe.capture.", "lightning.", "torch.", "torchmetrics.")
+_NOT_THE_USER = (
+    *(f"lightning_hetpipe.{part}" for part in ("run.", "strategy.", "capture.", "redirect")),
+    *("lightning.", "torch.", "torchmetrics."),
+)
 
 
 @dataclass(eq=False)
