@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
-from tests.oracle import Run, State
+from tests.oracle import Batch, Outputs, Run, State
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 
@@ -31,6 +31,24 @@ def test_max_steps(steps: int, in_flight: int) -> None:
     assert_equal(expected, record)
     assert record.trainer is not None
     assert record.trainer.global_step == steps
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nothing_runs_past_max_steps(accumulate: int) -> None:
+    """Neither a batch is read nor a step run that Lightning will not ask for."""
+
+    class Counts(Task):
+        steps = 0
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+            self.steps += 1
+            return super().training_step(batch, batch_idx)
+
+    task = mlp(task=Counts)
+    settings: dict[str, Any] = {"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": accumulate}
+    fit(task, vectors(40, 4), strategy=even(7, 2, 5), **settings)
+    assert isinstance(task, Counts)
+    assert task.steps == 3 * accumulate
 
 
 class Stop(L.Callback):

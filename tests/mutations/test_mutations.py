@@ -18,7 +18,7 @@ from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_hetpipe"
-COPIED = (PACKAGE, "tests", "conf", "benchmarks")
+COPIED = (PACKAGE, "tests", "conf", "benchmarks", "docs", "README.md", "pyproject.toml")
 LAWS = {f"L{number}" for number in range(1, 11)}
 
 
@@ -72,19 +72,19 @@ def test_tests_notice(
 ) -> None:
     """A copy of the package is broken, never the checkout."""
     copy = tmp_path / "copy"
+    copy.mkdir()
     for name in COPIED:
-        shutil.copytree(ROOT / name, copy / name)
-    shutil.copy(ROOT / "pyproject.toml", copy)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
     file = copy / PACKAGE / mutation.file
     file.write_text(file.read_text().replace(mutation.fragment, mutation.replacement))
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--timeout=60", "-m", "not slow"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--timeout=30", "-m", "not slow"]
     output = tmp_path / "output"
     status = pytest_runs(copy, [*options, *mutation.tests], output)
     said = output.read_text()
     shutil.rmtree(copy)
 
     assert status == 1, f"nobody noticed that {mutation.name} (exit status {status}):\n{said[-4000:]}"
-    noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    noticed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", said, re.MULTILINE)
     assert noticed is not None, said[-4000:]
     record_property("mutation", [mutation.rule, mutation.name, noticed.group(1)])
