@@ -1,4 +1,4 @@
-"""The operator graphs of msr-fiddle/dnn-partitioning (NeurIPS 2020), as layers in a row, and what splits of them cost."""
+"""The operator graphs of msr-fiddle/dnn-partitioning (NeurIPS 2020), as layers in a row, and the costs of stages."""
 
 import json
 import os
