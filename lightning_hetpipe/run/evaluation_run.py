@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.capture.calls import Calls
+from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -30,7 +31,7 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.extensions.observers import Observers
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
-from lightning_hetpipe.run.piece_forwards import NOT_TAKEN, PieceForwards
+from lightning_hetpipe.run.piece_forwards import PieceForwards
 from lightning_hetpipe.torch_private import version_counter
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class EvaluationRun:
                 self._evaluator = self._stand_in(pieces)
                 output = native(*args)
             else:
-                calls = Calls(evaluation.module, evaluation.names, evaluation.chance, self._tag(1), pieces)
-                with calls.watching():
+                watch = EvaluationWatch(evaluation.module, evaluation.names, evaluation.chance, self._tag(1), pieces)
+                with watch.watching():
                     output = native(*args)
-                pieces = calls.pieces
-                evaluation.warn(calls.reasons)
+                pieces = watch.pieces
+                evaluation.warn(watch.reasons)
         finally:
             section.leave()
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
@@ -220,21 +221,19 @@ class EvaluatedPieces(PieceForwards, Extension):
 
     def closed(self) -> None:
         self._exits.close()
-        self.close()
+        self.interceptor.remove()
 
-    def through_pipeline(
-        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         batch = current()
         if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
             return NOT_TAKEN
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
-            with redirect.aside():  # an input of a new kind is captured now
-                value = piece.value(args, kwargs)
+            with call.aside():  # an input of a new kind is captured now
+                value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(piece, (args, kwargs), value, self._evaluation.chance, self._tag(batch.number))
+                    compare(piece, (call.args, call.kwargs), value, self._evaluation.chance, self._tag(batch.number))
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
@@ -51,29 +51,13 @@ from lightning_hetpipe.run.extensions.structure import Structure
 from lightning_hetpipe.run.extensions.telemetry import Telemetry
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import deliver
-from lightning_hetpipe.run.lifecycle import Extensions
+from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.release import released_step
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.single_stage import SingleStage, is_single_stage
 from lightning_hetpipe.run.user_step import UserStep, without_graph
 from lightning_hetpipe.workers.synchroniser import Synchroniser
-
-
-class InLightningsThread(Protocol):
-    """Steps that run as in any other strategy, in Lightning's own thread."""
-
-    def redirects(self) -> list[Redirect]:
-        """Makes what is to be redirected as long as the run lasts."""
-
-    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs ``native``, Lightning's own step, as minibatch ``number``."""
-
-    def backward(self, native: Callable[[], None]) -> None:
-        """Runs ``native``, Lightning's own backward."""
-
-    def report(self) -> RunReport | None:
-        """The numbers so far, if any minibatch was counted."""
 
 
 class Fit:
@@ -107,16 +91,8 @@ class Fit:
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
-        self._steps: InLightningsThread
         self._looks_ahead = settings.in_flight != 1
-        if synchroniser is None and is_single_stage(settings):
-            self._looks_ahead = False
-            self._steps = SingleStage(trainer, settings, self._chance, self._recording)
-        else:
-            self._steps = FirstMinibatch(
-                trainer, precision, settings, run_seed, self._chance, self._user_step, synchroniser, self._pipeline
-            )
-        self._reported: Callable[[], RunReport | None] = self._steps.report
+        self._reported: Callable[[], RunReport | None] = lambda: None
         self._finished: Minibatch | None = None
         self._last = -1
         self._threads_before = torch.get_num_threads()
@@ -136,13 +112,12 @@ class Fit:
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", self._run_validation),
             Redirect(self._module, BEFORE_TRANSFER, before_transfer),
-            *self._steps.redirects(),
         ]
         if self._synchroniser is not None:
             driver = self._driver
             cuts = Cuts(self._trainer, self._synchroniser, self._synchronising, driver.computing, driver.unlocked)
             driver.extensions.all.insert(1, cuts)  # what is recorded of an evaluation begins after its cut
-        self._driver.extend(self._loss_scale)
+        self._driver.extend(self._loss_scale, self._inline())
 
     def close(self) -> None:
         try:
@@ -172,7 +147,7 @@ class Fit:
         number, driver = self.begun(), self._driver
         if driver.crew is None:
             self._last = number
-            return self._steps.step(number, native, args)
+            return driver.step_inline(number, native, args)
         if number == self._last:
             raise self._repeated()
         self._last = number
@@ -185,7 +160,7 @@ class Fit:
     def backward(self, native: Callable[[], None]) -> None:
         """Lightning's backward: hands over the gradients, if there is a pipeline."""
         if self._finished is None:
-            self._steps.backward(native)
+            self._driver.backward_inline(self.begun(), native)
             return
         deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
         self._finished = None
@@ -269,6 +244,25 @@ class Fit:
         extensions.submitted(number, engine.minibatches[number].version)
 
     # The pipeline.
+
+    def _inline(self) -> Extension:
+        """Extension for the minibatches that run in Lightning's own thread: all with a single stage, else the first."""
+        settings, synchroniser = self._settings, self._synchroniser
+        if synchroniser is None and is_single_stage(settings):
+            self._looks_ahead = False
+            single = SingleStage(self._module, settings, self._chance, self._recording)
+            self._reported = single.report
+            return single
+        return FirstMinibatch(
+            self._trainer,
+            self._precision,
+            settings,
+            self._run_seed,
+            self._chance,
+            self._user_step,
+            synchroniser,
+            self._pipeline,
+        )
 
     def _pipeline(
         self,

@@ -22,6 +22,9 @@ continues(v)            later minibatches are in flight, and stay so
 publishing(v)           *around*: the live weights become version v on all stages
 published(v)            they are, and minibatches are in flight
 emptied(v)              they are, and the pipeline starts empty, at version v
+inline_step(p)          *around*: the user's step for p runs in Lightning's own thread, on the live weights
+inline_output(p, ...)   it was called with ``args``, and has returned ``output``
+inline_backward(p)      *around*: Lightning's own backward of it
 draining(p)             *around*: an evaluation is to begin after step p, and waits until nothing in flight moves
 evaluating(p)           *around*: that evaluation
 epoch_ends()            Lightning's loop is through with the epoch, and what is in flight is of no use
@@ -30,7 +33,7 @@ closed()                the run is over
 ======================  ================================================================================================
 
 Where the user's step runs in Lightning's own thread (the first minibatch of a fit, and all with a single stage),
-there are ``epoch_begins``, ``fetching``, ``evaluating``, ``epoch_ends`` and ``closed``.
+there are ``epoch_begins``, ``fetching``, the ``inline_...`` events, ``evaluating``, ``epoch_ends`` and ``closed``.
 """
 
 from __future__ import annotations
@@ -84,6 +87,14 @@ class Extension:
     def published(self, version: int) -> None: ...
 
     def emptied(self, version: int) -> None: ...
+
+    def inline_step(self, minibatch: int) -> Around:
+        return NOTHING
+
+    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None: ...
+
+    def inline_backward(self, minibatch: int) -> Around:
+        return NOTHING
 
     def draining(self, minibatch: int) -> Around:
         return NOTHING
@@ -162,6 +173,16 @@ class Extensions(Extension):
     def emptied(self, version: int) -> None:
         for extension in self.all:
             extension.emptied(version)
+
+    def inline_step(self, minibatch: int) -> Around:
+        return self._around(lambda extension: extension.inline_step(minibatch))
+
+    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
+        for extension in self.all:
+            extension.inline_output(minibatch, args, output)
+
+    def inline_backward(self, minibatch: int) -> Around:
+        return self._around(lambda extension: extension.inline_backward(minibatch))
 
     def draining(self, minibatch: int) -> Around:
         return self._around(lambda extension: extension.draining(minibatch))

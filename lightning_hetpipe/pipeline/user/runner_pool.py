@@ -1,4 +1,4 @@
-"""The threads that batches in flight run in, the lock over user code, and Lightning's thread's waits for them.
+"""The pool of runners: the threads of batches in flight, the lock over user code, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 F = TypeVar("F", bound=BatchInFlight)
 
 JOIN_SECONDS = 5.0
-"""How long closing waits for a thread before it says that the thread is stuck."""
+"""Seconds that closing waits for a thread before it says that the thread is stuck."""
 
 
 class RunnerPool(Generic[F]):
@@ -30,13 +30,13 @@ class RunnerPool(Generic[F]):
 
     Args:
         name: Of the runners' threads.
-        in_flight: How many there may be.
+        in_flight: The largest number of them.
         torch_threads: Threads of each torch operation in user code.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
     """
 
     doing = "training_step of minibatch"
-    """What a runner's user code is, for people."""
+    """Names a runner's user code in messages."""
 
     stages: Sequence[StageThread] = ()
     """Their threads start and end with the runners; user code computes on the last one's device."""
@@ -50,11 +50,11 @@ class RunnerPool(Generic[F]):
         self._name = name
         self._torch_threads = torch_threads
         self._runners: list[Worker[F]] = []
-        self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
+        self._lost_lock = False  # a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
 
     def start(self) -> None:
-        """Starts the threads; the calling thread takes the lock over user code."""
+        """Start the threads; the calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
         enter = WaitingStream(self.stages[-1].device, [stage.device for stage in self.stages]).enter
@@ -64,16 +64,16 @@ class RunnerPool(Generic[F]):
         self._take_lock()
 
     def launch(self, batch: F) -> None:
-        """Puts ``batch``, the next one, in flight."""
+        """Put ``batch``, the next one, in flight."""
         self.minibatches[batch.number] = batch
         self.lock.request(batch.start)
         self._runners[batch.number % self.in_flight].put(batch)
 
     def finish(self, number: int) -> F:
-        """Waits for minibatch ``number``, and takes it out of the pipeline.
+        """Wait for minibatch ``number``, and take it out of the pipeline.
 
         Raises:
-            BaseException: what it failed with, with the traceback of the thread in which it happened.
+            BaseException: the one that it failed with, with the traceback of the thread in which it happened.
         """
         batch = self.minibatches[number]
         self._wait_for(batch)
@@ -83,28 +83,28 @@ class RunnerPool(Generic[F]):
         return batch
 
     def begin(self, version: int) -> None:
-        """The pipeline starts empty at ``version``, which the live weights are."""
+        """Start with an empty pipeline, at ``version``, which the live weights are."""
 
     def publish(self, version: int) -> None:
-        """The live weights are ``version`` now."""
+        """Make ``version`` of the live weights."""
 
     def show(self, number: int) -> None:
-        """Makes the live buffers what the forward of ``number`` left."""
+        """Make the live buffers those that the forward of ``number`` left."""
 
     def drain(self) -> None:
-        """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
+        """Wait until nothing is in motion; batches that are done wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
             self._wait_for(self.minibatches[number])
 
     def discard(self) -> None:
-        """Drops every minibatch in flight; their user code unwinds."""
+        """Drop every minibatch in flight; their user code unwinds."""
         self._cancel()
         self.drain()
         self.minibatches.clear()
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        """Let user code run while Lightning's thread waits for something else, such as DataLoader workers."""
         if self._lost_lock or self._unlocked:
             yield
             return
@@ -118,13 +118,13 @@ class RunnerPool(Generic[F]):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread computes."""
+        """Let user code run while Lightning's thread computes."""
         with self.unlocked(), self.compute_lock.computing():
             yield
 
     @contextmanager
     def exclusively(self, number: int, who: str) -> Iterator[None]:
-        """Within it no user code runs, and no other thread computes; for ``who``, a stage that computes nothing yet.
+        """Keep user code from running and other threads from computing; for ``who``, an idle stage.
 
         Waits of others do not end meanwhile, however long it takes: it counts as user code.
         """
@@ -142,13 +142,13 @@ class RunnerPool(Generic[F]):
             self.lock.release()
 
     def offer(self) -> None:
-        """Lets whoever waits for the lock over user code go first."""
+        """Let whoever waits for the lock over user code go first."""
         if self.lock.wanted() and not self._lost_lock:
             with self.unlocked():
                 pass
 
     def close(self) -> None:
-        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer or in user code."""
+        """Drop what is in flight and end every thread. Warns of one that is stuck in a layer or in user code."""
         workers: list[Worker[F] | StageThread] = [*self._runners, *self.stages]
         if not workers:
             return
@@ -171,14 +171,14 @@ class RunnerPool(Generic[F]):
                     self._let_go()
 
     def describe(self) -> str:
-        """What every stage and every minibatch in flight does, for people."""
+        """A line on each stage and each minibatch in flight, for messages."""
         unfinished = [batch for batch in self.minibatches.values() if not batch.ended]
         running = [f"{self.doing} {batch.number} is running" for batch in unfinished if batch.in_user_code]
         numbers = ", ".join(str(batch.number) for batch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _let_go(self) -> None:
-        """Gives memory back, as no thread is left: what holds it stands in circles, which Python collects some time."""
+        """Give memory back, as no thread is left: cycles hold it, which Python collects at some later time."""
 
     # Waiting.
 
@@ -198,7 +198,7 @@ class RunnerPool(Generic[F]):
     def _await(
         self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
     ) -> None:
-        """Waits in Lightning's thread until ``ticket`` holds the lock over user code; until ``deadline`` if given.
+        """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
 
         Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
         is user code too. Where the lock does not come back, Lightning's thread goes on without it.
