@@ -51,15 +51,16 @@ def pytest_runs() -> Iterator[Callable[..., int]]:
     forking = Path(__file__).with_name("forking.py")
     command = [sys.executable, str(forking)]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        told, heard = process.stdin, process.stdout
+        assert told is not None
+        assert heard is not None
 
         def run(folder: Path, arguments: Sequence[str], output: Path) -> int:
-            print(json.dumps([str(folder), arguments, str(output)]), file=process.stdin, flush=True)
-            return int(process.stdout.readline())
+            print(json.dumps([str(folder), arguments, str(output)]), file=told, flush=True)
+            return int(heard.readline())
 
         yield run
-        process.stdin.close()
+        told.close()
 
 
 @pytest.mark.slow
@@ -76,7 +77,8 @@ def test_tests_notice(
     for name in COPIED:
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
     file = copy / PACKAGE / mutation.file
-    file.write_text(file.read_text().replace(mutation.fragment, mutation.replacement))
+    before, after = file.read_text().split(mutation.fragment)
+    file.write_text(before + mutation.replacement + after)
 
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--timeout=30", "-m", "not slow"]
     output = tmp_path / "output"
