@@ -170,7 +170,7 @@ class Group:
         return weights
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """Note, from any thread, how virtual workers have ended: joining a session, which takes all, fails from now on."""
+        """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
         self._handshake.lose(gone)
 
     def _lose(self, departed: Departed, of_fit: bool) -> None:
