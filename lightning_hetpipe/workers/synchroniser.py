@@ -95,9 +95,9 @@ class Synchroniser:
         counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
         waited, pushed, pulled = (now - before for now, before in zip(counters, self._reported, strict=True))
         self._reported = counters
-        point = client.member.point
+        commit_index = client.member.commit_index
         return {
-            "hetpipe/members": float(0 if point is None else len(point.members)),
+            "hetpipe/members": float(0 if commit_index is None else len(commit_index.members)),
             "hetpipe/clock": float(client.member.clock),
             "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
             "hetpipe/sync_wait_seconds": waited,
@@ -249,7 +249,7 @@ class Synchroniser:
                 for (_, p), last in zip(self._named, self._last, strict=True)
             ]
             if self._dtype is None:
-                room = self.group.weights.room()
+                room = self.group.weights.update_buffers()
                 for (_, parameter), last, place, zero in zip(self._named, self._last, room, same, strict=True):
                     if zero:
                         place.zero_()

@@ -84,8 +84,8 @@ def test_all_servers_share_the_weights(
     """With placement="local" the second one is never asked: it may be lost."""
     pair = Pair(exits, monkeypatch, placement)
     pair.enter_fit(1.0, 2.0)
-    assert pair.rooms[0].status().keys() == {"rooms", "lease", "talk-1", "fit-1"}
-    assert pair.rooms[1].status().keys() == {"rooms", "lease", *beside}
+    assert pair.rooms[0].status().keys() == {"sessions", "lease", "talk-1", "fit-1"}
+    assert pair.rooms[1].status().keys() == {"sessions", "lease", *beside}
     pair.close()
 
 
@@ -229,7 +229,7 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
         ):
             second.enter_fit(named, ())
         second.part()
-    update = first.weights.room()
+    update = first.weights.update_buffers()
     for tensor in update:
         tensor.fill_(1.0)
     assert [tensor.tolist() for tensor in first.weights.synchronise(update)] == [[2.0] * 3] * 2

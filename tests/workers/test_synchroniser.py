@@ -56,7 +56,7 @@ class OnlyOne:
 
     def passed_cut(self) -> None: ...
 
-    def room(self) -> list[Tensor]:
+    def update_buffers(self) -> list[Tensor]:
         """Called while the update is computed."""
         self._meet("update")
         return [torch.empty_like(weight) for weight in self.held]

@@ -277,7 +277,7 @@ def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.Mon
     """Validation outputs of more than 64 MiB were refused, without a way out."""
     limit = 64 << 10
     monkeypatch.setattr(group, "gather_in_chunks", partial(gather_in_chunks, chunk=limit // 4))
-    monkeypatch.setattr(Sessions, "_service", lambda *_: Service(LEASE, gather_limit=limit))
+    monkeypatch.setattr(Sessions, "_new", lambda *_: Service(LEASE, gather_limit=limit))
     value = torch.arange(limit, dtype=torch.float64)
     rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
