@@ -36,7 +36,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.division import cuts_in_order, partition, stage_times
+from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 
 UNKNOWN_OPTIMIZER = "adam"
 """Optimizer whose state is assumed for one that the memory model does not know."""
@@ -228,7 +228,7 @@ class Planner:
         """More stages than devices, of which neighbours share one; with as many in flight as have room."""
         cluster, state = self.placement.cluster, optimizer_state(_optimizer(study))
         slots = place(stages, cluster.slots)
-        cuts = cuts_in_order(profile, cluster, slots, self.recompute)
+        cuts = split_points_in_order(profile, cluster, slots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
             found = estimate(
@@ -268,7 +268,7 @@ class Planner:
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
-        reasons += self.placement.cluster.supposed([stage.slot for stage in found.stages])
+        reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
         return [f"because {'; '.join(reasons)}"]
 
     def _decision(self, found: Estimate, profile: Profile, factor: float, why: Sequence[str]) -> Decision:

@@ -36,7 +36,7 @@ from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search.division import partition
+from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run import run_settings
 from lightning_hetpipe.run.evaluation import Evaluation
