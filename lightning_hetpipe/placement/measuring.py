@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.capture.microbenchmark import measure
+from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
-from lightning_hetpipe.planning.model.timing import ROUNDS
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
 
 _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
@@ -82,7 +81,7 @@ def _measured(study: ProfilingInput, device: torch.device, name: str, model: str
 def layer_seconds(study: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
     """Measure seconds of each layer on ``device``, forward and backward: all that cuts for equal devices need."""
     with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
-        return measure(study.pieces, study.chance, study.default_dtype, device, tick=tick)
+        return measure(study.pieces, study.generators, study.default_dtype, device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:

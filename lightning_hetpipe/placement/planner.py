@@ -268,7 +268,7 @@ class Planner:
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
         if study.optimizer is None or optimizer_name(study.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
-        reasons += self.placement.cluster.supposed([stage.slot for stage in found.stages])
+        reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
         return [f"because {'; '.join(reasons)}"]
 
     def _decision(self, found: Estimate, profile: Profile, factor: float, why: Sequence[str]) -> Decision:

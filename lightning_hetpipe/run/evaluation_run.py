@@ -31,7 +31,7 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.extensions.observers import Observers
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
-from lightning_hetpipe.run.piece_forwards import PieceForwards
+from lightning_hetpipe.run.piece_calls import PieceForwards
 from lightning_hetpipe.torch_private import version_counter
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class EvaluationRun:
                 self._evaluator = self._stand_in(pieces)
                 output = native(*args)
             else:
-                watch = EvaluationWatch(evaluation.module, evaluation.names, evaluation.chance, self._tag(1), pieces)
+                watch = EvaluationWatch(
+                    evaluation.module, evaluation.names, evaluation.generators, self._tag(1), pieces
+                )
                 with watch.watching():
                     output = native(*args)
                 pieces = watch.pieces
@@ -216,8 +218,8 @@ class EvaluatedPieces(PieceForwards, Extension):
         self._exits = ExitStack()
         for piece in evaluation.pieces:
             if piece.captured is not None:
-                self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.compute_lock.alone
+                self._exits.callback(setattr, piece.captured, "exclusive", piece.captured.exclusive)
+                piece.captured.exclusive = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()
@@ -233,7 +235,9 @@ class EvaluatedPieces(PieceForwards, Extension):
             with call.aside():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(piece, (call.args, call.kwargs), value, self._evaluation.chance, self._tag(batch.number))
+                    compare(
+                        piece, (call.args, call.kwargs), value, self._evaluation.generators, self._tag(batch.number)
+                    )
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -87,7 +87,7 @@ class Fit:
         self._driver: Driver[Minibatch, Engine] = Driver(self, Extensions([self._recording]))
         self._loss_scale = LossScale(precision, self._driver.unlocked)
         self._user_step = UserStep(trainer, precision, self._loss_scale)
-        self._chance = RandomGenerators(
+        self._generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
@@ -250,7 +250,7 @@ class Fit:
         settings, synchroniser = self._settings, self._synchroniser
         if synchroniser is None and is_single_stage(settings):
             self._looks_ahead = False
-            single = SingleStage(self._module, settings, self._chance, self._recording)
+            single = SingleStage(self._module, settings, self._generators, self._recording)
             self._reported = single.report
             return single
         return FirstMinibatch(
@@ -258,7 +258,7 @@ class Fit:
             self._precision,
             settings,
             self._run_seed,
-            self._chance,
+            self._generators,
             self._user_step,
             synchroniser,
             self._pipeline,
@@ -283,7 +283,7 @@ class Fit:
             decision.cuts,
             layout.devices,
             StageSettings(
-                self._chance,
+                self._generators,
                 in_flight,
                 settings.torch_threads,
                 self._user_step.default_dtype(),
@@ -304,11 +304,11 @@ class Fit:
                 TrainerObservers(self._trainer),
                 Observers(self._module, in_flight, number - 1, state, context),
             )
-        calls = PieceCalls(pieces, layout, self._chance)
+        calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.alone = engine.compute_lock.alone
+                piece.captured.exclusive = engine.compute_lock.alone
         self.evaluation.take_over(pieces, layout, in_flight)
         telemetry = Telemetry(self._trainer, engine, layout, self._synchroniser)
         self._reported = telemetry.report

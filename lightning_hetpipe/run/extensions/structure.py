@@ -42,7 +42,7 @@ class Structure(Extension):
         return _Modes(self._calls)
 
     def stepped(self, version: int) -> None:
-        engine, changed = self._driver.crew, self._calls.changed()
+        engine, changed = self._driver.crew, self._calls.fingerprint.changed()
         if changed is None or engine is None:
             return
         if not self._driver.restarts and engine.in_flight > 1:
@@ -54,7 +54,7 @@ class Structure(Extension):
             self._calls.follow()
         self._driver.restarts = True  # a pipeline of new copies starts empty
         engine.copy_layers()
-        self._calls.take()
+        self._calls.fingerprint.take()
 
     def evaluating(self, minibatch: int) -> Around:
         return self._calls.interceptor.aside() if self._evaluates() else NOTHING
