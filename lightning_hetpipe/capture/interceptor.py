@@ -58,7 +58,7 @@ class Interceptor:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], handler: Callable[[ModuleCall], Any]) -> None:
         self._handler = handler
-        self._thread = _Thread()
+        self._thread = _ThreadCalls()
         self._redirects = [Redirect(module, "forward", partial(self._intercept, name)) for name, module in modules]
 
     def remove(self) -> None:
@@ -92,5 +92,5 @@ class Interceptor:
         return redirect.original(*args, **kwargs)
 
 
-class _Thread(threading.local):
+class _ThreadCalls(threading.local):
     handling = False

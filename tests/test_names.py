@@ -1,0 +1,82 @@
+"""One word, one meaning: names in the package are unique, and those that docs/architecture.md rules out do not return."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_hetpipe"
+
+RIDDLE = re.compile(r"(What|Whether|Of|How|Who|Where)\b")
+"""Beginnings of docstrings that only those understand who know the code."""
+
+RIDDLES = 146
+"""Docstrings that still begin so. May only shrink."""
+
+STILL_SAID = {"lane", "crew", "stretch", "quiet", "patience", "twin", "lifeline"}
+"""Words that the table rules out and identifiers still hold. May only shrink."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_a_class_name_is_defined_once() -> None:
+    places = defaultdict(list)
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_a_module_name_is_used_once() -> None:
+    places = defaultdict(list)
+    for file in trees():
+        if not file.endswith("__init__.py"):
+            places[Path(file).name].append(file)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield f"{file}:{line}", ast.get_docstring(node) or ""
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = [f"{place}: {text.splitlines()[0]}" for place, text in docstrings() if RIDDLE.match(text)]
+    assert len(found) <= RIDDLES, "\n".join(found)
+
+
+def ruled_out() -> set[str]:
+    """The words in the right column of the table in docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("| say | not |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    return {word for row in table.splitlines() for word in row.split("|")[2].replace(",", " ").split()}
+
+
+def words() -> dict[str, set[str]]:
+    """The words in the package's identifiers, with the files that hold them."""
+    found = defaultdict(set)
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")]
+            for name in names:
+                for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name) if isinstance(name, str) else ():
+                    found[word.lower()].add(file)
+    return found
+
+
+def test_identifiers_speak_the_legends_language() -> None:
+    assert ruled_out() >= STILL_SAID
+    said = {word: sorted(files) for word, files in words().items() if word in ruled_out() - STILL_SAID}
+    assert said == {}
