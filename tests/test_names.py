@@ -1,4 +1,4 @@
-"""One word, one meaning: names in the package are unique, and those that docs/architecture.md rules out do not return."""
+"""One word, one meaning: names are unique, and those that docs/architecture.md rules out do not return."""
 
 from __future__ import annotations
 

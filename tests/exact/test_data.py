@@ -21,9 +21,10 @@ from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, Task, mlp, vectors
 
-NM = [1, 4]
+NM = slow_except([1, 4], 4)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -14,6 +14,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Whole
+from tests.support.marks import slow_except
 from tests.support.models import CLASSES, Learner, Task, vectors
 
 
@@ -75,7 +76,7 @@ class Answers(Whole):
 MAKERS: list[Callable[[], Learner]] = [lambda: Task(nn.Sequential(Wraps(), Unwraps())), lambda: Answers(Model())]
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 @pytest.mark.parametrize("make", MAKERS)
 def test_dataclasses_cross_cuts(make: Callable[[], Learner], in_flight: int) -> None:
     task, loader = make(), vectors(22, 4)

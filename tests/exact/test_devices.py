@@ -67,7 +67,7 @@ class AsksWhere(Penalty):
         return super().compute(batch)
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_a_penalty_adds_weights_of_all_stages(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
     """``sum(p.square().sum() for p in self.parameters())``: on two GPUs torch would refuse to add what lies on both."""
     seen: list[parameter_view.UsedParameter] = []

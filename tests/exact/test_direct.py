@@ -203,7 +203,7 @@ class Scaled(Temperature):
         return {"loss": F.cross_entropy(self.product(self.net(x), scale), y)}
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 @pytest.mark.parametrize("kind", ["own", "compiled"])
 def test_what_is_no_function_of_torchs(kind: str, in_flight: int) -> None:
     product: Any = Own.apply if kind == "own" else torch.compile(torch.mul, backend="aot_eager")
@@ -272,13 +272,13 @@ def hook(task: Any) -> None:
     task.net[0].weight.register_hook(lambda gradient: gradient)
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 @pytest.mark.parametrize("act", [halve, halve_data, halve_alias, halve_at_once, set_item, into])
 def test_weights_that_training_step_changes(act: Callable[[Any], Any], in_flight: int) -> None:
     refuse(Acts(act), in_flight, "training_step changes the parameter 'net.0.weight' in place")
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 @pytest.mark.parametrize(
     ("act", "what"),
     [(exchange, "sets data of"), (freeze, "calls requires_grad_() of"), (hook, "calls register_hook() of")],
@@ -357,7 +357,7 @@ class Recomputes(Task):
         return {"loss": F.cross_entropy(again, y)}
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_parameters_that_the_backward_pass_reads(in_flight: int) -> None:
     task, loader = Recomputes(), vectors(26, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 3, in_flight)))
@@ -380,7 +380,7 @@ class Hooked(Around):
         return {"loss": F.mse_loss(y, x)}
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_hooks_of_tensors_run_once(in_flight: int) -> None:
     """They ran twice where a parameter was used below a piece."""
     task, loader = Hooked(), vectors(26, 4)
@@ -409,7 +409,7 @@ class Pair(NamedTuple):
     other: Tensor
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_what_torch_func_is_given(in_flight: int) -> None:
     def each(weight: Any) -> Tensor:
         found: Tensor = torch.vmap(torch.sum)(weight).sum()

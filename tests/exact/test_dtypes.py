@@ -16,6 +16,7 @@ from tests import oracle
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import Record, assert_same, fit
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
 
 # Autocast.
@@ -108,7 +109,7 @@ class Exact(Learner):
         return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits.detach()}
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", slow_except([1, 2], 2))
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
 def test_layers_that_create_tensors_are_the_plain_trainers(precision: str, stages: int) -> None:
     settings: dict[str, Any] = {"precision": precision}

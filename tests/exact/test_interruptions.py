@@ -18,7 +18,7 @@ from tests.oracle import Batch, Outputs, Run, State
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 
-NM = [1, 4]
+NM = slow_except([1, 4], 4)
 LENGTH = 7  # batches of an epoch of 26 samples in fours
 
 

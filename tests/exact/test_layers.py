@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
@@ -91,7 +92,7 @@ def with_layers(name: str, recipe: Recipe = ADAMW) -> Task:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_layers(name: str, in_flight: int) -> None:
     task, loader = with_layers(name), vectors(26, 4)
     expected = expect(task, loader, in_flight, clip_norm=1.0)
@@ -127,7 +128,7 @@ def freeze(p: int, task: Task) -> None:
         task.net[1].eval()
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_a_layer_that_goes_to_eval_mode(in_flight: int) -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
     task, loader = Frozen(net, SGD), vectors(26, 4)
@@ -135,7 +136,7 @@ def test_a_layer_that_goes_to_eval_mode(in_flight: int) -> None:
     assert_equal(expected, fit(task, loader, strategy=even(4, 3, in_flight)))
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_channels_last(in_flight: int) -> None:
     """Strides of weights and inputs choose kernels, which differ in the last bits."""
 

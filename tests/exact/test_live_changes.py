@@ -19,6 +19,7 @@ from tests import oracle
 from tests.exact.pipelines import Delays, Pinned
 from tests.exact.running import Record, fit
 from tests.exact.test_callbacks import assert_same
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 
 Net = Callable[[], nn.Sequential]
@@ -150,7 +151,7 @@ def test_a_frozen_batchnorm_that_thaws() -> None:
     assert_same(one, run(Pinned((0, 1, 2, 4), 3)))
 
 
-@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("at_start", slow_except([True, False], True))
 def test_an_attribute_of_a_layer(at_start: bool) -> None:
     plain = assert_exact(net, lambda: [Edit(set_alpha, 1, at_start)])
     assert_differs(plain, run(net, list, "auto"))
@@ -181,7 +182,7 @@ def pruned() -> nn.Sequential:
     return made
 
 
-@pytest.mark.parametrize("make", [net, pruned])
+@pytest.mark.parametrize("make", slow_except([net, pruned], pruned))
 def test_pruning(make: Net) -> None:
     plain = assert_exact(make, lambda: [Edit(prune_more, 0, at_start=False), Edit(prune_more, 2)])
     assert "net.4.weight_mask" in plain.states[-1].buffers
@@ -210,7 +211,12 @@ def prune_half(layer: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "norm", [old_weight_norm, nn.utils.spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm]
+    "norm",
+    slow_except(
+        [old_weight_norm, nn.utils.spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm],
+        nn.utils.spectral_norm,
+        parametrizations.weight_norm,
+    ),
 )
 def test_reparametrized_layers(norm: Callable[[nn.Module], nn.Module]) -> None:
     def make() -> nn.Sequential:
@@ -250,7 +256,7 @@ def test_computed_weights_of_live_layers_are_those_of_the_last_forward(norm: Cal
 # In the middle of an epoch: followed with one minibatch in flight, else refused.
 
 
-@pytest.mark.parametrize("p", [1, 3, LENGTH, LENGTH + 1])
+@pytest.mark.parametrize("p", slow_except([1, 3, LENGTH, LENGTH + 1], 3, LENGTH))
 def test_an_attribute_in_the_middle_of_an_epoch(p: int) -> None:
     def callbacks() -> list[L.Callback]:
         return [EditBetween(set_alpha, p)]

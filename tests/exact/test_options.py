@@ -14,6 +14,7 @@ from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
 from tests.oracle import Recipe
+from tests.support.marks import slow_except
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -57,7 +58,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_optimization(options: dict[str, Any], settings: dict[str, Any], recipe: Recipe, in_flight: int) -> None:
     task, loader = mlp(recipe), vectors(30, 4)
     expected = expect(task, loader, in_flight, **options)
@@ -82,7 +83,7 @@ def test_accumulation_that_changes_with_the_epoch() -> None:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
 )
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_precision(precision: Any, dtype: torch.dtype, in_flight: int) -> None:
     # The layers that autocast runs in bfloat16 stand in every stage, and so does one that it keeps in float32.
     task, loader = transformer(ADAMW), sentences(18, 4)
@@ -93,7 +94,7 @@ def test_precision(precision: Any, dtype: torch.dtype, in_flight: int) -> None:
     assert_equal(expected, fit(task, loader, strategy=even(8, 3, in_flight), precision=precision))
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_double_precision_of_inputs(in_flight: int) -> None:
     task = mlp()
     double = mlp()
@@ -103,7 +104,7 @@ def test_double_precision_of_inputs(in_flight: int) -> None:
     assert_equal(expected, fit(task, vectors(22, 4), strategy=even(7, 3, in_flight), precision="64-true"))
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_a_model_called_through_forward(in_flight: int) -> None:
     task, loader = mlp(task=Through), vectors(26, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(7, 3, in_flight)))

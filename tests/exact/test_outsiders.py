@@ -17,9 +17,10 @@ from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe, Run, State
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, decay, images, mlp, resnet, sgd, vectors
 
-NM = [1, 4]
+NM = slow_except([1, 4], 4)
 
 
 class Witness(L.Callback):

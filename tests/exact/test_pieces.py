@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vectors
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2), (0, 5), (0, 2, 5), (0, 1, 3, 6), (0, 1, 2, 4)])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_encoder_and_decoder(cuts: tuple[int, ...], in_flight: int) -> None:
     # Layers 0-2 are the encoder's, 3-6 the decoder's: stages begin before, at and after the boundary.
     task, loader = Pieces(ADAMW), vectors(26, 4)

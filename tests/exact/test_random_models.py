@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_equal, expect, fit
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Residual, Task
 
 WIDTH = 6
@@ -116,7 +117,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("uses", "cuts"), [(3, (0, 2)), (4, (0, 2)), (4, (0, 1, 3))])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_a_module_that_is_used_several_times_before_a_cut_and_behind_it(
     uses: int, cuts: tuple[int, ...], in_flight: int
 ) -> None:
@@ -127,7 +128,7 @@ def test_a_module_that_is_used_several_times_before_a_cut_and_behind_it(
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 6), (0, 2, 6), (0, 4, 8)])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_a_module_that_is_used_before_and_after_another_with_its_weight(cuts: tuple[int, ...], in_flight: int) -> None:
     """Each module's uses were added up before they came to the other's: other last bits, on one stage too."""
     torch.manual_seed(0)

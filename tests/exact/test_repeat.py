@@ -12,10 +12,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.exact.pipelines import Delays, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, difference
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
 @pytest.mark.parametrize("model", MODELS)
 def test_delays_change_nothing(model: str, seed: int) -> None:
     make_task, make_loader = MODELS[model]
@@ -59,7 +60,7 @@ class Logging(Task):
         return outputs
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_logging_repeats(in_flight: int) -> None:
     def run(seed: int | None) -> tuple[Record, dict[str, torch.Tensor], list[int]]:
         torch.manual_seed(11)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, WORDS, Learner
 
 
@@ -38,7 +39,7 @@ class Tags(Learner):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_recurrent_layers_on_many_lengths(in_flight: int, packed: bool) -> None:
     chance = torch.Generator().manual_seed(5)
     sizes = [(2, length) for length in (5, 3, 8, 6, 2, 9, 4, 7, 10, 11, 12)]

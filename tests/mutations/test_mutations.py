@@ -80,7 +80,7 @@ def test_tests_notice(
     before, after = file.read_text().split(mutation.fragment)
     file.write_text(before + mutation.replacement + after)
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--timeout=30", "-m", "not slow"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--timeout=90", "-m", "not slow"]
     output = tmp_path / "output"
     status = pytest_runs(copy, [*options, *mutation.tests], output)
     said = output.read_text()

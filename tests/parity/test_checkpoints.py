@@ -173,6 +173,7 @@ def test_every_remaining_batch_is_trained_once(tmp_path: Path, how: str, first: 
     assert_equal(after(expected, p), record)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
     """Another process, in which importing this package fails, loads it and resumes it as a plain run."""
 

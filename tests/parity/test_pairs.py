@@ -267,6 +267,7 @@ class Reloaded(Watched):
         return vectors(6, 4, seed=20 + self.trainer.current_epoch)
 
 
+@pytest.mark.slow
 @NM
 def test_loaders_that_are_made_anew(tmp_path: Path, in_flight: int) -> None:
     settings = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3, "val_check_interval": 2}
