@@ -87,7 +87,7 @@ class Layout:
                     layers=[layer.name for layer in self.stage_layers(index)],
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=self.times[index],
-                    busy=min(1.0, engine.stages[index].lane.busy_seconds() / seconds),
+                    busy=min(1.0, engine.stages[index].stream.busy_seconds() / seconds),
                     parameters=sum(p.numel() for p in engine.live[index].parameters),
                     versions_bytes=memories[index].versions.most,
                     activations_bytes=memories[index].activations.most,

@@ -101,7 +101,7 @@ class BatchInFlight:
 
     # The stages' side.
 
-    def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
+    def deliver(self, value: Any, event: StreamEvent | None = None) -> None:
         """Hand a stage's result, or a failure, to the runner, with a place in the lock's queue.
 
         Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
@@ -110,7 +110,7 @@ class BatchInFlight:
         if ticket is None:
             self.end(value if isinstance(value, BaseException) else None)
             return
-        self._arrived, self.arrived_after = value, mark
+        self._arrived, self.arrived_after = value, event
         self._pipeline.lock.request(ticket)
 
     # The runner's side.

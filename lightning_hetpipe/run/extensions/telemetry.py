@@ -63,7 +63,7 @@ class Telemetry(Extension):
         if not every or number % every or number == self._logged or not self._meter.minibatches:
             return
         self._logged = number
-        metrics = self._meter.interval([stage.lane.busy_seconds() for stage in self._engine.stages])
+        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self._engine.stages])
         for index, stage in enumerate(self._engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)

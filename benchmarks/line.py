@@ -33,7 +33,7 @@ class Line:
         default_dtype: As ``StageSettings.default_dtype``.
         recompute: As ``StageSettings.recompute``.
         device: Of all stages.
-        lanes: As an engine's.
+        streams: As an engine's.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Line:
         default_dtype: torch.dtype | None = None,
         recompute: bool = False,
         device: torch.device = CPU,
-        lanes: Streams | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(RandomGenerators(0), in_flight, 1, default_dtype, before_pass, recompute)
-        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, lanes=lanes)
+        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams)
 
     def call(self, value: Any, piece: int = 0) -> Any:
         """What a pipelined module does in ``training_step``."""
