@@ -84,13 +84,13 @@ class EvaluationRun:
             if evaluation.layout is not None and evaluation.layout.is_spread():
                 # No module could run as it is: its layers run on their devices, one by one.
                 self._evaluator = self._stand_in(pieces)
-                output = native(*args)
+                output = self._driver.step_inline(1, native, args)
             else:
                 watch = EvaluationWatch(
                     evaluation.module, evaluation.names, evaluation.generators, self._tag(1), pieces
                 )
                 with watch.watching():
-                    output = native(*args)
+                    output = self._driver.step_inline(1, native, args)
                 pieces = watch.pieces
                 evaluation.warn(watch.reasons)
         finally:

@@ -32,7 +32,7 @@ discarded()             nothing is in flight any more
 closed()                the run is over
 ======================  ================================================================================================
 
-Where the user's step runs in Lightning's own thread (the first minibatch of a fit, and all with a single stage),
+Where the user's step runs in Lightning's own thread (the first one of a fit or an evaluation, and all with a single stage),
 there are ``epoch_begins``, ``fetching``, the ``inline_...`` events, ``evaluating``, ``epoch_ends`` and ``closed``.
 """
 

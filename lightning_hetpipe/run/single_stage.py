@@ -96,11 +96,6 @@ class SingleStage(Extension):
                     time_s=self._busy / max(1, self._meter.minibatches),
                     busy=min(1.0, self._busy / seconds),
                     parameters=sum(parameter.numel() for parameter in parameters),
-                    versions_bytes=0,
-                    activations_bytes=None,
-                    gradients_bytes=None,
-                    memory_bytes=None,
-                    held=1,
                     device_bytes=device_bytes(self._settings.devices[0]),
                 )
             ],
