@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -19,6 +19,9 @@ from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.placement.planner import Decision
 
 T = TypeVar("T")
 
@@ -42,6 +45,13 @@ class Layout:
     times: list[float]
     names: Sequence[str] | None = None
     emulated: bool = False
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], decision: Decision) -> Layout:
+        """Layers of ``pieces`` as ``decision`` has them."""
+        layers = [layer for piece in pieces for layer in piece.layers]
+        devices = list(decision.devices)
+        return cls(layers, decision.cuts, devices, decision.times, decision.names, decision.emulated)
 
     def is_spread(self) -> bool:
         """Whether stages lie on different devices."""

@@ -20,15 +20,16 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.meter import batch_size
-from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.random_states import own_state
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.staleness_warning import check_staleness
+from lightning_hetpipe.run.steps import Steps
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
 from lightning_hetpipe.workers.collectives import ahead
@@ -87,7 +88,7 @@ class Begin(Protocol):
     ) -> None: ...
 
 
-class FirstMinibatch:
+class FirstMinibatch(Steps):
     """Runs the first minibatch of a fit in Lightning's own thread; once its gradients are there, a pipeline begins."""
 
     def __init__(
@@ -124,10 +125,6 @@ class FirstMinibatch:
             native()
             decision, in_flight = watched.decide(self._synchroniser)
             self._begin(watched.pieces, decision, in_flight, watched.outside, watched.changed_buffers())
-
-    def report(self) -> RunReport | None:
-        """None: it is not counted."""
-        return None
 
 
 class WatchedStep:
@@ -218,9 +215,5 @@ class WatchedStep:
         if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
             yield
             return
-        stretch = Stretch(ProcessState.seeded(run_seed, self._settings.virtual_worker, self._number))
-        stretch.enter()
-        try:
+        with own_state(ProcessState.seeded(run_seed, self._settings.virtual_worker, self._number)):
             yield
-        finally:
-            stretch.leave()

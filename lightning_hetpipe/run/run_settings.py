@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import seconds_between_validations
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.planner import Decide
@@ -92,15 +91,6 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
         raise SettingError(
             f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
             " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
-        )
-
-
-def check_together(trainer: L.Trainer) -> None:
-    """Refuses what several virtual workers cannot do at the same minibatch."""
-    if (seconds := seconds_between_validations(trainer)) is not None:
-        raise SettingError(
-            f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
-            " minibatch; give it as a number of batches, or as a part of an epoch"
         )
 
 

@@ -27,8 +27,8 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
-from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
+from lightning_hetpipe.run.steps import Steps
 
 
 def is_single_stage(settings: RunSettings) -> bool:
@@ -40,13 +40,17 @@ def is_single_stage(settings: RunSettings) -> bool:
     return one_stage and settings.in_flight in ("auto", 1)
 
 
-class SingleStage:
+class SingleStage(Steps):
     """The steps of a fit without a pipeline."""
 
     def __init__(
-        self, trainer: L.Trainer, settings: RunSettings, chance: RandomGenerators, recording: Recording
+        self,
+        trainer: L.Trainer,
+        settings: RunSettings,
+        chance: RandomGenerators,
+        computed: Callable[[str, int, float], None],
     ) -> None:
-        self._recording = recording
+        self._computed = computed
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._settings = settings
@@ -136,7 +140,7 @@ class SingleStage:
         yield
         self._busy += time.perf_counter() - started
         if not self._first:
-            self._recording.computed(work, begun_minibatches(self._trainer)[0], started)
+            self._computed(work, begun_minibatches(self._trainer)[0], started)
 
     @contextmanager
     def _drawing(self, minibatch: int) -> Iterator[None]:

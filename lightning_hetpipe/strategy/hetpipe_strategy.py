@@ -38,10 +38,10 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.division import partition
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.run import run_settings
+from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
-from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.single_stage import is_single_stage
 from lightning_hetpipe.strategy import compile_setting, environment, other_lightning, settings
 from lightning_hetpipe.strategy.checkpoints import (
@@ -228,7 +228,7 @@ class HetPipeStrategy(VirtualWorkers):
             run_settings.check_module(trainer.lightning_module)
             run_settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
             if self._group is not None:
-                run_settings.check_together(trainer)
+                together.check_together(trainer)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)

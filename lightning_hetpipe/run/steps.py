@@ -1,0 +1,150 @@
+"""Lightning's steps of a fit: in its own thread, or through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.run.driver import Driver, Opened
+from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.run.extensions.telemetry import Telemetry
+from lightning_hetpipe.run.gradients import deliver
+from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.release import released_step
+from lightning_hetpipe.run.user_step import UserStep, without_graph
+
+
+class Steps:
+    """Steps that run as in any other strategy, in Lightning's own thread."""
+
+    def redirects(self) -> list[Redirect]:
+        """Make the redirects that last as long as the run."""
+        return []
+
+    def submit(self, number: int, args: tuple[Any, ...]) -> None:
+        """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
+        raise NotImplementedError
+
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run ``native``, Lightning's own step, as minibatch ``number``."""
+        return native(*args)
+
+    def backward(self, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward."""
+        native()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Open around ``optimizer``'s step."""
+        return nullcontext()
+
+    def validate(self, native: Callable[[], Any]) -> Any:
+        """Run ``native``, Lightning's own validation loop."""
+        return native()
+
+    def report(self) -> RunReport | None:
+        """The numbers so far; None if no minibatch was counted."""
+        return None
+
+
+class PipelinedSteps(Steps, Extension):
+    """Steps of minibatches that ``engine`` computes ahead of Lightning's loop.
+
+    Args:
+        trainer: Lightning's.
+        driver: Has started ``engine``.
+        engine: The pipeline.
+        user_step: What runners run.
+        loss_scale: That of each minibatch.
+        evaluation: Runs validations.
+        telemetry: Has the numbers.
+        first: The minibatch that is not repeated: that of Lightning's loop now.
+        moved: Whether batches may have been moved to another root device than the engine's.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        driver: Driver[Minibatch],
+        engine: Engine,
+        user_step: UserStep,
+        loss_scale: LossScale,
+        evaluation: Evaluation,
+        telemetry: Telemetry,
+        first: int,
+        moved: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._driver = driver
+        self._engine = engine
+        self._user_step = user_step
+        self._loss_scale = loss_scale
+        self._evaluation = evaluation
+        self._last = first
+        self._moved = moved
+        self._telemetry = telemetry
+        self._finished: Minibatch
+
+    def epoch_begins(self, first: int) -> None:
+        self._last = -1  # a search for a learning rate begins with the same number again
+
+    def submit(self, number: int, args: tuple[Any, ...]) -> None:
+        if self._moved:
+            args = move_data_to_device(args, self._engine.root_device)
+
+        def start(context: Opened, section: UserSection) -> int:
+            module: L.LightningModule = self._trainer.lightning_module
+            step = Step(
+                run=partial(self._user_step.run, number, args),
+                check=lambda total, ours: refuse_leaves(module, ours, total),
+                context=context,
+                stretch=section,
+            )
+            self._engine.submit(number, step)
+            return self._engine.minibatches[number].version
+
+        self._driver.launch(number, start)
+
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Wait for minibatch ``number``."""
+        if number == self._last:
+            raise SettingError(
+                f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
+                " pipeline runs each minibatch once; use another optimizer"
+            )
+        self._last = number
+        if number not in self._engine.minibatches:
+            self._driver.publish(number - 1)
+            self.submit(number, args)
+        self._finished = self._driver.finish(number, args)
+        return without_graph(self._finished.output)
+
+    def backward(self, native: Callable[[], None]) -> None:
+        """Hand the minibatch's gradients, which are there, to Lightning."""
+        deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
+        del self._finished
+        self._driver.offer()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Let other user code run while ``optimizer`` computes, after its closure has returned."""
+        return nullcontext() if self._engine.in_flight == 1 else released_step(self._engine, optimizer)
+
+    def validate(self, native: Callable[[], Any]) -> Any:
+        with self._driver.evaluating():
+            return self._evaluation.run(native)
+
+    def report(self) -> RunReport:
+        return self._telemetry.report()
