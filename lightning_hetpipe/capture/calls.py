@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.opaque_containers import stranger_in
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
@@ -25,7 +25,6 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, equal
-from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private import pytree, version_counter
 
 
@@ -60,21 +59,17 @@ class Calls:
         self._batch = batch
         self._known = {piece.module: piece for piece in known}
         self._seen: list[nn.Module] = []
-        self._inside = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
-        redirects = [
-            Redirect(module, "forward", partial(self._run, name, module))
+        modules = [
+            (name, module)
             for name, module in self._root.named_modules()
             if module is not self._root and self._is_wanted(name, module)
         ]
-        try:
+        with Interceptor(modules, self._seen_call):
             yield
-        finally:
-            for redirect in redirects:
-                redirect.remove()
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._known:
@@ -83,20 +78,16 @@ class Calls:
             return False
         return any(True for _ in module.parameters())
 
-    def _run(self, name: str, module: nn.Module, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The redirected ``forward`` of module ``name``."""
-        if self._inside or module in self._seen:
-            return redirect.original(*args, **kwargs)
+    def _seen_call(self, call: ModuleCall) -> Any:
+        module = call.module
+        if module in self._seen:
+            return NOT_TAKEN
         overlaps = any(part in other.modules() for other in self._seen for part in module.modules())
         self._seen.append(module)
-        self._inside = True
-        try:
-            with redirect.aside():
-                if overlaps:  # it is left to user code, which may run it while stages run the other
-                    return module.forward(*args, **kwargs)
-                return self._try(name, module, args, kwargs)
-        finally:
-            self._inside = False
+        if overlaps:  # it is left to user code, which may run it while stages run the other
+            return call.run()
+        with call.aside():
+            return self._try(call.name, module, call.args, call.kwargs)
 
     def _try(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module as it is, then tries whether its layers do the same one by one."""
@@ -108,7 +99,7 @@ class Calls:
         known = self._known.get(module)
         frozen = FrozenValues(module) if known is None or known.captured is None else known.captured.frozen
         with frozen.noted():
-            output = run_drawing(name, module, self._chance, self._batch, *args, **kwargs)
+            output = run_drawing(name, module, self._chance, self._batch, args, kwargs)
         try:
             if torch.is_grad_enabled():
                 raise SettingError("it is called with gradients")

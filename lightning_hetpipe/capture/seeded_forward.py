@@ -12,7 +12,12 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
 
 def run_drawing(
-    name: str, module: nn.Module, chance: RandomGenerators, batch: int | str, *args: Any, **kwargs: Any
+    name: str,
+    module: nn.Module,
+    chance: RandomGenerators,
+    batch: int | str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """What ``module.forward(*args, **kwargs)`` gives, for ``batch``; hooks of ``module`` itself do not run.
 

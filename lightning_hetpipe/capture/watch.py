@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
 from lightning_hetpipe.capture.custom_functions import own_backward
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
 from lightning_hetpipe.capture.opaque_containers import stranger_in
 from lightning_hetpipe.capture.parity_check import Call, capture
@@ -30,7 +30,6 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
-from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
 
 
@@ -60,7 +59,6 @@ class Watch:
         self._chance = chance
         self._minibatch = minibatch
         self._frozen_too = frozen_too
-        self._inside = False
         self._ordinary: set[nn.Module] = set()
         self._seams: dict[Any, list[Tensor]] = {}
         self._calls: dict[str, Call] = {}
@@ -75,17 +73,11 @@ class Watch:
             if module is not self._root and is_compiled(module):
                 wrapper = [module] if behind_compile(module) is not None else []
                 left_alone.update(wrapper if is_looked_through(module) else module.modules())
-        redirects: list[Redirect] = []
-        for name, module in self._root.named_modules():
-            if module not in left_alone:
-                redirects.append(Redirect(module, "forward", partial(self._run, name, module)))
         self._counters = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in self._root.named_buffers()}
-        try:
+        modules = [(name, module) for name, module in self._root.named_modules() if module not in left_alone]
+        with Interceptor(modules, self._seen):
             yield
-        finally:
-            for redirect in redirects:
-                redirect.remove()
 
     def check(self, loss: Tensor) -> None:
         """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
@@ -112,16 +104,17 @@ class Watch:
         before = self._buffers
         return {id(b) for name, b in self._root.named_buffers() if name not in before or not equal(before[name], b)}
 
-    def _run(self, name: str, module: nn.Module, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The redirected ``forward`` of module ``name``."""
-        if self._inside or module in self._ordinary or not self._is_wanted(name, module):
-            return redirect.original(*args, **kwargs)
+    def _seen(self, call: ModuleCall) -> Any:
+        """Answer a call of a module."""
+        name, module = call.name, call.module
+        if module in self._ordinary or not self._is_wanted(name, module):
+            return NOT_TAKEN
         if (earlier := next((piece for piece in self.pieces if piece.module is module), None)) is not None:
             if self._names is None and not any(p.requires_grad for p in module.parameters()):
                 # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
                 self.pieces.remove(earlier)
                 self._ordinary.add(module)
-                return redirect.original(*args, **kwargs)
+                return NOT_TAKEN
             raise SettingError(
                 f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
                 " with torch.cat, or let a module of yours call it as often as you like, and call that once"
@@ -134,15 +127,11 @@ class Watch:
         refuse_scripted(name, module)
         piece = Piece(name, module)
         self.pieces.append(piece)
-        self._inside = True
-        try:
-            if is_single(module):
-                piece.single = SingleLayer(module)
-            if piece.single is not None or is_plain_sequential(module):
-                return self._run_layers(piece, piece.value(args, kwargs))
-            return self._run_whole(piece, (args, kwargs))
-        finally:
-            self._inside = False
+        if is_single(module):
+            piece.single = SingleLayer(module)
+        if piece.single is not None or is_plain_sequential(module):
+            return self._run_layers(piece, piece.value(call.args, call.kwargs))
+        return self._run_whole(piece, (call.args, call.kwargs))
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._names is not None:

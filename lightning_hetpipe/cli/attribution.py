@@ -1,97 +1,93 @@
-"""Attribution of errors: which setting is at fault for one that ended a run, if one is."""
+"""Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator
+from itertools import product
+from types import TracebackType
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.config_sections import as_given, is_interpolation, items, sections, written
-from lightning_hetpipe.cli.message_text import in_settings
-from lightning_hetpipe.cli.tracebacks import calls, innermost, passed, refused_by_lightning, through_users_code
+from lightning_hetpipe.cli.config_checks import unknown
+from lightning_hetpipe.cli.config_sections import as_given, is_interpolation, items, sections
+from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.errors import SettingError
 
-_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
-_LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OUTER = ("strategy", "trainer", "model", "data")
+_LITERALS = {"None": "null", "True": "true", "False": "false"}
+_ARGUMENT = re.compile(r"(?<![\w.(])(\w+)=(None\b|True\b|False\b|'[^']*'|)")
+_WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
+_IT = re.compile(r"\bset it to (None|True|False)\b")
 
 
-def attributed(error: Exception, config: DictConfig) -> SettingError | None:
+def attributed(error: Exception, config: DictConfig, program: ConsoleScript) -> SettingError | None:
     """The error in words of the configuration, its cause; None if the program is at fault, or users' code."""
     said: str | None
     if isinstance(error, SettingError):
-        text = _one_line(error)
-        said = text if innermost(error.__traceback__).startswith(__package__) else in_settings(text, config)
+        raised_in = [module for _, module in frames(error.__traceback__)][-1:]
+        said = " ".join(str(error).split())
+        if not any(module.startswith(__package__) for module in raised_in):
+            said = in_settings(said, config)
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
-    elif isinstance(error, TypeError) and (refusal := config_checks.refused_argument(config, error)) is not None:
-        said = str(refusal)
     else:
-        said = _checkpoint(error, config) or _path(error, config) or _lightnings(error, config)
+        said = _refused_argument(error, config) or program.sentence(error, config) or _path(error, config)
     if said is None:
         return None
-    attributed = SettingError(said)
-    attributed.__cause__ = error
-    return attributed
+    found = SettingError(said)
+    found.__cause__ = error
+    return found
 
 
-def _lightnings(error: Exception, config: DictConfig) -> str | None:
-    """Lightning's own text of what it refuses on purpose, with the setting in front where the text names one."""
-    tb, text = error.__traceback__, _one_line(error)
-    on_purpose = refused_by_lightning(tb)
-    if not (on_purpose or isinstance(error, MisconfigurationException)):
-        fitting = through_users_code(tb) or passed(tb, "lightning.pytorch.trainer.trainer", "fit")
-        of_arguments = isinstance(error, TypeError | ValueError) and innermost(tb).startswith("lightning.")
-        return f"trainer: {text}" if of_arguments and not fitting else None
-    named: list[tuple[int, str]] = []
-    valued: list[str] = []
-    for setting, name, value in _of_lightning(config):
-        place = re.search(rf"`{name}`|\b{name}=|(?<!\w){name}(?!\w)", text)
-        has_value = value != "" and re.search(rf"(?<![\w.-]){re.escape(str(value))}(?![\w.])", text) is not None
-        if place is not None and (has_value or place[0] != name):
-            named.append((place.start(), f"{setting}={written(value)}: {text}"))
-        elif has_value and on_purpose and isinstance(value, str):
-            valued.append(f"{setting}={value}: {text}")
-    return min(named)[1] if named else valued[0] if len(valued) == 1 else text
+def frames(tb: TracebackType | None) -> Iterator[tuple[TracebackType, str]]:
+    """Each frame of a traceback, outermost first, with the name of its module."""
+    while tb is not None:
+        yield tb, str(tb.tb_frame.f_globals.get("__name__", ""))
+        tb = tb.tb_next
 
 
-def _of_lightning(config: DictConfig) -> Iterator[tuple[str, str, object]]:
-    """The settings of Lightning's own classes that hold a plain value: path, name and value."""
-    for section in sections(config):
-        if section.path.startswith("trainer") and str(section.target).startswith("lightning."):
-            for name, value in section.given.items():
-                if not isinstance(value, dict) and not is_interpolation(value):
-                    yield f"{section.path}.{name}", name, value
+def in_settings(message: str, config: DictConfig) -> str:
+    """Say each argument of Python that a section takes as its setting.
+
+    `stages=None must be ...; leave stages out` becomes `strategy.stages=null must be ...; leave strategy.stages out`.
+    """
+    known = _settings(config)
+
+    def argument(match: re.Match[str]) -> str:
+        setting, value = known.get(match[1]), match[2]
+        return match[0] if setting is None else f"{setting}={_LITERALS.get(value, value.strip(chr(39)))}"
+
+    text = _ARGUMENT.sub(argument, message)
+    text = _WAY_OUT.sub(lambda match: f"{match[1]} {known.get(match[2], match[2])}", text)
+    return _IT.sub(lambda match: f"set it to {_LITERALS[match[1]]}", text)
 
 
-def _checkpoint(error: Exception, config: DictConfig) -> str | None:
-    """The sentence for an error while Lightning restored `ckpt_path`, but not for one of a user's hook."""
-    path, passed_through = config.get("ckpt_path"), calls(error.__traceback__)
-    if path is None or isinstance(error, MisconfigurationException) or through_users_code(error.__traceback__):
-        return None
-    modules = {module for module, _ in passed_through}
-    if _CHECKPOINTS not in modules or (_CHECKPOINTS, "dump_checkpoint") in passed_through:
-        return None
-    text = _one_line(error)
-    if holds := re.search(r"Unsupported global: GLOBAL (\S+)", text):
-        return (
-            f"ckpt_path={path} holds a {holds[1]}, which torch reads only from files that one trusts; if you trust this"
-            " one, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
-        )
-    reason = f"{type(error).__name__}: {text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}"
-    return (
-        f"ckpt_path={path} cannot be restored ({'torch cannot read it, ' if 'torch.serialization' in modules else ''}"
-        f"{reason}); give a checkpoint of this model and this trainer, or ckpt_path=null to begin anew."
+def _settings(config: DictConfig) -> dict[str, str]:
+    """The setting for each name of an argument: of the outer sections before inner ones, and given before possible."""
+    ordered = sorted(
+        sections(config), key=lambda section: _OUTER.index(section.path) if section.path in _OUTER else len(_OUTER)
     )
+    found: dict[str, str] = {}
+    for inner, given in product((False, True), (True, False)):
+        for section in [section for section in ordered if (section.path not in _OUTER) is inner]:
+            written = (name for name, value in section.given.items() if not is_interpolation(value))
+            for name in written if given else section.signature.parameters:
+                found.setdefault(name, f"{section.path}.{name}")
+    return found
+
+
+def _refused_argument(error: Exception, config: DictConfig) -> str | None:
+    """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    for section in sections(config) if match is not None else ():
+        signature = section.signature
+        if match is not None and signature.takes_any and match[1] in section.given.keys() - signature.parameters:
+            return str(unknown(match[1], section.path, list(signature.parameters), owner=section.target))
+    return None
 
 
 def _path(error: Exception, config: DictConfig) -> str | None:
@@ -101,8 +97,8 @@ def _path(error: Exception, config: DictConfig) -> str | None:
     wanted = os.path.abspath(error.filename)
     for setting, value in _texts(as_given(config), ""):
         path = os.path.abspath(value)
-        on_the_way = wanted.startswith(path + os.sep) and (error.errno in _NOT_ALLOWED or not os.path.isdir(path))
-        if wanted == path or on_the_way:
+        denied = isinstance(error, PermissionError) or not os.path.isdir(path)
+        if wanted == path or (wanted.startswith(path + os.sep) and denied):
             return f"{setting}={value} cannot be used ({error.strerror}: {error.filename}); give another path."
     return None
 
@@ -119,23 +115,4 @@ def _interpolation(error: OmegaConfBaseException) -> str:
     """The sentence for `${data.context}` where the data that was chosen has no context, say."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     key = str(error.full_key or "")
-    if not key:
-        return first
-    experiment = _experiment_for(key)
-    advice = f"choose experiment={experiment}, which has what that needs, or give" if experiment else "give"
-    return f"{key}: {first}; {advice} {key}=..."
-
-
-def _experiment_for(key: str) -> str | None:
-    """The experiment that is called what was chosen for the key's section, if another one is running."""
-    loader = GlobalHydra.instance().hydra
-    if not HydraConfig.initialized() or loader is None:
-        return None
-    choices = HydraConfig.get().runtime.choices
-    chosen = choices.get(key.split(".")[0])
-    experiments = loader.config_loader.get_group_options("experiment")
-    return chosen if chosen in experiments and chosen != choices.get("experiment") else None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first

@@ -9,7 +9,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.other_lightning import is_of_other, way_out
 
 T = TypeVar("T")
 
@@ -29,6 +28,8 @@ def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
             cause = cause.__cause__
         raise cause from None
     if not isinstance(made, kind):
+        from lightning_hetpipe.strategy.other_lightning import is_of_other, way_out  # servers load no Lightning
+
         other, package = type(made), kind.__module__.partition(".")[0]
         advice = way_out() if is_of_other(made) else "name such a class, or a function that makes one"
         raise SettingError(

@@ -1,10 +1,17 @@
-"""The console scripts and the settings at the top of their configurations."""
+"""Console scripts: the settings at the top of their configurations, and their ends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from omegaconf import DictConfig
+
+WRONG_SETTING = 2
+FAILED = 1
+INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
+TERMINATED = 143  # likewise, SIGTERM
 
 
 @dataclass(frozen=True)
@@ -13,47 +20,19 @@ class ConsoleScript:
 
     Attributes:
         name: As it is called.
-        groups: Sections, most of them files to choose from.
+        groups: Sections at the top, most of them files to choose from.
         settings: Values at the top of its configuration, with their annotations.
-        experiments: Whether a file of the group ``experiment`` may set any of these.
+        sentence: Explains an error of a library in words of the configuration; None if no setting is at fault.
+        exit_code: Exit code for an error whose text says all; None for a bug, which is shown with its traceback.
     """
 
     name: str
     groups: tuple[str, ...]
     settings: Mapping[str, Any]
-    experiments: bool = True
+    sentence: Callable[[Exception, DictConfig], str | None] = lambda error, config: None
+    exit_code: Callable[[BaseException], int | None] = lambda error: None
 
     @property
     def read(self) -> list[str]:
         """Every name at the top that is read."""
         return [*self.groups, *self.settings]
-
-
-_GROUPS = ("model", "data", "trainer", "strategy", "cluster")
-
-TRAIN = ConsoleScript(
-    "hetpipe-train", _GROUPS, {"seed": int | None, "test": bool, "ckpt_path": str | None, "output_dir": str}
-)
-
-PLAN = ConsoleScript(
-    "hetpipe-plan",
-    _GROUPS,
-    {
-        "profile": str | None,
-        "devices": Any,
-        "link": Any,
-        "optimizer": str | float,
-        "ordered": bool,
-        "synchronise": Any,
-        "precision": Any,
-        "seed": int | None,
-        "output_dir": str,
-    },
-)
-
-SERVER = ConsoleScript(
-    "hetpipe-server",
-    ("security", "service"),
-    {"command": Literal["serve", "status"], "address": Any, "timeout": float},
-    experiments=False,
-)

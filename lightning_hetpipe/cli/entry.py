@@ -1,22 +1,39 @@
-"""How a console script starts its Hydra application, and how it ends."""
+"""Start and end of a console script: runs its Hydra application, reports errors, and sets the exit code.
+
+A wrong setting is one sentence and exit code 2; a bug its traceback and 1; a signal 128 plus its number.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.attribution import attributed
-from lightning_hetpipe.cli.console_script import TRAIN, ConsoleScript
-from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, ended_by, errors_passed_on, report, wants_all
-from lightning_hetpipe.cli.overrides import planned, settled
+from lightning_hetpipe.cli.attribution import attributed, frames
+from lightning_hetpipe.cli.composition import refusal
+from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
+from lightning_hetpipe.cli.overrides import settled
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.parent_watch import started as child_of_ours
 
 T = TypeVar("T")
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_SET_BY_US = "HETPIPE_ERRORS_PASSED_ON"
+"""Tells further virtual workers, which inherit the environment, that no person has set HYDRA_FULL_ERROR."""
+
+_HINT = f"({_FULL_ERROR}=1 shows where it was raised.)"
+_MACHINERY = ("hydra", "omegaconf", "lightning_hetpipe.cli")
+
+
+class _Terminated(BaseException):
+    """SIGTERM has ended the job."""
 
 
 class _JobFailed(BaseException):
@@ -30,32 +47,89 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     130 for Ctrl-C; 143 for SIGTERM.
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
-    sys.argv[1:] = settled(planned(sys.argv[1:]) if program is TRAIN else sys.argv[1:])
+    sys.argv[1:] = settled(sys.argv[1:])
     # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-    asked_for_all = wants_all()
+    asked_for_all = _wants_all()
     try:
-        with errors_passed_on():
+        with _errors_passed_on():
             application()
     except KeyboardInterrupt:
-        sys.exit(ended_by("interrupted", INTERRUPTED, program))
-    except SIGTERMException:
-        sys.exit(ended_by("terminated", TERMINATED, program))
+        sys.exit(_ended_by("interrupted", INTERRUPTED, program))
+    except _Terminated:
+        sys.exit(_ended_by("terminated", TERMINATED, program))
     except (_JobFailed, Exception) as caught:
         started = isinstance(caught, _JobFailed)
         error = caught.__cause__ or caught if started else caught
         if asked_for_all:
             raise error from error.__cause__
-        sys.exit(report(error, started=started, arguments=sys.argv[1:], program=program))
+        sys.exit(report(error, program, started=started, arguments=sys.argv[1:]))
 
 
-def job(run: Callable[[DictConfig], T], config: DictConfig) -> T:
-    """Run one job of Hydra's; its errors are said in words of the configuration where that is at fault."""
+def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScript) -> T:
+    """Run one job of Hydra's; an error that a setting has caused leaves it as a ``SettingError`` that names it."""
     try:
         return run(config)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             raise KeyboardInterrupt from None
+        if program.exit_code(end) == TERMINATED:
+            raise _Terminated from end
         raise
     except Exception as error:
-        raise _JobFailed from attributed(error, config) or error
+        raise _JobFailed from attributed(error, config, program) or error
+
+
+def report(error: BaseException, program: ConsoleScript, *, started: bool = True, arguments: Sequence[str] = ()) -> int:
+    """Print ``error`` to stderr, as one sentence if a setting is at fault; return the exit code.
+
+    A further virtual worker leaves printing to the first one, which prints once what several say.
+
+    Args:
+        error: A ``SettingError`` if a setting was found to be at fault.
+        program: The one that ends.
+        started: Whether the job had started. Earlier errors come of the command line and of configuration files.
+        arguments: The command line's.
+    """
+    one_line = " ".join(str(error).split())
+    if isinstance(error, SettingError):
+        text, code = f"{program.name}: {one_line}\n{_HINT}", WRONG_SETTING
+    elif (known := program.exit_code(error)) is not None:
+        text, code = f"{program.name}: {one_line}", known
+    elif not started:
+        text, code = f"{program.name}: {refusal(error, arguments, program)}\n{_HINT}", WRONG_SETTING
+    else:
+        begin = (tb for tb, module in frames(error.__traceback__) if not module.startswith(_MACHINERY))
+        shown = traceback.format_exception(type(error), error, next(begin, error.__traceback__))
+        text, code = "".join(shown).rstrip(), FAILED
+    child = child_of_ours()
+    if child is None or not child.failed(error, text):
+        print(text, file=sys.stderr)
+    return code
+
+
+def _wants_all() -> bool:
+    """Whether a person has asked for tracebacks of wrong settings too."""
+    return os.environ.get(_FULL_ERROR) == "1" and _SET_BY_US not in os.environ
+
+
+@contextmanager
+def _errors_passed_on() -> Iterator[None]:
+    """Make Hydra raise errors instead of printing them in its own way and exiting."""
+    if _wants_all():
+        yield
+        return
+    ours = {_FULL_ERROR: "1", _SET_BY_US: "1"}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _ended_by(signal: str, code: int, program: ConsoleScript) -> int:
+    """Print that a signal ended the run, unless this is a further virtual worker; return the exit code."""
+    if child_of_ours() is None:
+        print(f"\n{program.name}: {signal}.", file=sys.stderr)
+    return code

@@ -9,10 +9,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.console_script import PLAN
+from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.error_report import FAILED
-from lightning_hetpipe.cli.plan_inputs import check, cluster_of, of_strategy, profile_of, wanted
+from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, cluster_of, of_strategy, profile_of, wanted
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Device
@@ -34,15 +33,15 @@ def main() -> None:
     Exit codes: 0; 1 where nothing fits, or for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C.
     """
     _unfit.clear()
-    enter(_application, PLAN)
+    enter(_application, PROGRAM)
     if _unfit:
         sys.exit(FAILED)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="plan", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
-    """One job of Hydra's; returns the minibatches per second, which sweepers may optimise; None where nothing fits."""
-    return job(run, config)
+    """Run one job of Hydra's; return the minibatches per second, which sweepers may optimise; None if nothing fits."""
+    return job(run, config, PROGRAM)
 
 
 def run(config: DictConfig) -> float | None:

@@ -1,25 +1,32 @@
-"""hetpipe-server: a parameter server from a Hydra configuration, until a signal ends it; or what a running one says."""
+"""hetpipe-server: serves parameters until a signal ends it, or prints the status of a running server."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import closing
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.console_script import SERVER
-from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.error_report import INTERRUPTED, TERMINATED, report
+from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, ConsoleScript
+from lightning_hetpipe.cli.entry import enter, job, report
 from lightning_hetpipe.cli.server_status import laid_out
 from lightning_hetpipe.cli.targets import TargetSignature
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+
+PROGRAM = ConsoleScript(
+    "hetpipe-server",
+    ("security", "service"),
+    {"command": Literal["serve", "status"], "address": Any, "timeout": float},
+    exit_code=lambda error: FAILED if isinstance(error, CallRefused | Unreachable) else None,
+)
 
 _COMMANDS = ("serve", STATUS)
 _SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
@@ -35,21 +42,21 @@ def main() -> None:
         sys.argv[1] = f"command={sys.argv[1]}"
     if _SWEEP.intersection(sys.argv[1:]):
         refusal = SettingError("-m would start servers one after another; start hetpipe-server once for each address.")
-        sys.exit(report(refusal, started=False, arguments=(), program=SERVER))
-    enter(_application, SERVER)
+        sys.exit(report(refusal, PROGRAM))
+    enter(_application, PROGRAM)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="server", version_base="1.3")
 def _application(config: DictConfig) -> None:
-    job(run, config)
+    job(run, config, PROGRAM)
 
 
 def run(config: DictConfig) -> None:
-    """Serves, or asks; prints what a person wants to know. Ends the process where it served.
+    """Serve until a signal, which ends the process; or ask a running server and print its status.
 
     Raises:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
-        Refused, Unreachable: by the server that is asked.
+        CallRefused, Unreachable: by the server that is asked.
     """
     _check(config)
     security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
@@ -66,11 +73,11 @@ def run(config: DictConfig) -> None:
 
 
 def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
-    """What the server at ``address`` says about itself, within ``timeout`` seconds.
+    """Ask the server at ``address`` for its status, for up to ``timeout`` seconds.
 
     Raises:
         SettingError: if address or certificates cannot be used.
-        Refused: if it does not want to, or answers with something else.
+        CallRefused: if it refuses, or answers with something else.
         Unreachable: if nobody answers.
     """
     from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
@@ -105,11 +112,9 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
 
 
 def _check(config: DictConfig) -> None:
-    config_checks.check(config, SERVER, needs=())
+    config_checks.check(config, PROGRAM, bounds={"timeout": (0.001, math.inf)})
     if not isinstance(config.address, str):
         raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
-    if config.timeout <= 0:
-        raise SettingError(f"timeout={config.timeout} must be a number of seconds above 0.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)
     config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
 

@@ -1,7 +1,8 @@
-"""hetpipe-train: builds model, data and trainer from a Hydra configuration, trains, tests, says how it went."""
+"""hetpipe-train: builds model, data and trainer from a Hydra configuration, trains, tests and prints a summary."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -14,19 +15,28 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.console_script import TRAIN
+from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.entry import enter, job
+from lightning_hetpipe.cli.overrides import planned
 from lightning_hetpipe.cli.summary import summary
 from lightning_hetpipe.launch import launcher
 
-# What to leave out of the callbacks that the configuration lists, where the Trainer's own switch says so.
+PROGRAM = ConsoleScript(
+    "hetpipe-train",
+    trainer_checks.GROUPS,
+    {"seed": int | None, "test": bool, "ckpt_path": str | None, "output_dir": str},
+    trainer_errors.sentence,
+    trainer_errors.exit_code,
+)
+
 _SWITCHES: dict[str, type] = {
     "enable_progress_bar": ProgressBar,
     "enable_checkpointing": Checkpoint,
     "logger": LearningRateMonitor,
 }
+"""The callbacks of the configuration that are left out where a switch of the Trainer is off."""
 
 
 def main() -> None:
@@ -35,17 +45,18 @@ def main() -> None:
     Exit codes: 0; 1 for a failure, with its traceback, or of a virtual worker without which the others went on; 2 for a
     wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
-    enter(_application, TRAIN)
+    sys.argv[1:] = planned(sys.argv[1:])
+    enter(_application, PROGRAM)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
-    """One job of Hydra's; returns the monitored metric's best value, which sweepers may optimise."""
-    return job(_job, config)
+    """Run one job of Hydra's; return the monitored metric's best value, which sweepers may optimise."""
+    return job(_job, config, PROGRAM)
 
 
 def _job(config: DictConfig) -> float | None:
-    """Runs, and leaves none of the processes that it has started to the next job of a sweep."""
+    """Run, and leave none of the processes that this has started to the next job of a sweep."""
     try:
         score = run(config)
     except BaseException:
@@ -56,7 +67,7 @@ def _job(config: DictConfig) -> float | None:
 
 
 def run(config: DictConfig) -> float | None:
-    """Checks the configuration, trains, tests the best checkpoint and prints the summary.
+    """Check the configuration, train, test the best checkpoint and print the summary.
 
     Returns:
         The best value of what the checkpoint callback monitors, or None if it monitors nothing.
@@ -65,10 +76,10 @@ def run(config: DictConfig) -> float | None:
         SettingError: for a setting that is unknown, missing or of the wrong kind.
         SIGTERMException: if the process was told to end, with Lightning's own clean-up done.
     """
-    config_checks.check(config)
+    trainer_checks.check(config, PROGRAM)
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
-    config = deepcopy(config)  # of which the caller may still want to say what stood where
+    config = deepcopy(config)  # errors are attributed to what stood in the caller's
     _strip(config)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
@@ -101,7 +112,7 @@ def run(config: DictConfig) -> float | None:
 
 
 def _callbacks(config: DictConfig) -> dict[str, Any]:
-    """Lightning takes a list of callbacks; in the configuration they have names, so that each can be overridden."""
+    """Build the callbacks as a list, which Lightning takes; they have names so that each can be overridden."""
     named = config.trainer.get("callbacks")
     if not isinstance(named, DictConfig):
         return {}
@@ -116,18 +127,18 @@ def _callbacks(config: DictConfig) -> dict[str, Any]:
 
 
 def _strip(config: DictConfig) -> None:
-    """Switches off what `trainer.barebones` excludes and the configuration has; Lightning itself lists what that is."""
+    """Switch off what the configuration has and `trainer.barebones` excludes, as Lightning lists it."""
     if config.trainer.get("barebones") is True:
         with open_dict(config):
             config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
 
 
 def _end_progress_bars(trainer: L.Trainer) -> None:
-    """So that what is said next begins on a line of its own, and is not drawn over."""
+    """Close progress bars, so that an error begins on a line of its own and no bar is drawn over it."""
     shown = trainer.progress_bar_callback
     if isinstance(shown, TQDMProgressBar):
         for name in ("val_progress_bar", "train_progress_bar"):
-            with suppress(TypeError):  # there is none yet
+            with suppress(TypeError):  # none was made yet
                 getattr(shown, name).close()
 
 

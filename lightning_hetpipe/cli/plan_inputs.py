@@ -10,10 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.config_sections import written
-from lightning_hetpipe.cli.console_script import PLAN
+from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
@@ -26,6 +26,24 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, switch
+
+PROGRAM = ConsoleScript(
+    "hetpipe-plan",
+    trainer_checks.GROUPS,
+    {
+        "profile": str | None,
+        "devices": Any,
+        "link": Any,
+        "optimizer": str | float,
+        "ordered": bool,
+        "synchronise": Any,
+        "precision": Any,
+        "seed": int | None,
+        "output_dir": str,
+    },
+    trainer_errors.sentence,
+    trainer_errors.exit_code,
+)
 
 _QUIET = {
     "logger": False,
@@ -50,7 +68,7 @@ def check(config: DictConfig) -> None:
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    config_checks.check(config, PLAN, needs=() if config.get("profile") is not None else ("model", "data", "trainer"))
+    trainer_checks.check(config, PROGRAM, () if config.get("profile") is not None else trainer_checks.BUILT)
     if config.devices == []:
         raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
     if str(config.precision) not in PRECISIONS:

@@ -153,7 +153,9 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
     """The server of this process: the launch's other Trainers use the same one."""
     global _server
     if _server is None:
-        process = ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": lease}, address, security)
+        process = ServerProcess(
+            "lightning_hetpipe.server.process.sessions:Sessions", {"lease": lease}, address, security
+        )
         server = Supervisor(process, say, _lose)
         try:
             server.start()

@@ -25,7 +25,7 @@ from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure,
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
-from lightning_hetpipe.pipeline.user.parameter_view import View, Weights
+from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
@@ -82,8 +82,8 @@ class Engine(RunnerPool[Minibatch]):
                 [part for part in self._parts if part.stage == index],
                 layers,
                 settings,
-                self.patience,
-                self.quiet,
+                self.watchdog,
+                self.compute_lock,
                 self.exclusively,
                 self._done,
                 self.lanes,
@@ -133,7 +133,7 @@ class Engine(RunnerPool[Minibatch]):
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
         version = version_of(number, self.in_flight, self._empty_at)
-        view = View(self._weights, version, self.in_flight > 1, self.root_device)
+        view = ParameterView(self._weights, version, self.in_flight > 1, self.root_device)
         self.launch(Minibatch(self, number, version, step, view))
 
     def finish(self, number: int) -> Minibatch:
@@ -209,7 +209,7 @@ class Engine(RunnerPool[Minibatch]):
                 self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self.in_flight, device)))
         rings = [(live, stage.ring) for live, stage in zip(self.live, self.stages, strict=True)]
         layers = [layer.module for layer in self._layers]
-        self._weights = Weights(self._root, [*rings, *self._outside], layers, self._changing)
+        self._weights = VersionedTensors(self._root, [*rings, *self._outside], layers, self._changing)
 
     # The runners' side.
 

@@ -40,9 +40,9 @@ class EvaluationBatch(BatchInFlight):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: UserSection | None,
+        section: UserSection | None,
     ) -> None:
-        super().__init__(evaluator, number, stretch)
+        super().__init__(evaluator, number, section)
         self._evaluator = evaluator
         self._run = run
         self._around = context
@@ -63,7 +63,7 @@ class EvaluationBatch(BatchInFlight):
             raise
         return output
 
-    def _fly(self) -> None:
+    def _run_step(self) -> None:
         with (
             running(self),
             torch.inference_mode(self._inference),
@@ -72,7 +72,7 @@ class EvaluationBatch(BatchInFlight):
         ):
             self.output = self._run()
 
-    def _landed(self, failure: BaseException | None) -> None:
+    def _step_ended(self, failure: BaseException | None) -> None:
         self.end(failure)
 
 
@@ -113,8 +113,8 @@ class Evaluator(RunnerPool[EvaluationBatch]):
                 device,
                 WaitingStream(device, devices),
                 settings,
-                self.quiet,
-                self.patience,
+                self.compute_lock,
+                self.watchdog,
                 self._done,
                 [part.layers for part in parts],
                 tag,
@@ -139,16 +139,16 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        stretch: UserSection | None,
+        section: UserSection | None,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
-        self.launch(EvaluationBatch(self, number, run, context, stretch))
+        self.launch(EvaluationBatch(self, number, run, context, section))
 
-    def forward(self, flight: EvaluationBatch, piece: int, value: Any) -> None:
-        """Sends ``value`` into ``piece``; its outputs will be delivered to ``flight``."""
+    def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
+        """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
         first, inference = self._parts[piece][0], torch.is_inference_mode_enabled()
-        flight.called = Evaluate(flight.number, first.index, value, Autocast.current(), inference)
-        self._send(first, flight.called)
+        batch.called = Evaluate(batch.number, first.index, value, Autocast.current(), inference)
+        self._send(first, batch.called)
 
     def _send(self, segment: Segment, message: Evaluate) -> None:
         self.stages[segment.stage].put(Parcel(message))
@@ -160,20 +160,20 @@ class Evaluator(RunnerPool[EvaluationBatch]):
                 stage.put(Parcel(Cancel(number)))
 
     def _done(self, result: Result, mark: StreamEvent | None) -> None:
-        flight = self.minibatches.get(result.minibatch)
-        if flight is None:
+        batch = self.minibatches.get(result.minibatch)
+        if batch is None:
             return
         if isinstance(result, Failure):
-            flight.deliver(result.error)
+            batch.deliver(result.error)
             return
         assert isinstance(result, Evaluated)
         following = self._following[result.segment]
         if following is None:
-            flight.deliver(moved(result.value, self.stages[-1].device))
-        elif flight.cancelled:
-            flight.deliver(Discarded())
+            batch.deliver(moved(result.value, self.stages[-1].device))
+        elif batch.cancelled:
+            batch.deliver(Discarded())
         else:
-            self._send(following, flight.called._replace(segment=following.index, value=result.value))
+            self._send(following, batch.called._replace(segment=following.index, value=result.value))
 
 
 class ForwardStage(StageThread):
@@ -185,18 +185,18 @@ class ForwardStage(StageThread):
         device: torch.device,
         lane: WaitingStream,
         settings: StageSettings,
-        quiet: ReadersWriterLock,
-        patience: Watchdog,
+        compute_lock: ReadersWriterLock,
+        watchdog: Watchdog,
         done: Done,
         layers: Sequence[range],
         tag: str,
     ) -> None:
         name = f"hetpipe-evaluation-stage-{index}"
-        super().__init__(name, index, device, lane, settings.torch_threads, patience, done)
+        super().__init__(name, index, device, lane, settings.torch_threads, watchdog, done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings
-        self._quiet = quiet
+        self._compute_lock = compute_lock
         self._layers = layers
         self._tag = tag
 
@@ -208,7 +208,7 @@ class ForwardStage(StageThread):
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         assert isinstance(task, Evaluate)
-        with Pass(self, self._quiet, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
+        with Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
             value = moved(task.value, self.device)
             for number in self._layers[task.segment]:
                 value = self.calls[number][1](value)

@@ -10,11 +10,10 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from typing_extensions import Self
 
 from lightning_hetpipe.torch_private import pytree
 

@@ -26,23 +26,23 @@ class Pass:
     """
 
     def __init__(
-        self, stage: Computes, quiet: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+        self, stage: Computes, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
     ) -> None:
         self._stage = stage
-        self._quiet = quiet
+        self._compute_lock = compute_lock
         self._before = before
         self._work = work
         self._minibatch = minibatch
         self._after: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        self._quiet.begin()
+        self._compute_lock.begin()
         self._since = self._stage.lane.now()
         if self._before is not None:
             try:
                 self._after = self._before(self._stage.index, self._work, self._minibatch)
             except BaseException:
-                self._quiet.end()
+                self._compute_lock.end()
                 raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -54,7 +54,7 @@ class Pass:
                     self._after()
                 lane.spent(self._since)
         finally:
-            self._quiet.end()
+            self._compute_lock.end()
 
 
 class Loss:

@@ -17,8 +17,8 @@ from lightning_hetpipe.pipeline.threads import Watchdog
 class ReadersWriterLock:
     """Any number of threads compute at once, or one is alone."""
 
-    def __init__(self, patience: Watchdog) -> None:
-        self._patience = patience
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
         self._computes = _Computes(self)
@@ -36,7 +36,7 @@ class ReadersWriterLock:
             if self._alone is None or self._alone == threading.get_ident():
                 self._computing += 1
                 return
-        self._patience.wait(self._joins, "a thread that is to compute for one that computes alone")
+        self._watchdog.wait(self._joins, "a thread that is to compute for one that computes alone")
 
     def _joins(self, seconds: float) -> bool:
         """Whether this thread computes from now on, as nobody has been alone, or not for longer than ``seconds``."""
@@ -67,7 +67,7 @@ class ReadersWriterLock:
                 self._alone = threading.get_ident()
                 return True
 
-        self._patience.wait(begin, "the capture or compilation of a model for what is being computed")
+        self._watchdog.wait(begin, "the capture or compilation of a model for what is being computed")
         try:
             yield
         finally:
@@ -79,11 +79,11 @@ class ReadersWriterLock:
 class _Computes:
     """Begins and ends, for any number of threads: as a generator it would cost as much as a small layer."""
 
-    def __init__(self, quiet: ReadersWriterLock) -> None:
-        self._quiet = quiet
+    def __init__(self, compute_lock: ReadersWriterLock) -> None:
+        self._compute_lock = compute_lock
 
     def __enter__(self) -> None:
-        self._quiet.begin()
+        self._compute_lock.begin()
 
     def __exit__(self, *exception: object) -> None:
-        self._quiet.end()
+        self._compute_lock.end()

@@ -112,14 +112,14 @@ class Stage(StageThread):
         segments: Sequence[Segment],
         layers: Sequence[Layer],
         settings: StageSettings,
-        patience: Watchdog,
-        quiet: ReadersWriterLock,
+        watchdog: Watchdog,
+        compute_lock: ReadersWriterLock,
         exclusively: Exclusively,
         done: Done,
         lanes: Streams,
     ) -> None:
         name = f"hetpipe-stage-{index}"
-        super().__init__(name, index, device, lanes.on(device), settings.torch_threads, patience, done)
+        super().__init__(name, index, device, lanes.on(device), settings.torch_threads, watchdog, done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compiling = Compiling(index, exclusively)
@@ -128,7 +128,7 @@ class Stage(StageThread):
         self._published: dict[int, StreamEvent | None] = {}
         """Behind what Lightning's thread has put into each slot."""
         self._settings = settings
-        self._quiet = quiet
+        self._compute_lock = compute_lock
         self._left: dict[tuple[int, int], SavedForBackward] = {}
         self._found: dict[int, FoundGradients] = {}
         self.copy_layers()
@@ -274,7 +274,7 @@ class Stage(StageThread):
             return parcel is not None
 
         try:
-            self._patience.wait(ready, f"stage {self.index} for the loss of minibatch {minibatch}")
+            self._watchdog.wait(ready, f"stage {self.index} for the loss of minibatch {minibatch}")
         except BaseException as error:
             self._forget(minibatch)
             self._done(Failure(minibatch, error), None)
@@ -299,7 +299,7 @@ class Stage(StageThread):
         return self.compiling.alone(part.describe(), minibatch) if compiles else _NOTHING
 
     def _computing(self, work: str, minibatch: int) -> Pass:
-        return Pass(self, self._quiet, self._settings.before_pass, work, minibatch)
+        return Pass(self, self._compute_lock, self._settings.before_pass, work, minibatch)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

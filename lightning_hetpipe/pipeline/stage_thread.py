@@ -39,7 +39,7 @@ class StageThread:
         name: Of the thread.
         lane: In which it computes.
         torch_threads: Threads of each torch operation.
-        patience: Of its waits.
+        watchdog: Of its waits.
         done: Called in the thread with each result.
     """
 
@@ -50,7 +50,7 @@ class StageThread:
         device: torch.device,
         lane: Stream,
         torch_threads: int,
-        patience: Watchdog,
+        watchdog: Watchdog,
         done: Done,
     ) -> None:
         self.index = index
@@ -58,7 +58,7 @@ class StageThread:
         self.lane = lane
         self._name = name
         self._torch_threads = torch_threads
-        self._patience = patience
+        self._watchdog = watchdog
         self._done = done
         self._worker: Worker[Parcel] | None = None
         self._cancelled: set[int] = set()
@@ -115,7 +115,7 @@ class StageThread:
             self._forget(number)
             result, mark = Failure(number, error), None
         self._doing = None
-        self._patience.moved()
+        self._watchdog.moved()
         self._done(result, mark)
         return self._next_of(number) if isinstance(message, Forward) and message.turn else None
 

@@ -122,6 +122,18 @@ class Driver(Generic[F]):
         """Tell whether minibatch ``number`` was submitted, and is not finished."""
         return number in self._pipeline.minibatches
 
+    def step_inline(self, number: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the user's step for minibatch ``number`` in Lightning's own thread, by its own step ``native``."""
+        with self.extensions.around(Extension.inline_step, number):
+            output = native(*args)
+        self.extensions.tell(Extension.inline_output, number, args, output)
+        return output
+
+    def backward_inline(self, number: int, native: Callable[[], None]) -> None:
+        """Run Lightning's own backward, ``native``, after :meth:`step_inline`."""
+        with self.extensions.around(Extension.inline_backward, number):
+            native()
+
     def finish(self, number: int, args: Sequence[Any]) -> F:
         """Lightning's loop is at step ``number``, which is in flight, with ``args``; waits for it."""
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.capture.calls import Calls
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -31,7 +32,7 @@ from lightning_hetpipe.run.extensions.random_states import RandomStates, own_sta
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead
-from lightning_hetpipe.run.piece_forwards import NOT_TAKEN, PieceForwards
+from lightning_hetpipe.run.piece_forwards import PieceForwards
 from lightning_hetpipe.run.prepared_batch import prepared
 from lightning_hetpipe.run.user_step import default_dtype_in
 from lightning_hetpipe.torch_private import version_counter
@@ -214,25 +215,23 @@ class EvaluatedPieces(PieceForwards, Extension):
         for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.quiet.alone
+                piece.captured.alone = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()
-        self.close()
+        self.interceptor.remove()
 
-    def through_pipeline(
-        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         batch = current()
         if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
             return NOT_TAKEN
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
-            with redirect.aside():  # an input of a new kind is captured now
-                value = piece.value(args, kwargs)
+            with call.aside():  # an input of a new kind is captured now
+                value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(piece, (args, kwargs), value, self._evaluation.random, self._tag(batch.number))
+                    compare(piece, (call.args, call.kwargs), value, self._evaluation.random, self._tag(batch.number))
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -68,7 +68,6 @@ class Fit:
         report: The numbers of the run, once :meth:`finish_report` was called.
         evaluation: Its validation.
         engine: The pipeline, once there is one.
-        steps: Run Lightning's steps.
     """
 
     def __init__(
@@ -99,15 +98,9 @@ class Fit:
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
-        self.steps: Steps
+        self._steps = Steps(self._driver)
         self._looks_ahead = settings.in_flight != 1
-        if synchroniser is None and is_single_stage(settings):
-            self._looks_ahead = False
-            self.steps = SingleStage(trainer, settings, self._random, self._driver.computed)
-        else:
-            self.steps = FirstMinibatch(
-                trainer, precision, settings, run_seed, self._random, self._user_step, synchroniser, self._pipeline
-            )
+        self._report: Callable[[], RunReport | None] = lambda: None
         self._undo = ExitStack()
 
     def open(self) -> None:
@@ -117,9 +110,8 @@ class Fit:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         redirects = [
             Redirect(epoch_loop, "run", self._run_epoch),
-            Redirect(epoch_loop.val_loop, "run", lambda redirect: self.steps.validate(redirect.original)),
+            Redirect(epoch_loop.val_loop, "run", lambda redirect: self._steps.validate(redirect.original)),
             Redirect(self._module, BEFORE_TRANSFER, before_transfer),
-            *self.steps.redirects(),
         ]
         for redirect in reversed(redirects):
             self._undo.callback(redirect.remove)
@@ -128,7 +120,7 @@ class Fit:
         if self._synchroniser is not None:  # after those, so that what they open is inside of its cut
             waves = driver.synchronising, driver.computing, driver.unlocked
             extensions.add(WavesAndCuts(self._trainer, self._synchroniser, *waves))
-        extensions.add(self._loss_scale)
+        extensions.add(self._loss_scale, self._inline())
 
     def close(self) -> None:
         with self._undo:
@@ -138,7 +130,7 @@ class Fit:
 
     def finish_report(self) -> None:
         """Takes the numbers of the run so far."""
-        report = self.steps.report()
+        report = self._report()
         if report is None:
             return
         self.report = report
@@ -151,15 +143,15 @@ class Fit:
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
         """Runs Lightning's step, or waits for its minibatch if there is a pipeline."""
-        return self.steps.step(self.begun(), native, args)
+        return self._steps.step(self.begun(), native, args)
 
     def backward(self, native: Callable[[], None]) -> None:
         """Runs Lightning's backward, or hands over the gradients if there is a pipeline."""
-        self.steps.backward(native)
+        self._steps.backward(self.begun(), native)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Open around ``optimizer``'s step."""
-        return self.steps.optimizer_step(optimizer)
+        return self._steps.optimizer_step(optimizer)
 
     def offer(self) -> None:
         """Between Lightning's hooks: lets user code that stages wait for go first."""
@@ -194,9 +186,28 @@ class Fit:
                 " in_flight=1"
             )
         in_epoch = begun_minibatches(self._trainer)[1]
-        self.steps.submit(number, step_arguments(self._trainer, batch, in_epoch + ahead))
+        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + ahead))
 
     # The pipeline.
+
+    def _inline(self) -> Extension:
+        """Extension for the minibatches that run in Lightning's own thread: all with a single stage, else the first."""
+        settings, synchroniser = self._settings, self._synchroniser
+        if synchroniser is None and is_single_stage(settings):
+            self._looks_ahead = False
+            single = SingleStage(self._module, settings, self._random, self._driver.computed)
+            self._report = single.report
+            return single
+        return FirstMinibatch(
+            self._trainer,
+            self._precision,
+            settings,
+            self._run_seed,
+            self._random,
+            self._user_step,
+            synchroniser,
+            self._pipeline,
+        )
 
     def _pipeline(
         self,
@@ -238,12 +249,13 @@ class Fit:
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.alone = engine.quiet.alone
+                piece.captured.alone = engine.compute_lock.alone
         self.evaluation.take_over(pieces, layout, in_flight)
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)
-        self.steps = steps = PipelinedSteps(
-            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, telemetry, number, moved
+        self._report = telemetry.report
+        self._steps = steps = PipelinedSteps(
+            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved
         )
         add(steps, Structure(driver, engine, calls, context, self.evaluation.is_worth_it), telemetry)
         self.engine = engine

@@ -17,6 +17,9 @@ submitted(p, v)             p is in flight, on the weights of version v
 waiting(p)                  *around*: Lightning's loop is at step p, and waits for its gradients
 arrived(p)                  they are there, or p has failed
 finished(p, args)           they are there, and Lightning's buffers are those that p's forward has left
+inline_step(p)              *around*: the user's step for p runs in Lightning's own thread, on the live weights
+inline_output(p, ...)       it was called with ``args``, and has returned ``output``
+inline_backward(p)          *around*: Lightning's own backward of it
 placed()                    what the first minibatch has shown was planned, and layers lie on their stages' devices
 computed(work, p, start)    Lightning's own thread has done the forward or the backward of p, since the time ``start``
 stepped(v)                  step v is over, with all its callbacks, and its weights are in the live parameters
@@ -33,8 +36,8 @@ closed()                    the run is over
 ==========================  ============================================================================================
 
 Where the user's step runs in Lightning's own thread (the first minibatch of a fit, and all with a single stage),
-there are ``epoch_begins``, ``fetching``, ``transferring``, ``placed``, ``computed``, ``epoch_ends``, ``discarded`` and
-``closed``.
+there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``, ``epoch_ends``,
+``discarded`` and ``closed``.
 
 Version v is published by ``Driver.publish``; a wave is pushed at ``stepped`` (``extensions/waves_and_cuts.py``);
 gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``); ``rules/versions.py`` says which version p
@@ -83,6 +86,14 @@ class Extension:
     def arrived(self, minibatch: int) -> None: ...
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None: ...
+
+    def inline_step(self, minibatch: int) -> Around:
+        return NOTHING
+
+    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None: ...
+
+    def inline_backward(self, minibatch: int) -> Around:
+        return NOTHING
 
     def computed(self, work: str, minibatch: int, start: float) -> None: ...
 

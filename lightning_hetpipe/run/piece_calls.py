@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetpipe.capture.fingerprint import Fingerprint
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -13,8 +14,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
-from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.piece_forwards import NOT_TAKEN, PieceForwards
+from lightning_hetpipe.run.piece_forwards import PieceForwards
 
 
 class PieceCalls(PieceForwards):
@@ -43,7 +43,7 @@ class PieceCalls(PieceForwards):
 
     def follow(self) -> None:
         """Captures anew what has changed; the copies of layers are made next, and then :meth:`take` is called."""
-        with self.aside():
+        with self.interceptor.aside():
             self._form.follow()
 
     def take(self) -> None:
@@ -54,16 +54,14 @@ class PieceCalls(PieceForwards):
         """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
         self._modes = self._form.modes()
 
-    def through_pipeline(
-        self, index: int, piece: Piece, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         minibatch = current()
         if not isinstance(minibatch, Minibatch):
             return NOT_TAKEN
         self._check(index, piece.name)
 
         def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            with redirect.aside():  # an input of a new kind is captured now
+            with call.aside():  # an input of a new kind is captured now
                 value = piece.value(*given)
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
@@ -71,7 +69,7 @@ class PieceCalls(PieceForwards):
                     compare(piece, given, value, self._chance, minibatch.number)
                 return value
 
-        return minibatch.call(index, piece.name, (args, kwargs), prepare)
+        return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
     def _is_due(self, minibatch: int) -> bool:
         """Whether graphs are compared with their modules whatever is known to have changed: ever more rarely, and at

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import lightning as L
 from torch import nn
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
+from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
 from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of, named_pieces, never_called
 from lightning_hetpipe.capture.seeded_forward import run_drawing
-from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name
-from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
+from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
-from lightning_hetpipe.run.steps import Steps
 
 
 def is_single_stage(settings: RunSettings) -> bool:
@@ -40,46 +38,47 @@ def is_single_stage(settings: RunSettings) -> bool:
     return one_stage and settings.in_flight in ("auto", 1)
 
 
-class SingleStage(Steps):
-    """The steps of a fit without a pipeline."""
+class SingleStage(Extension):
+    """Steps of a fit without a pipeline, of which it keeps the numbers and the random generators."""
 
     def __init__(
         self,
-        trainer: L.Trainer,
+        module: L.LightningModule,
         settings: RunSettings,
         chance: RandomGenerators,
         computed: Callable[[str, int, float], None],
     ) -> None:
         self._computed = computed
-        self._trainer = trainer
-        self._module: L.LightningModule = trainer.lightning_module
+        self._module = module
         self._settings = settings
-        self._names = named_pieces(self._module, settings.module)
+        self._names = named_pieces(module, settings.module)
         self._chance = chance
         self._called: dict[str, nn.Module] = {}
         self._first = True
-        self._inside = False
         self._meter = Meter(1)
         self._busy = 0.0
+        draws = any(is_compiled(part) and may_draw(part) for part in module.modules())
+        self._redirects = look_through(module) if draws else []
 
-    def redirects(self) -> list[Redirect]:
-        draws = any(is_compiled(module) and may_draw(module) for module in self._module.modules())
-        return look_through(self._module) if draws else []
+    @contextmanager
+    def inline_step(self, minibatch: int) -> Iterator[None]:
+        with self._busily(FORWARD, minibatch), self._drawing(minibatch):
+            yield
 
-    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with self._busily(FORWARD), self._drawing(number):
-            output = native(*args)
+    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
         if output is None:
             raise returned_none()
         if self._first:
             self._begin()
         else:
             self._meter.count(args[0] if args else None)
-        return output
 
-    def backward(self, native: Callable[[], None]) -> None:
-        with self._busily(BACKWARD):
-            native()
+    def inline_backward(self, minibatch: int) -> Around:
+        return self._busily(BACKWARD, minibatch)
+
+    def closed(self) -> None:
+        for redirect in self._redirects:
+            redirect.remove()
 
     def report(self) -> RunReport | None:
         if self._first:
@@ -134,13 +133,13 @@ class SingleStage(Steps):
                 yield name, module
 
     @contextmanager
-    def _busily(self, work: str) -> Iterator[None]:
+    def _busily(self, work: str, minibatch: int) -> Iterator[None]:
         """The loss is counted with the forward, as nothing parts them here."""
         started = time.perf_counter()
         yield
         self._busy += time.perf_counter() - started
         if not self._first:
-            self._computed(work, begun_minibatches(self._trainer)[0], started)
+            self._computed(work, minibatch, started)
 
     @contextmanager
     def _drawing(self, minibatch: int) -> Iterator[None]:
@@ -148,30 +147,21 @@ class SingleStage(Steps):
 
         Only modules in which something may draw are touched, and those only for that long.
         """
-        redirects = [
-            Redirect(module, "forward", partial(self._run, name, module, minibatch))
+        modules = [
+            (name, module)
             for name, module in self._module.named_modules()
             if module is not self._module and (self._first or may_draw(module)) and self._is_wanted(name, module)
         ]
-        try:
+
+        def run(call: ModuleCall) -> Any:
+            self._called.setdefault(call.name, call.module)
+            with call.aside():
+                return run_drawing(call.name, call.module, self._chance, minibatch, call.args, call.kwargs)
+
+        with Interceptor(modules, run):
             yield
-        finally:
-            for redirect in redirects:
-                redirect.remove()
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if is_compiled(module):
             return False
         return name in self._names if self._names is not None else any(p.requires_grad for p in module.parameters())
-
-    def _run(self, name: str, module: nn.Module, minibatch: int, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """The redirected ``forward`` of module ``name``."""
-        if self._inside:
-            return redirect.original(*args, **kwargs)
-        self._called.setdefault(name, module)
-        self._inside = True
-        try:
-            with redirect.aside():
-                return run_drawing(name, module, self._chance, minibatch, *args, **kwargs)
-        finally:
-            self._inside = False

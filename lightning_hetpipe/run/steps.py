@@ -16,12 +16,9 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
-from lightning_hetpipe.run.extensions.telemetry import Telemetry
 from lightning_hetpipe.run.gradients import deliver
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.release import released_step
@@ -29,11 +26,10 @@ from lightning_hetpipe.run.user_step import UserStep, without_graph
 
 
 class Steps:
-    """Steps that run as in any other strategy, in Lightning's own thread."""
+    """Steps that run as in any other strategy, in Lightning's own thread, while ``driver`` has no pipeline."""
 
-    def redirects(self) -> list[Redirect]:
-        """Make the redirects that last as long as the run."""
-        return []
+    def __init__(self, driver: Driver[Minibatch]) -> None:
+        self._driver = driver
 
     def submit(self, number: int, args: tuple[Any, ...]) -> None:
         """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
@@ -41,11 +37,11 @@ class Steps:
 
     def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``native``, Lightning's own step, as minibatch ``number``."""
-        return native(*args)
+        return self._driver.step_inline(number, native, args)
 
-    def backward(self, native: Callable[[], None]) -> None:
-        """Run ``native``, Lightning's own backward."""
-        native()
+    def backward(self, number: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward of minibatch ``number``."""
+        self._driver.backward_inline(number, native)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Open around ``optimizer``'s step."""
@@ -54,10 +50,6 @@ class Steps:
     def validate(self, native: Callable[[], Any]) -> Any:
         """Run ``native``, Lightning's own validation loop."""
         return native()
-
-    def report(self) -> RunReport | None:
-        """The numbers so far; None if no minibatch was counted."""
-        return None
 
 
 class PipelinedSteps(Steps, Extension):
@@ -70,7 +62,6 @@ class PipelinedSteps(Steps, Extension):
         user_step: What runners run.
         loss_scale: That of each minibatch.
         evaluation: Runs validations.
-        telemetry: Has the numbers.
         first: The minibatch that is not repeated: that of Lightning's loop now.
         moved: Whether batches may have been moved to another root device than the engine's.
     """
@@ -83,19 +74,17 @@ class PipelinedSteps(Steps, Extension):
         user_step: UserStep,
         loss_scale: LossScale,
         evaluation: Evaluation,
-        telemetry: Telemetry,
         first: int,
         moved: bool,
     ) -> None:
+        super().__init__(driver)
         self._trainer = trainer
-        self._driver = driver
         self._engine = engine
         self._user_step = user_step
         self._loss_scale = loss_scale
         self._evaluation = evaluation
         self._last = first
         self._moved = moved
-        self._telemetry = telemetry
         self._finished: Minibatch
 
     def epoch_begins(self, first: int) -> None:
@@ -111,7 +100,7 @@ class PipelinedSteps(Steps, Extension):
                 run=partial(self._user_step.run, number, args),
                 check=lambda total, ours: refuse_leaves(module, ours, total),
                 context=context,
-                stretch=section,
+                section=section,
             )
             self._engine.submit(number, step)
             return self._engine.minibatches[number].version
@@ -132,7 +121,7 @@ class PipelinedSteps(Steps, Extension):
         self._finished = self._driver.finish(number, args)
         return without_graph(self._finished.output)
 
-    def backward(self, native: Callable[[], None]) -> None:
+    def backward(self, number: int, native: Callable[[], None]) -> None:
         """Hand the minibatch's gradients, which are there, to Lightning."""
         deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
         del self._finished
@@ -145,6 +134,3 @@ class PipelinedSteps(Steps, Extension):
     def validate(self, native: Callable[[], Any]) -> Any:
         with self._driver.evaluating():
             return self._evaluation.run(native)
-
-    def report(self) -> RunReport:
-        return self._telemetry.report()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 Computing = Callable[[], AbstractContextManager[None]]
-"""Opened around computing, as ``Quiet.computing`` is."""
+"""Opened around computing, as ``RunnerPool.computing`` is."""
 
 
 class Synchroniser:

@@ -69,14 +69,14 @@ class AsksWhere(Penalty):
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_penalty_adds_weights_of_all_stages(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
     """``sum(p.square().sum() for p in self.parameters())``: on two GPUs torch would refuse to add what lies on both."""
-    seen: list[parameter_view._Leaf] = []
-    check = parameter_view._Leaf.check
+    seen: list[parameter_view.UsedParameter] = []
+    check = parameter_view.UsedParameter.check
 
-    def checked(leaf: parameter_view._Leaf) -> None:
+    def checked(leaf: parameter_view.UsedParameter) -> None:
         seen.append(leaf)
         check(leaf)
 
-    monkeypatch.setattr(parameter_view._Leaf, "check", checked)
+    monkeypatch.setattr(parameter_view.UsedParameter, "check", checked)
     task = AsksWhere()
     expected = expect(copy.deepcopy(task), vectors(40, 8), in_flight)
     assert_equal(expected, fit(task, vectors(40, 8), strategy=two(in_flight)))

@@ -41,8 +41,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
             weak: Any = StorageWeakRef  # torch has no types here
             found.blocks += [weak(parameter.untyped_storage()) for parameter in made]
 
-    monkeypatch.setattr("lightning_hetpipe.pipeline.stage.Ring", Watched)
-    monkeypatch.setattr("lightning_hetpipe.pipeline.engine.Ring", Watched)
+    monkeypatch.setattr("lightning_hetpipe.pipeline.stage.WeightStash", Watched)
     gc.disable()
     yield found
     gc.enable()

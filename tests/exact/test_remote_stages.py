@@ -54,7 +54,7 @@ class RemoteStage(Stage):
             if isinstance(found, list):
                 self._answers.put(*found)
             else:
-                self._patience.moved()
+                self._watchdog.moved()
                 self._asked.discard(found.minibatch)
                 self._done(found, None)
         for number in [*self._asked]:

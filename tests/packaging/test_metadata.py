@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 CHECKOUT = Path(__file__).parents[2]
 
-tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml with Python 3.11's own parser")
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 
 
 def requirements() -> list[Requirement]:
     extras = PROJECT["project"]["optional-dependencies"]
-    texts = PROJECT["project"]["dependencies"] + [text for name in ("examples", "test") for text in extras[name]]
+    texts = PROJECT["project"]["dependencies"] + [text for name in sorted(extras) for text in extras[name]]
     return [Requirement(text) for text in texts]
 
 
@@ -50,6 +49,14 @@ def test_the_tested_versions_satisfy_the_ranges() -> None:
 def test_every_range_has_a_lower_bound() -> None:
     for requirement in requirements():
         assert any(specifier.operator == ">=" for specifier in requirement.specifier), requirement
+
+
+def test_one_lowest_python_everywhere() -> None:
+    lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{lowest.replace('.', '')}"
+    assert PROJECT["tool"]["mypy"]["python_version"] == lowest
+    assert f"python{lowest}" in (CHECKOUT / ".ci" / "run").read_text()
+    assert f"(Python {lowest})" in (CHECKOUT / "constraints.txt").read_text()
 
 
 def test_ci_runs_what_the_readme_names() -> None:

@@ -59,7 +59,7 @@ def main(wire: Wire) -> None:
         for number in part.layers:
             layers[number] = next(own)
     settings = StageSettings(RandomGenerators(run_seed, virtual_worker), in_flight, threads, None, recompute=recompute)
-    patience = Watchdog(60.0, lambda: False, lambda: "a stage in a process of its own")
+    watchdog = Watchdog(60.0, lambda: False, lambda: "a stage in a process of its own")
 
     @contextmanager
     def exclusively(number: int, who: str) -> Iterator[None]:
@@ -73,8 +73,8 @@ def main(wire: Wire) -> None:
         wire.send(frame)
 
     device = torch.device("cpu")
-    quiet = ReadersWriterLock(patience)
-    stage = Stage(index, device, parts, layers, settings, patience, quiet, exclusively, done, Streams())
+    compute_lock = ReadersWriterLock(watchdog)
+    stage = Stage(index, device, parts, layers, settings, watchdog, compute_lock, exclusively, done, Streams())
     stage.start()
     for frame in frames:
         what, *given = decode(frame)

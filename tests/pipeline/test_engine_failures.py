@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.pipeline.threads import Watchdog
-from lightning_hetpipe.pipeline.user import runner_pool as crew_module
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user import runner_pool
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
 
@@ -48,7 +48,7 @@ def frames(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-class Torn(Stretch):
+class Torn(ProcessSection):
     """State that cannot be swapped, the ``last`` time that ``what`` is asked of it."""
 
     def __init__(self, what: str, last: int) -> None:
@@ -74,7 +74,7 @@ def test_what_fails_around_user_code_fails_the_minibatch(what: str, last: int) -
     """It was a hang: the minibatch never ended, and held the lock over user code."""
     line = Line(mlp(), cuts=(0, 2))
     with line.running() as engine:
-        engine.submit(1, line.step(lambda: line.call(X).sum(), stretch=Torn(what, last)))
+        engine.submit(1, line.step(lambda: line.call(X).sum(), section=Torn(what, last)))
         engine.submit(2, line.plain())
         with pytest.raises(ArithmeticError, match=f"cannot {what}"):
             engine.finish(1)
@@ -85,7 +85,7 @@ def test_what_fails_after_user_code_holds_nobody_up() -> None:
     """The gradients may be there before."""
     line = Line(mlp(), cuts=(0, 2))
     with line.running() as engine:
-        engine.submit(1, line.step(lambda: line.call(X).sum(), stretch=Torn("leave", 2)))
+        engine.submit(1, line.step(lambda: line.call(X).sum(), section=Torn("leave", 2)))
         engine.submit(2, line.plain())
         with suppress(ArithmeticError):
             assert engine.finish(1).gradients
@@ -252,7 +252,7 @@ def test_a_layer_that_only_later_changes_its_input_is_refused() -> None:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(runner_pool, "JOIN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -276,13 +276,13 @@ def test_a_stuck_layer_is_named() -> None:
 
 def give_up_first_in_lightnings_thread(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its waits run out at once, and those of all others late: otherwise it is chance whose do first."""
-    patience = line.engine.patience
-    original, hasty = patience.wait, Watchdog(0.2, lambda: False, line.engine.describe)
+    watchdog = line.engine.watchdog
+    original, hasty = watchdog.wait, Watchdog(0.2, lambda: False, line.engine.describe)
 
     def wait(ready: Callable[[float], bool], who: str) -> None:
         (hasty.wait if who.startswith("Lightning's step") else original)(ready, who)
 
-    monkeypatch.setattr(patience, "wait", wait)
+    monkeypatch.setattr(watchdog, "wait", wait)
 
 
 @pytest.mark.usefixtures("short_waits")

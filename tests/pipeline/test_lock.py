@@ -39,7 +39,7 @@ def test_it_is_free_when_nobody_waits() -> None:
     assert not lock.held
 
 
-def test_stretches_that_stages_wait_for_go_first_and_earlier_minibatches_before_later_ones() -> None:
+def test_sections_that_stages_wait_for_go_first_and_earlier_minibatches_before_later_ones() -> None:
     lock = UserLock()
     lock.request(Ticket(Precedence.MAIN, 0))
     asked = [
@@ -58,7 +58,7 @@ def test_stretches_that_stages_wait_for_go_first_and_earlier_minibatches_before_
     while lock.wanted():
         lock.release()
         (now,) = [ticket for ticket in tickets if granted(ticket)]
-        order.append((now.rank, now.number))
+        order.append((now.precedence, now.number))
     assert order == [
         (Precedence.RESUME, 3),
         (Precedence.RESUME, 7),
@@ -96,7 +96,9 @@ class LockMachine(RuleBasedStateMachine):
         if self.waiting:
             now = [ticket for ticket in self.waiting if granted(ticket)]
             assert len(now) == 1
-            assert (now[0].rank, now[0].number) == min((ticket.rank, ticket.number) for ticket in self.waiting)
+            assert (now[0].precedence, now[0].number) == min(
+                (ticket.precedence, ticket.number) for ticket in self.waiting
+            )
             self.waiting = [ticket for ticket in self.waiting if ticket is not now[0]]
             self.holder = now[0]
 

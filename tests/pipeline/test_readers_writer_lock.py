@@ -12,19 +12,19 @@ from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.threads import Watchdog
 
 
-def quiet(seconds: float = 20.0) -> ReadersWriterLock:
+def new_lock(seconds: float = 20.0) -> ReadersWriterLock:
     return ReadersWriterLock(Watchdog(seconds, lambda: False, lambda: "nothing"))
 
 
 def test_any_number_compute_at_once() -> None:
-    one = quiet()
+    one = new_lock()
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(one.computing())
 
 
 def test_one_is_alone() -> None:
-    one, order, begun = quiet(), list[str](), threading.Event()
+    one, order, begun = new_lock(), list[str](), threading.Event()
 
     def other() -> None:
         begun.set()
@@ -50,7 +50,7 @@ def test_one_is_alone() -> None:
     ],
 )
 def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> None:
-    one = quiet(0.05)
+    one = new_lock(0.05)
     held, ended = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -69,7 +69,7 @@ def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> Non
 
 
 def test_an_error_ends_it() -> None:
-    one = quiet()
+    one = new_lock()
     for state in (one.alone, one.computing, one.alone):
         with pytest.raises(ZeroDivisionError), state():
             raise ZeroDivisionError
@@ -77,7 +77,7 @@ def test_an_error_ends_it() -> None:
 
 def test_who_is_alone_computes() -> None:
     """As a stage does in the pass in which it compiles."""
-    one = quiet(0.05)
+    one = new_lock(0.05)
     with one.alone():
         with one.computing():
             pass

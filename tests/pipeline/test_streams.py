@@ -252,7 +252,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
 
     Event.count = Event.done = 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "FakeTorchStream", FakeTorchStream)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeTorchStream)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeTorchStream.current[device])
     return FakeTorchStream

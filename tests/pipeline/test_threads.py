@@ -97,7 +97,7 @@ class Scene:
         self.user_code_until = 0.0
         self.moves_at: list[float] = []
         self.ready_at = float("inf")
-        self.patience = Watchdog(8.0, lambda: self.now <= self.user_code_until, lambda: "stage 0 is idle")
+        self.watchdog = Watchdog(8.0, lambda: self.now <= self.user_code_until, lambda: "stage 0 is idle")
         monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def ready(self, seconds: float) -> bool:
@@ -105,12 +105,12 @@ class Scene:
         self.now += seconds
         while self.moves_at and self.moves_at[0] <= self.now:
             self.moves_at.pop(0)
-            self.patience.moved()
+            self.watchdog.moved()
         return self.now >= self.ready_at
 
     def wait(self) -> float:
         """When the wait ended."""
-        self.patience.wait(self.ready, "the test")
+        self.watchdog.wait(self.ready, "the test")
         return self.now
 
 
@@ -119,7 +119,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(monkeypatch)
 
 
-class TestPatience:
+class TestWatchdog:
     def test_it_returns_as_soon_as_it_is_ready(self, scene: Scene) -> None:
         scene.ready_at = 3.0
         assert scene.wait() == 3.0
@@ -157,14 +157,14 @@ class TestPatience:
         assert 1008.0 < scene.now <= 1009.0
 
     def test_it_looks_up_often_enough_for_a_short_timeout(self, scene: Scene) -> None:
-        scene.patience.seconds = 0.4
+        scene.watchdog.seconds = 0.4
         with pytest.raises(PipelineStalled, match=r"waited for 0\.4 s"):
             scene.wait()
         assert max(scene.waits) == pytest.approx(0.1)
 
     def test_it_looks_up_every_second_at_least(self, scene: Scene) -> None:
         """So that Ctrl-C is noticed on platforms where a wait cannot be interrupted."""
-        scene.patience.seconds = 1e6
+        scene.watchdog.seconds = 1e6
         scene.ready_at = 50.0
         scene.wait()
         assert max(scene.waits) == 1.0

@@ -1,8 +1,7 @@
-"""A stretch of user code has random states and a default dtype of its own, swapped in while it runs."""
+"""A section of user code has random states and a default dtype of its own, swapped in while it runs."""
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +67,14 @@ def test_a_stretch_that_goes_on_draws_as_if_it_was_alone() -> None:
     expected = [draw() for _ in range(3)]
     torch.set_default_dtype(torch.float32)
 
-    stretch, outside, found = Stretch(ProcessState.seeded(7, 0, 1)), [], []
+    section, outside, found = ProcessSection(ProcessState.seeded(7, 0, 1)), [], []
     ProcessState.seeded(1, 0, 0).restore()
     for turn in range(3):
-        stretch.enter()
+        section.enter()
         if turn == 0:
             torch.set_default_dtype(torch.float64)
         found.append(draw())
-        stretch.leave()
+        section.leave()
         outside.append(draw())
     assert found == expected
     ProcessState.seeded(1, 0, 0).restore()
@@ -121,14 +120,14 @@ def test_the_second_of_a_pair_of_normal_numbers_stays_with_whom_it_is_of() -> No
     np.random.seed(1)
     expected = normals(1)
     found, outside = [], []
-    stretch = Stretch(ProcessState.seeded(7, 0, 1))
+    section = ProcessSection(ProcessState.seeded(7, 0, 1))
     for turn in range(3):
         outside.append(np.random.randn())
-        stretch.enter()
+        section.enter()
         if turn == 0:
             np.random.seed(2)
         found.append(np.random.randn())
-        stretch.leave()
+        section.leave()
         outside.append(np.random.randn())
     assert outside == expected
     assert found == normals(2)[:3]
@@ -139,10 +138,10 @@ def test_a_bit_generator_of_the_users_own_is_given_back() -> None:
     before = get_bit_generator()
     set_bit_generator(mine)
     try:
-        stretch = Stretch(ProcessState.seeded(7, 0, 1))
-        stretch.enter()
+        section = ProcessSection(ProcessState.seeded(7, 0, 1))
+        section.enter()
         np.random.rand()
-        stretch.leave()
+        section.leave()
         assert get_bit_generator() is mine
         assert np.random.rand() == np.random.RandomState(np.random.PCG64(3)).rand()
     finally:
@@ -150,8 +149,8 @@ def test_a_bit_generator_of_the_users_own_is_given_back() -> None:
 
 
 def test_what_a_stretch_sees_of_numpys_state_is_all_of_it() -> None:
-    stretch = Stretch(ProcessState.seeded(7, 0, 1))
-    stretch.enter()
+    section = ProcessSection(ProcessState.seeded(7, 0, 1))
+    section.enter()
     try:
         state = np.random.get_state()
         first = np.random.rand(3)
@@ -160,26 +159,11 @@ def test_what_a_stretch_sees_of_numpys_state_is_all_of_it() -> None:
         np.random.set_state(np.random.RandomState(5).get_state())
         assert np.random.rand() == np.random.RandomState(5).rand()
     finally:
-        stretch.leave()
-
-
-def test_the_process_keeps_its_numbers_when_its_generator_is_first_exchanged() -> None:
-    set_bit_generator(np.random.MT19937(9))
-    np.random.randn()  # its second is kept beside
-    expected = np.random.RandomState()
-    expected.set_state(np.random.get_state())
-    stretch = Stretch(ProcessState.seeded(7, 0, 1))
-    for _ in range(2):
-        stretch.enter()
-        np.random.randn(3)
-        stretch.leave()
-        assert list(np.random.randn(3)) == list(expected.randn(3))
-    again = pickle.loads(pickle.dumps(get_bit_generator()))
-    assert np.random.rand() == np.random.RandomState(again).rand()
+        section.leave()
 
 
 def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that training_step draws there must not depend on whose stretch comes first."""
+    """Noise that training_step draws there must not depend on whose section comes first."""
     gpu = torch.Generator().manual_seed(5)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
 
@@ -187,12 +171,12 @@ def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.
         return torch.rand(2, generator=gpu).tolist()
 
     def turns(order: list[int]) -> list[list[float]]:
-        stretches = [Stretch(ProcessState.seeded(7, 0, minibatch)) for minibatch in (1, 2)]
+        sections = [ProcessSection(ProcessState.seeded(7, 0, minibatch)) for minibatch in (1, 2)]
         found: list[list[float]] = [[], []]
         for index in order:
-            stretches[index].enter()
+            sections[index].enter()
             found[index] += noise()
-            stretches[index].leave()
+            sections[index].leave()
         return found
 
     first = turns([0, 0, 1, 1])
@@ -204,9 +188,9 @@ def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.
 
 
 def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    stretch = Stretch(ProcessState.seeded(7, 0, 1))
-    stretch.enter()
+    section = ProcessSection(ProcessState.seeded(7, 0, 1))
+    section.enter()
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator().manual_seed(5),))
-    stretch.leave()
-    stretch.enter()
-    stretch.leave(for_good=True)
+    section.leave()
+    section.enter()
+    section.leave(for_good=True)

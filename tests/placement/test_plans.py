@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
-from lightning_hetpipe.run.first_minibatch import WatchedStep, check_first_minibatch
+from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.support.models import SGD, Task, mlp, vectors
 from tests.support.small import Learner, assert_refused, quiet_trainer, refused
@@ -506,9 +506,9 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    alone = WatchedStep.decide
     others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
-    monkeypatch.setattr(WatchedStep, "decide", lambda self, _: alone(self, others))
+    decide = FirstMinibatch.decide
+    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, _: decide(self, pieces, others))
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run is not None

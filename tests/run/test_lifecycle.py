@@ -86,8 +86,9 @@ def test_an_epoch_of_a_pipeline(noted: list[tuple[str, str]]) -> None:
     fit(model(), vectors(16, 4), strategy=Pinned((0, 1), 2), max_epochs=1)
     first = ["epoch_begins 1", "fetching 1", "<fetching 1", "transferring 1", "<transferring 1"]
     assert events(noted)[:5] == first  # it runs in Lightning's own thread
-    assert events(noted)[5] == "placed"
-    after_first = events(noted)[6:]
+    assert events(noted)[5:9] == ["inline_step 1", "<inline_step 1", "inline_output 1", "inline_backward 1"]
+    placed, *after_first = events(noted)[events(noted).index("<inline_backward 1") + 1 :]
+    assert placed == "placed"
     assert after_first[:14] == [
         *("stepped 1", "continues 1", "publishing 1", "<publishing 1", "published 1"),
         *("fetching 2", "<fetching 2", "transferring 2", "<transferring 2", "submitting 2", "submitted 2 0"),
@@ -116,16 +117,15 @@ def test_a_second_epoch_starts_empty(noted: list[tuple[str, str]]) -> None:
 
 def test_a_single_stage_has_no_life_in_flight(noted: list[tuple[str, str]]) -> None:
     fit(model(), vectors(8, 4), strategy=HetPipeStrategy(stages=1, in_flight=1), max_epochs=1)
-    assert events(noted) == [
-        "epoch_begins 1",
-        "computed 1",
-        "computed 2",
-        "computed 2",
-        "epoch_ends",
-        "discarded",
-        "discarded",
-        "closed",
+    inline = [
+        text
+        for p in (1, 2)
+        for text in (
+            *(f"inline_step {p}", *([f"computed {p}"] if p > 1 else []), f"<inline_step {p}", f"inline_output {p}"),
+            *(f"inline_backward {p}", f"computed {p}", f"<inline_backward {p}"),
+        )
     ]
+    assert events(noted) == ["epoch_begins 1", *inline, "epoch_ends", "discarded", "discarded", "closed"]
 
 
 def test_an_evaluation_is_a_run_of_the_same_driver(noted: list[tuple[str, str]]) -> None:

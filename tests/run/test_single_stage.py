@@ -102,6 +102,24 @@ def test_nothing_is_restricted() -> None:
     assert same(alone, trained("auto", Free()))
 
 
+def test_arguments_of_a_module_may_have_any_name() -> None:
+    class Net(nn.Linear):
+        def forward(self, input: Tensor, batch: int = 0, name: float = 1.0, chance: float = 1.0) -> Tensor:
+            return super().forward(input) * name * chance + batch
+
+    class Named(Free):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(8, 8)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch, batch=1, name=2.0, chance=0.5).square().mean()
+            return loss
+
+    alone = trained(HetPipeStrategy(), Named())
+    assert same(alone, trained("auto", Named()))
+
+
 def test_a_loss_without_a_module() -> None:
     class Bare(Free):
         def __init__(self) -> None:

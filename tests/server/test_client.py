@@ -177,22 +177,22 @@ FAULTS: dict[str, Callable[[Cluster], Faults]] = {
     "both restart, one after the other": lambda cluster: Faults(
         then={
             Address(0, 0, "Pulled", 1): cluster.hosts[0].restart,
-            Address(1, 1, "Stage", 2): cluster.hosts[1].restart,
+            Address(1, 1, "StageUpdate", 2): cluster.hosts[1].restart,
         }
     ),
     "replies are lost": lambda cluster: Faults(
         at={
             Address(0, 0, "Join", 0): Fault.LOST_REPLY,
             Address(0, 0, "Pushed", 0): Fault.LOST_REPLY,
-            Address(1, 1, "Stage", 1): Fault.LOST_REPLY,
+            Address(1, 1, "StageUpdate", 1): Fault.LOST_REPLY,
             Address(1, 0, "Pulled", 1): Fault.LOST_REPLY,
         }
     ),
     "requests come twice, or half": lambda cluster: Faults(
         at={
             Address(0, 0, "Pushed", 0): Fault.TWICE,
-            Address(1, 1, "Stage", 1): Fault.TWICE,
-            Address(0, 1, "Stage", 1): Fault.CUT_OFF,
+            Address(1, 1, "StageUpdate", 1): Fault.TWICE,
+            Address(0, 1, "StageUpdate", 1): Fault.CUT_OFF,
             Address(0, 1, "Load", 0): Fault.CUT_OFF,
         }
     ),

@@ -127,9 +127,9 @@ def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     rooms.close()
     told = [json.loads(each) for each in log.read_text().splitlines()]
     assert {each["room"] for each in told} == {"fit-1"}
-    assert [each["vw"] for each in told if each["decision"] == "committed"] == [0, 1]
+    assert [each["vw"] for each in told if each["decision"] == "UpdateCommitted"] == [0, 1]
     assert json.loads(line("fit-2", UpdatePushed(1, 2, 3))) == {
-        "room": "fit-2", "decision": "pushed", "vw": 1, "incarnation": 2, "clock": 3
+        "room": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
     }  # fmt: skip
     with pytest.raises(SettingError, match="cannot be written"):
         Sessions(30.0, str(tmp_path / "nowhere" / "log"))

@@ -1,6 +1,6 @@
 """Faults by address, inside a virtual worker: what happens before, after or amid its n-th message of a kind.
 
-An address reads like {"vw": 1, "room": "fit-1", "message": "Stage", "nth": 2, "when": "middle", "what": "server"};
+An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"};
 without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
 of the wave, with "wait", when they wait at a cut. The middle of a message is half-way through its body, which then goes
 by gRPC; with "shared" it is when the other side has been told where in shared memory the body lies.

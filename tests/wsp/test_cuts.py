@@ -110,7 +110,7 @@ def test_slurm_requeues_at_a_cut(tmp_path: Path) -> None:
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
-    with ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0}) as server:
+    with ServerProcess("lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0}) as server:
         job = Job(tmp_path, more={"wsp": {"servers": [server.address]}, "fault": (0, 2, "SIGUSR1")})
         job.more["trainer"] = {"default_root_dir": str(tmp_path), "max_epochs": 1}
         told = {

@@ -79,8 +79,8 @@ def befallen(tmp_path: Path, *faults: dict[str, Any]) -> tuple[Job, subprocess.C
 
 
 DEATHS = {
-    "in mid-push": address(1, "Stage", 2, "middle", "kill"),
-    "while its push is read where it lies": address(1, "Stage", 2, "middle", "kill", shared="yes"),
+    "in mid-push": address(1, "StageUpdate", 2, "middle", "kill"),
+    "while its push is read where it lies": address(1, "StageUpdate", 2, "middle", "kill", shared="yes"),
     "in mid-pull": address(1, "Read", 2, "middle", "kill"),
     "in mid-pull of what lies there": address(1, "Read", 2, "middle", "kill", shared="yes"),
     "while it waits at a cut": address(0, "Arrive", 1, "before", "kill others", once="wait"),
@@ -108,7 +108,7 @@ def test_one_that_dies_before_all_have_met_ends_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_death_of_the_first_one_ends_all(tmp_path: Path) -> None:
     """It started the launch, and is what Lightning calls rank 0."""
-    _, done = befallen(tmp_path, address(0, "Stage", 2, "middle", "kill"))
+    _, done = befallen(tmp_path, address(0, "StageUpdate", 2, "middle", "kill"))
     assert done.returncode == -signal.SIGKILL
     assert "ends, as its launcher (process" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -116,7 +116,7 @@ def test_the_death_of_the_first_one_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Path) -> None:
-    stop = address(1, "Stage", 2, "before", "stop")
+    stop = address(1, "StageUpdate", 2, "before", "stop")
     _, done = befallen(tmp_path, stop, address(0, "Arrive", 2, "before", "continue others"))
     assert done.returncode == 1, done.stderr
     silent = "silent for longer than its lease of 8 s (raise WSPCallback(lease=...) if it may be)"
@@ -132,8 +132,8 @@ def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Pat
 def test_garbage_changes_nothing(tmp_path: Path) -> None:
     """While VW 0 computes, and while it waits for VW 1, from which it comes."""
     faults = [
-        address(1, "Stage", 1, "before", "garbage"),
-        address(1, "Stage", 2, "before", "garbage", once="pushed"),
+        address(1, "StageUpdate", 1, "before", "garbage"),
+        address(1, "StageUpdate", 2, "before", "garbage", once="pushed"),
         address(1, "Arrive", 1, "after", "garbage"),
     ]
     job = Job(tmp_path, lengths=(5, 4), in_flight=2, more={"faults": faults})

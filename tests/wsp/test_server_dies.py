@@ -18,21 +18,21 @@ def address(vw: int, message: str, nth: int, when: str, **more: str) -> dict[str
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
-    "in mid-push": [address(1, "Stage", 2, "middle")],
-    "while it reads a push where it lies": [address(1, "Stage", 2, "middle", shared="yes")],
+    "in mid-push": [address(1, "StageUpdate", 2, "middle")],
+    "while it reads a push where it lies": [address(1, "StageUpdate", 2, "middle", shared="yes")],
     "between a push's bytes and its word": [address(0, "Pushed", 2, "before")],
     "after a push": [address(1, "Pushed", 1, "after")],
     "in mid-pull": [address(0, "Read", 2, "middle")],
     "in mid-pull of what lies there": [address(0, "Read", 2, "middle", shared="yes")],
     "after a pull": [address(1, "Pulled", 2, "before")],
-    "while the other waits for a wave": [address(1, "Stage", 2, "before", once="pushed")],
+    "while the other waits for a wave": [address(1, "StageUpdate", 2, "before", once="pushed")],
     "while the other waits at a cut": [address(1, "Arrive", 1, "before", once="wait")],
     "at a cut": [address(0, "Arrive", 1, "after")],
     "in a gather": [address(1, "Gather", 2, "before")],
     "in a gather's end": [address(0, "Fetch", 2, "before")],
     "while they join": [address(1, "Join", 1, "before")],
     "while the weights are loaded": [address(0, "Load", 1, "middle")],
-    "twice": [address(1, "Stage", 2, "middle"), address(0, "Load", 2, "middle")],
+    "twice": [address(1, "StageUpdate", 2, "middle"), address(0, "Load", 2, "middle")],
 }
 
 

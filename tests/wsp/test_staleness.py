@@ -22,7 +22,7 @@ IN_FLIGHT = 2
 
 def read(log: Path, room: str) -> list[Decision]:
     """What was decided in ``room``."""
-    kinds: dict[str, Any] = {name.lower(): kind for name, kind in vars(decisions).items() if isinstance(kind, type)}
+    kinds: dict[str, Any] = {name: kind for name, kind in vars(decisions).items() if isinstance(kind, type)}
     lines = [json.loads(each) for each in log.read_text().splitlines()]
     return [kinds[each.pop("decision")](**each) for each in lines if each.pop("room") == room]
 
@@ -33,7 +33,9 @@ def test_a_fast_virtual_worker_runs_d_waves_ahead_and_no_further(
 ) -> None:
     """Virtual worker 1 is held in its second minibatch until 0 has done all that it can do alone: D + 1 waves."""
     log = tmp_path / "decisions.jsonl"
-    with ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0, "log": str(log)}) as server:
+    with ServerProcess(
+        "lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0, "log": str(log)}
+    ) as server:
         monkeypatch.setenv("HETPIPE_TOKEN", server.security.token or "")
         jobs = []
         for distance in (1, 2, 3):

@@ -20,7 +20,7 @@ from tests.wsp.test_exact import check, expected
 
 @pytest.mark.slow
 def test_two_processes_and_two_servers(tmp_path: Path) -> None:
-    rooms = ("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0})
+    rooms = ("lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0})
     with ServerProcess(*rooms) as first, ServerProcess(*rooms, security=first.security) as second:
         job = Job(tmp_path, more={"wsp": {"servers": [first.address, second.address]}})
         environments = []
@@ -48,7 +48,7 @@ def test_a_launch_on_a_server_with_certificates(token: str, tmp_path: Path) -> N
     folder = certificates()
     variables = {f"HETPIPE_{name.upper()}": str(folder / f"{name}.pem") for name in ("ca", "certificate", "key")}
     shown = Security(token="right").from_environment(variables)
-    with ServerProcess("lightning_hetpipe.server.process.sessions:Rooms", {"lease": 30.0}, security=shown) as server:
+    with ServerProcess("lightning_hetpipe.server.process.sessions:Sessions", {"lease": 30.0}, security=shown) as server:
         job = Job(tmp_path, more={"wsp": {"servers": [server.address]}, "trainer": {"max_epochs": 1}})
         if token == "right":
             found, _ = finished(job, HETPIPE_TOKEN=token, **variables)

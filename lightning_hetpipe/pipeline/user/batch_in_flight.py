@@ -1,4 +1,14 @@
-"""One batch in flight: the user's step for it, run in a thread of its own ahead of Lightning's loop."""
+"""One batch in flight: the user's step for it, run in a thread of its own ahead of Lightning's loop.
+
+Its life, as its runner's thread goes through it:
+
+    run                  waits for the lock over user code, which others have until then
+    _run_step            the user's step (a subclass's), in sections of user code
+    _through_pipeline    at each call into the pipeline: ends the section and gives the lock back, waits until a stage
+                         delivers, and goes on with the lock
+    _step_ended          the step is over, or has failed (a subclass's)
+    end                  whoever waits for it goes on
+"""
 
 from __future__ import annotations
 
@@ -18,10 +28,10 @@ from lightning_hetpipe.torch_private import Carried
 
 
 class Pipeline(Protocol):
-    """What a flight asks of the pipeline that it is in."""
+    """The pipeline of a batch, as far as the batch needs it."""
 
     lock: UserLock
-    patience: Watchdog
+    watchdog: Watchdog
 
 
 class BatchInFlight:
@@ -31,17 +41,12 @@ class BatchInFlight:
     discarded, it ends there.
 
     Args:
-        pipeline: Where it is.
+        pipeline: The pipeline that it is in.
         number: Its number; among those that wait for the lock over user code, lower ones go first.
-        stretch: Swaps in the process-wide state that its stretches of user code run with; None leaves the process's.
+        section: Swaps process state in and out around its sections of user code; None where there is nothing to swap.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        number: int,
-        stretch: UserSection | None = None,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, section: UserSection | None = None) -> None:
         self.number = number
         self.output: Any = None
         self.failure: BaseException | None = None
@@ -49,20 +54,20 @@ class BatchInFlight:
         self.in_user_code = False
         self.start = Ticket(Precedence.START, number)
         self.context = contextvars.copy_context()
-        """What the thread that submits it has set for the code that it calls."""
+        """The context variables of the thread that submits it."""
         self._began_at = time.perf_counter()
         self._ended_at = self._began_at
         self._pipeline = pipeline
-        self._stretch = stretch
+        self._section = section
         self._arrived: Any = None
         self.arrived_after: StreamEvent | None = None
-        """What has last arrived is computed where this mark is."""
+        """The event behind which the value that arrived last is computed."""
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
         self._ended = False
         self._when_ended: Callable[[], None] | None = None
 
-    # Whoever waits for it.
+    # Lightning's side.
 
     @property
     def ended(self) -> bool:
@@ -70,11 +75,11 @@ class BatchInFlight:
 
     @property
     def seconds(self) -> float:
-        """For how long it was in flight, once it has ended."""
+        """Seconds that it was in flight, once it has ended."""
         return self._ended_at - self._began_at
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` once it has ended; at once where it has."""
+        """Call ``call`` once it has ended; at once where it has."""
         with self._mutex:
             if not self._ended:
                 self._when_ended = call
@@ -82,7 +87,7 @@ class BatchInFlight:
         call()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """It is done: its results are there, or it failed."""
+        """Mark it as done: its results are there, or it failed."""
         with self._mutex:
             if self._ended:
                 return
@@ -90,16 +95,16 @@ class BatchInFlight:
             self._ended_at = time.perf_counter()
             self.failure = self.failure or failure
             call = self._when_ended
-        self._pipeline.patience.moved()
+        self._pipeline.watchdog.moved()
         if call is not None:
             call()
 
     # The stages' side.
 
     def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
-        """Hands what a stage has made, or a failure, to the runner, with a place in the lock's queue.
+        """Hand a stage's result, or a failure, to the runner, with a place in the lock's queue.
 
-        Where no runner waits (it has handed over the last task, and is through), a failure ends the flight.
+        Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
         """
         ticket = self._take_ticket()
         if ticket is None:
@@ -111,10 +116,10 @@ class BatchInFlight:
     # The runner's side.
 
     def run(self) -> None:
-        """Runs the user's step; called in the runner's thread, once."""
+        """Run the user's step; called in the runner's thread, once."""
         failure: BaseException | None = None
         try:
-            self._pipeline.patience.wait(self.start.wait, f"the start of minibatch {self.number}")
+            self._pipeline.watchdog.wait(self.start.wait, f"the start of minibatch {self.number}")
         except BaseException as error:
             self._pipeline.lock.abandon(self.start)
             self.end(error)
@@ -122,25 +127,25 @@ class BatchInFlight:
         try:
             self._enter()
             self._check_cancelled()
-            self._fly()
+            self._run_step()
         except BaseException as error:
             failure = error
         try:
             self._leave(for_good=True)
         except BaseException as error:
             failure = failure or error
-        self._landed(failure)
+        self._step_ended(failure)
 
-    def _fly(self) -> None:
-        """The user's step, in a stretch of user code."""
+    def _run_step(self) -> None:
+        """Run the user's step, in a section of user code."""
         raise NotImplementedError
 
-    def _landed(self, failure: BaseException | None) -> None:
-        """:meth:`_fly` is over."""
+    def _step_ended(self, failure: BaseException | None) -> None:
+        """React to the end of :meth:`_run_step`."""
         raise NotImplementedError
 
     def _through_pipeline(self, start: Callable[[], None], what: str) -> Any:
-        """Hands over to the pipeline, lets other user code run meanwhile, and returns what comes back."""
+        """Hand over to the pipeline, let other user code run meanwhile, and return what comes back."""
         ticket = self._resume = Ticket(Precedence.RESUME, self.number)
         start()
         failure: BaseException | None = None
@@ -149,11 +154,11 @@ class BatchInFlight:
         except BaseException as error:  # raised below: what was started comes back first
             failure = error
         try:
-            self._pipeline.patience.wait(ticket.wait, f"minibatch {self.number} for {what}")
+            self._pipeline.watchdog.wait(ticket.wait, f"minibatch {self.number} for {what}")
         except BaseException:
             if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
                 self._pipeline.lock.request(ticket)
-            if ticket.wait(self._pipeline.patience.seconds):
+            if ticket.wait(self._pipeline.watchdog.seconds):
                 self._enter()
             else:  # user code unwinds without the lock: whoever holds it is stuck
                 self._pipeline.lock.abandon(ticket)
@@ -176,32 +181,32 @@ class BatchInFlight:
 
     def _enter(self) -> None:
         self.in_user_code = True
-        if self._stretch is not None:
-            self._stretch.enter()
+        if self._section is not None:
+            self._section.enter()
 
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
         try:
-            if self._stretch is not None:
-                self._stretch.leave(for_good)
+            if self._section is not None:
+                self._section.leave(for_good)
         finally:
             self.in_user_code = False
             self._pipeline.lock.release()
 
 
-_current: Carried[BatchInFlight] = Carried("flight")
+_current: Carried[BatchInFlight] = Carried("batch")
 
 
 def current() -> BatchInFlight | None:
-    """The flight whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    """The batch whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
     return _current.get()
 
 
 @contextmanager
-def running(flight: BatchInFlight) -> Iterator[None]:
-    """Within it, this thread runs the user code of ``flight``."""
-    _current.set(flight)
+def running(batch: BatchInFlight) -> Iterator[None]:
+    """Within it, this thread runs the user code of ``batch``."""
+    _current.set(batch)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""The lock over user code (law L8): one stretch of user Python at a time, in a fixed order of precedence.
+"""The lock over user code (law L8): one section of user Python at a time, in a fixed order of precedence.
 
-A stretch asks with a :class:`Ticket`. The thread that makes a stretch possible (a stage that delivers an output) enters
+A section asks with a :class:`Ticket`. The thread that makes a section possible (a stage that delivers an output) enters
 the ticket on the waiting thread's behalf, so that one wake-up means both "your value is there" and "the lock is yours".
 """
 
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class Precedence(IntEnum):
-    """Who goes first: a stretch that stages wait for, then new minibatches, then Lightning's own thread."""
+    """Order of the waiting: sections that stages wait for, then new minibatches, then Lightning's own thread."""
 
     RESUME = 0
     START = 1
@@ -22,9 +22,9 @@ class Precedence(IntEnum):
 
 @dataclass(order=True)
 class Ticket:
-    """A place in the queue for the lock; ties of ``rank`` are settled by the minibatch's ``number``."""
+    """A place in the queue for the lock; among equals in ``precedence`` the lower minibatch ``number`` goes first."""
 
-    rank: Precedence
+    precedence: Precedence
     number: int
     granted: bool = field(default=False, compare=False)
     abandoned: bool = field(default=False, compare=False)
@@ -38,12 +38,12 @@ class Ticket:
         self._gate.release()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the lock was granted within ``seconds``. True only once."""
+        """Wait for up to ``seconds``; True, and only once, if the lock was granted."""
         return self._gate.acquire(timeout=seconds)
 
 
 class UserLock:
-    """A lock that is handed over to the waiting ticket of the lowest rank and number, never to whoever comes by."""
+    """A lock that is handed to the first of the waiting tickets, never to a thread that happens to come by."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -52,23 +52,23 @@ class UserLock:
 
     @property
     def held(self) -> bool:
-        """Whether some stretch of user code runs right now."""
+        """True while a section of user code runs."""
         return self._held
 
     def request(self, ticket: Ticket) -> None:
-        """Enters ``ticket``; it is granted at once where the lock is free."""
+        """Enter ``ticket``; it is granted at once where the lock is free."""
         with self._mutex:
             heapq.heappush(self._waiting, ticket)
             if not self._held:
                 self._hand_over()
 
     def release(self) -> None:
-        """Hands the lock to the next ticket, or leaves it free."""
+        """Hand the lock to the next ticket, or leave it free."""
         with self._mutex:
             self._hand_over()
 
     def abandon(self, ticket: Ticket) -> None:
-        """Gives up ``ticket``, whether it was not entered yet, waits, or holds the lock."""
+        """Give up ``ticket``, which may not be entered yet, may wait, or may hold the lock."""
         with self._mutex:
             ticket.abandoned = True
             if ticket.granted:
@@ -83,5 +83,5 @@ class UserLock:
                 ticket.grant()
 
     def wanted(self) -> bool:
-        """Whether anyone waits for the lock."""
+        """True if a ticket waits for the lock."""
         return bool(self._waiting)

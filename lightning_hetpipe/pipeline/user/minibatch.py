@@ -1,4 +1,14 @@
-"""The minibatch runner: the user's ``training_step``, run in a thread of its own ahead of Lightning's loop."""
+"""One minibatch of training: the user's ``training_step`` and the backward pass of its loss, in a runner's thread.
+
+The life of minibatch p on the user's side, in the order of this file:
+
+    _run_step     runs ``training_step`` under the view of its version, then the backward pass of its loss
+    call          each call of a pipelined module: inputs to the pipeline, outputs back, joined into the user's graph
+    _backward     from the loss to the last call, through the pipeline, to the call before, down to the first
+    gradients     of live parameters, which Lightning's step p takes
+
+:class:`~lightning_hetpipe.pipeline.user.batch_in_flight.BatchInFlight` has the thread, the lock and the waits.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +24,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, move
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
-from lightning_hetpipe.pipeline.user.parameter_view import Used, View
-from lightning_hetpipe.pipeline.user.piece_call import Leaf, PieceCall, below
+from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
+from lightning_hetpipe.pipeline.user.piece_call import PieceCall, Target, gradients_below
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
 
@@ -26,20 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What the user's side of one minibatch is.
+    """The user's side of one minibatch.
 
     Attributes:
         run: Calls ``training_step``; gives its output and the loss to differentiate (divided for accumulation).
-        check: Sees that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
+        check: Given that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
             raise.
         context: Opened once around all of it, in the minibatch's thread.
-        stretch: Swaps in the process-wide state that its stretches run with; None leaves the process's alone.
+        section: Swaps process state in and out around its sections of user code; None where there is nothing to swap.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    stretch: UserSection | None
+    section: UserSection | None
 
 
 @dataclass(slots=True)
@@ -48,7 +58,7 @@ class Sum:
 
     Attributes:
         gradient: The sum of its uses, the latest first.
-        mark: Behind which it is computed.
+        mark: The event behind which it is computed.
     """
 
     gradient: Tensor
@@ -60,12 +70,12 @@ class Minibatch(BatchInFlight):
 
     Attributes:
         gradients: Of live parameters, once it is done.
-        sums: Gradients that no stage keeps, as user code has found them or goes on with them.
-        continued: The parameters that user code has used before the piece whose backward runs.
+        sums: Gradients that no stage keeps: user code has found them, or will add to them.
+        continued: Parameters that user code has used before the piece whose backward runs: their sums go on.
     """
 
-    def __init__(self, engine: Engine, number: int, version: int, step: Step, view: View) -> None:
-        super().__init__(engine, number, step.stretch)
+    def __init__(self, engine: Engine, number: int, version: int, step: Step, view: ParameterView) -> None:
+        super().__init__(engine, number, step.section)
         self.version = version
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}
@@ -80,16 +90,16 @@ class Minibatch(BatchInFlight):
     # The engine's side.
 
     def autocast(self, piece: int) -> Autocast:
-        """What ``training_step`` had autocast do where it called ``piece``."""
+        """The state of autocast where ``training_step`` called ``piece``."""
         return self._calls[piece].autocast
 
     def has_later_uses(self, piece: int) -> bool:
-        """Whether inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
+        """True if inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
         return any(gradient is not None for gradient in self._calls[piece].later_gradients)
 
     # The runner's side.
 
-    def _fly(self) -> None:
+    def _run_step(self) -> None:
         with running(self), self._step.context():
             with self._view:
                 self.output, total = self._step.run()
@@ -103,11 +113,11 @@ class Minibatch(BatchInFlight):
             self._backward(total)
 
     def loss_ends(self, mark: StreamEvent | None) -> None:
-        """The gradients of the last piece's outputs are there, where ``mark`` is."""
+        """Tell the last stage that the gradients of the last piece's outputs are there, behind ``mark``."""
         if self._loss is not None:
             self._loss.end(mark)
 
-    def _landed(self, failure: BaseException | None) -> None:
+    def _step_ended(self, failure: BaseException | None) -> None:
         for call in self._calls:
             call.close()
         self._view.close()
@@ -116,9 +126,9 @@ class Minibatch(BatchInFlight):
             self.end(failure)
 
     def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
-        """Runs a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
+        """Run a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
         self._check_cancelled()
-        with self._view.resting():
+        with self._view.suspended():
             return self._call(piece, name, prepare(self._view.replaced(given)))
 
     def _call(self, piece: int, name: str, inputs: Any) -> Any:
@@ -142,19 +152,17 @@ class Minibatch(BatchInFlight):
         return connected
 
     def _backward(self, total: Tensor) -> None:
-        """Starts the backward pass, from the user's code after the last call down to that before the first."""
+        """Run the backward pass, from the user's code after the last call down to that before the first."""
         above: PieceCall | None = None
         for call in reversed(self._calls):
             first = call.piece == 0
             # What the first piece's inputs do not depend on need not wait for its backward.
             before = first and not call.needs_input_gradients
-            direct = self._view.leaves(call.piece + 1) + (self._view.leaves(0) if before else [])
-            waits = not first or (not before and bool(self._view.leaves(0)))
-            gradients, found = call.collect(total, above, self._leaves(direct), self._view, keep_graph=waits)
+            direct = self._view.used(call.piece + 1) + (self._view.used(0) if before else [])
+            waits = not first or (not before and bool(self._view.used(0)))
+            gradients, found = call.collect(total, above, self._targets(direct), self._view, keep_graph=waits)
             self._add(direct, found)
-            self.continued = {
-                used.live for region in range(before, call.piece + 1) for used in self._view.leaves(region)
-            }
+            self.continued = {used.live for region in range(before, call.piece + 1) for used in self._view.used(region)}
             start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
                 found = self._through_pipeline(start, f"the backward of piece {call.piece}")
@@ -164,22 +172,22 @@ class Minibatch(BatchInFlight):
                 start()
             above = call
         if waits:
-            direct = self._view.leaves(0)
-            self._add(direct, below(total, above, self._leaves(direct), self._view, keep_graph=False))
+            direct = self._view.used(0)
+            self._add(direct, gradients_below(total, above, self._targets(direct), self._view, keep_graph=False))
             self.end()
 
-    def _leaves(self, direct: Sequence[Used]) -> list[Leaf]:
-        """The leaves that stand for the parameters of ``direct``, with the gradients of later uses."""
+    def _targets(self, direct: Sequence[UsedParameter]) -> list[Target]:
+        """The copies that stand for the parameters of ``direct``, with the gradients of later uses."""
         found = []
         for used in direct:
             later = None
             if (earlier := self.sums.get(used.live)) is not None:
                 self._engine.lanes.outside.join(earlier.mark, [earlier.gradient])
                 later = move(earlier.gradient, used.seen.device)
-            found.append(Leaf(used.copy, used.seen, later))
+            found.append(Target(used.copy, used.seen, later))
         return found
 
-    def _add(self, direct: Sequence[Used], gradients: Sequence[Tensor | None]) -> None:
+    def _add(self, direct: Sequence[UsedParameter], gradients: Sequence[Tensor | None]) -> None:
         found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
         mark = self._engine.lanes.outside.mark(gradient.device for gradient in found.values()) if found else None
         self.sums.update((live, Sum(gradient, mark)) for live, gradient in found.items())

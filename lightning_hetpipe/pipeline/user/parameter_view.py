@@ -1,15 +1,12 @@
-"""What ``training_step`` sees of parameters: those of its minibatch's version (law L1).
+"""The parameters that ``training_step`` sees: those of its minibatch's version (law L1).
 
 Calls of pipelined modules run on copies. Whatever else ``training_step`` does with a parameter (a learnable
 temperature, an L2 term, the norm of a weight) is Python that holds the *live* one, which is of another version, or
-being changed. So in a minibatch's thread torch's functions are given the version's copy instead, and the gradients of
-such copies belong to the live parameters.
+being changed. So in a minibatch's thread torch's functions are given the version's copy instead, on the device of user
+code, and the gradients of such copies belong to the live parameters.
 
-A stage's copies lie on its device. User code computes on the last stage's, as in a plain run on one, and so is given
-them there; autograd takes the gradients back.
-
-In the same way a tensor that was given to a pipelined module has a stand-in after the call, which leads through the
-call's seam, so that the gradients of its uses are added in the order of a plain backward.
+In the same way a tensor that was given to a pipelined module has a stand-in after the call. It leads through the call's
+boundary in the graph, so that the gradients of its uses are added in the order of a plain backward.
 """
 
 from __future__ import annotations
@@ -40,40 +37,40 @@ from lightning_hetpipe.torch_private import (
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__"}
 _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
-"""What is the same for every version."""
+"""The same for every version."""
 
 _PLACE = {"device", "get_device", "is_cpu", "is_cuda"}
-"""What tells where it is: a parameter, where user code computes."""
+"""Answered for the device of user code, where a parameter is concerned."""
 
 _OF_THE_TENSOR = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad", "grad"}
 _OF_THE_TENSOR |= {"grad_fn", "is_leaf", "output_nr", "requires_grad", "requires_grad_", "backward"}
-"""What is asked of a tensor itself, with all its uses, also where it has a stand-in."""
+"""Asked of a tensor itself, with all its uses, also where it has a stand-in."""
 
 _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
-"""What would be done to one version's copy and be lost with it."""
+"""Would be done to one version's copy, and be lost with it."""
 
 
 @dataclass(frozen=True)
 class _Weight:
     name: str
     live: nn.Parameter
-    ring: WeightStash
-    place: int
+    stash: WeightStash
+    index: int  # in the stash
 
 
 @dataclass(frozen=True)
 class _Buffer:
     name: str
     live: Tensor
-    changes: bool  # whether forwards change it
+    changes: bool  # forwards change it
 
 
-class Weights:
-    """Where the versions of live parameters are, and which live buffers stages have copies of.
+class VersionedTensors:
+    """Live parameters, with where their versions are, and live buffers of which stages have copies.
 
     Args:
         root: Names them.
-        rings: Hold the versions, of these live parameters.
+        stashes: Hold the versions, of these live parameters.
         layers: The live layers, whose buffers are copied.
         changing: The ``id`` of each live buffer that forwards change.
     """
@@ -81,51 +78,51 @@ class Weights:
     def __init__(
         self,
         root: nn.Module,
-        rings: Sequence[tuple[Live, WeightStash]],
+        stashes: Sequence[tuple[Live, WeightStash]],
         layers: Sequence[nn.Module],
         changing: Collection[int] = (),
     ) -> None:
         names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self.known: dict[int, _Weight | _Buffer] = {}
-        for of_ring, ring in rings:
-            for place, live in enumerate(of_ring.parameters):
-                self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, ring, place))
+        for own, stash in stashes:
+            for index, live in enumerate(own.parameters):
+                self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, stash, index))
         for buffer in (buffer for layer in layers for buffer in layer.buffers()):
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
 
 
-class _Given:
-    """A tensor that was given to a pipelined module, and what stands in for it from then on.
+class _StandIn:
+    """A tensor that was given to a pipelined module, with the one that stands in for it from then on.
 
     Both lie in the same memory. Autograd does not know that, and each may have views.
     """
 
     def __init__(self, live: Tensor, later: Tensor) -> None:
         self.live, self.later = live, later
-        self._places = self._now()
+        self._nodes = self._now()
 
-    def stand_in(self) -> Tensor:
+    def get(self) -> Tensor:
         """``later``, after ``live`` was made to lead through it where that was changed in place.
 
         Raises:
             SettingError: if the memory was changed by way of another tensor, so that ``later`` leads past the change.
         """
         live, later = self._now()
-        if live is not self._places[0]:
+        if live is not self._nodes[0]:
             raise SettingError(
                 f"training_step uses a tensor of shape {tuple(self.live.shape)} that it gave to a pipelined module and"
                 " has changed in place meanwhile by way of another tensor (a view of it, or what it is a view of);"
                 " change a clone() of that"
             )
-        if later is not self._places[1]:
+        if later is not self._nodes[1]:
             follow: Any = _Follow.apply  # torch has no types here
             with torch.enable_grad(), unseen_change(self.live):
                 follow(self.live, self.later)
-            self._places = self._now()
+            self._nodes = self._now()
         return self.later
 
     def _now(self) -> tuple[Any, Any]:
-        """Where both are in autograd's graph. (A view's own node is made anew wherever its memory has changed.)"""
+        """The nodes of both in autograd's graph. (A view's own one is made anew wherever its memory has changed.)"""
         return viewed(self.live).grad_fn, viewed(self.later).grad_fn
 
 
@@ -143,107 +140,99 @@ class _Follow(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Used:
-    """A parameter that user code has used between two calls of pipelined modules, or before or after them.
+class UsedParameter:
+    """A parameter that user code has used in one region, which is what lies between two calls of pipelined modules.
 
     Attributes:
+        name: Its name.
         live: The parameter.
-        copy: The leaf that stands for it, where the version is.
+        copy: The leaf that stands for it, on the device of the version.
         seen: What user code was given: ``copy``, or its copy on the device of user code.
+        counter: How often ``seen`` had been changed in place when it was made.
     """
 
+    name: str
     live: nn.Parameter
     copy: nn.Parameter
     seen: Tensor
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    weight: _Weight
-    copy: nn.Parameter
-    seen: Tensor
-    counter: int  # how often that had been changed in place when it was made
+    counter: int
 
     def check(self) -> None:
         if version_counter(self.seen) != self.counter:
-            raise changes_parameter(self.weight.name)
+            raise changes_parameter(self.name)
 
 
-class View(TorchFunctionMode):
+class ParameterView(TorchFunctionMode):
     """Gives torch's functions the parameters of ``version``; opened in the thread of one minibatch.
 
     Args:
-        weights: Where they are.
+        tensors: Those that have versions.
         version: max(v_e, p - Nm).
-        ahead: Whether later minibatches may be in flight, so that live buffers and gradients are of another moment.
-        device: Where user code computes.
+        ahead: Later minibatches may be in flight, so that live buffers and gradients are of another moment.
+        device: The one on which user code computes.
     """
 
-    def __init__(self, weights: Weights, version: int, ahead: bool, device: torch.device) -> None:
+    def __init__(self, tensors: VersionedTensors, version: int, ahead: bool, device: torch.device) -> None:
         super().__init__()
-        self._weights = weights
+        self._known = tensors.known
         self._version = version
         self._ahead = ahead
         self._device = device
         self.region = 0
-        """How many calls of pieces lie behind: each has gradients of its own for what is used after it."""
-        self._leaves: dict[tuple[int, int], _Leaf] = {}
-        self._given: dict[int, _Given] = {}
-        self._resting = False
+        """Calls of pieces so far: each has gradients of its own for what is used after it."""
+        self._used: dict[tuple[int, int], UsedParameter] = {}
+        self._stand_ins: dict[int, _StandIn] = {}
+        self._suspended = False
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Within it, functions are given what they are called with."""
-        before, self._resting = self._resting, True
+        before, self._suspended = self._suspended, True
         left = leave_function_mode(self)  # else it would be asked all the same
         try:
             yield
         finally:
             if left:
                 enter_function_mode(self)
-            self._resting = before
+            self._suspended = before
 
     def stand_in(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """From now on the second tensor of each of ``pairs`` stands in for the first."""
+        """Have the second tensor of each of ``pairs`` stand in for the first, from now on."""
         for given, later in pairs:
-            for key, held in self._given.items():  # a stand-in was given: it stood for a tensor of the user's
+            for key, held in self._stand_ins.items():  # a stand-in was given: it stood for a tensor of the user's
                 if held.later is given:
-                    self._given[key] = _Given(held.live, later)
-            self._given[id(given)] = _Given(given, later)
+                    self._stand_ins[key] = _StandIn(held.live, later)
+            self._stand_ins[id(given)] = _StandIn(given, later)
 
     def close(self) -> None:
-        """Lets go of the tensors that were given to pipelined modules."""
-        self._given.clear()
+        """Let go of the tensors that were given to pipelined modules."""
+        self._stand_ins.clear()
 
-    def leaves(self, region: int) -> list[Used]:
-        """Live parameters that were used in ``region``, if they are trained."""
-        return [
-            Used(leaf.weight.live, leaf.copy, leaf.seen)
-            for (where, _), leaf in self._leaves.items()
-            if where == region and leaf.copy.requires_grad
-        ]
+    def used(self, region: int) -> list[UsedParameter]:
+        """Trained parameters that were used in ``region``, in the order of their first use."""
+        return [used for (where, _), used in self._used.items() if where == region and used.copy.requires_grad]
 
     def ids(self) -> set[int]:
         """The ``id`` of every copy that was used."""
-        return {id(leaf.copy) for leaf in self._leaves.values()}
+        return {id(used.copy) for used in self._used.values()}
 
     def check(self) -> None:
-        """Refuses changes of a parameter, which only this version's copy has seen.
+        """Refuse changes of a parameter, which only this version's copy has seen.
 
         Raises:
             SettingError: which names it.
         """
-        for leaf in self._leaves.values():
-            leaf.check()
+        for used in self._used.values():
+            used.check()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # A compiled function would be compiled again for each parameter that the lines below look up.
-        if self._resting or torch.compiler.is_compiling():
+        if self._suspended or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        concerned: list[_Weight | _Buffer | _Given] = []
+        concerned: list[_Weight | _Buffer | _StandIn] = []
         self._find(args, concerned)
         if kwargs:
             self._find(kwargs.values(), concerned)
@@ -258,32 +247,18 @@ class View(TorchFunctionMode):
         buffers = [found for found in concerned if isinstance(found, _Buffer)]
         if not weights and not buffers and (name in _OF_THE_TENSOR or func is torch.autograd.grad):
             return func(*args, **kwargs)
-        if weights and func is torch.autograd.grad:
-            raise SettingError(
-                f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
-                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step, or"
-                " train with another strategy where the loss itself needs them"
-            )
-        if weights and (name in _LASTING or kind in ("__set__", "__delete__") or name == "grad"):
-            if name == "grad" and not self._ahead:
-                return func(*args, **kwargs)
-            raise SettingError(_refusal(weights[0].name, name, kind))
-        for buffer in buffers:
-            if self._ahead and buffer.changes:
-                raise SettingError(
-                    f"training_step uses the buffer '{buffer.name}' of a pipelined module, which forwards of other"
-                    " minibatches in flight change; use it in on_train_batch_end, where it is step p's, or set"
-                    " in_flight=1"
-                )
+        if weights and name == "grad" and func is not torch.autograd.grad and not self._ahead:
+            return func(*args, **kwargs)
+        self._refuse(func, name, kind, weights, buffers)
         before = [version_counter(buffer.live) for buffer in buffers]
         if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
-            result = self._leaf(weights[0]).seen.detach()
+            result = self._use(weights[0]).seen.detach()
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))
         for weight in weights:
-            self._leaf(weight).check()
+            self._use(weight).check()
         for found in concerned:
-            if isinstance(found, _Given) and found.stand_in() is result:
+            if isinstance(found, _StandIn) and found.get() is result:
                 result = found.live
         for buffer, counter in zip(buffers, before, strict=True):
             if version_counter(buffer.live) != counter:
@@ -293,14 +268,38 @@ class View(TorchFunctionMode):
                 )
         return result
 
-    def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer | _Given]) -> None:
-        """Adds to ``found`` what ``values`` hold of ours."""
-        known, given = self._weights.known, self._given
+    def _refuse(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        kind: str,
+        weights: Sequence[_Weight],
+        buffers: Sequence[_Buffer],
+    ) -> None:
+        if weights and func is torch.autograd.grad:
+            raise SettingError(
+                f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
+                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step, or"
+                " train with another strategy where the loss itself needs them"
+            )
+        if weights and (name in _LASTING or kind in ("__set__", "__delete__") or name == "grad"):
+            raise SettingError(_refusal(weights[0].name, name, kind))
+        for buffer in buffers:
+            if self._ahead and buffer.changes:
+                raise SettingError(
+                    f"training_step uses the buffer '{buffer.name}' of a pipelined module, which forwards of other"
+                    " minibatches in flight change; use it in on_train_batch_end, where it is step p's, or set"
+                    " in_flight=1"
+                )
+
+    def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer | _StandIn]) -> None:
+        """Add to ``found`` those of ``values``, and of what they contain, that have versions or stand-ins."""
+        known, stand_ins = self._known, self._stand_ins
         for value in values:
             if isinstance(value, Tensor):
                 if (one := known.get(id(value))) is not None:
                     found.append(one)
-                elif (other := given.get(id(value))) is not None:
+                elif (other := stand_ins.get(id(value))) is not None:
                     found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
                     raise SettingError(
@@ -313,12 +312,12 @@ class View(TorchFunctionMode):
                 self._find(value.values(), found)
 
     def replaced(self, value: Any) -> Any:
-        """``value`` with copies in the place of live parameters."""
+        """``value`` with copies and stand-ins in the place of live parameters and of tensors that have them."""
         if isinstance(value, Tensor):
-            found = self._weights.known.get(id(value))
+            found = self._known.get(id(value))
             if isinstance(found, _Weight):
-                return self._leaf(found).seen
-            return value if (given := self._given.get(id(value))) is None else given.stand_in()
+                return self._use(found).seen
+            return value if (stand_in := self._stand_ins.get(id(value))) is None else stand_in.get()
         if isinstance(value, list | tuple):
             parts = [self.replaced(part) for part in value]
             if all(map(operator.is_, parts, value)):
@@ -328,18 +327,18 @@ class View(TorchFunctionMode):
             return {key: self.replaced(part) for key, part in value.items()}
         return value
 
-    def _leaf(self, weight: _Weight) -> _Leaf:
+    def _use(self, weight: _Weight) -> UsedParameter:
         key = (self.region, id(weight.live))
-        if (known := self._leaves.get(key)) is None:
-            held = weight.ring.parameter(weight.place, self._version)
+        if (used := self._used.get(key)) is None:
+            held = weight.stash.parameter(weight.index, self._version)
             with torch.inference_mode(False):
                 copy = nn.Parameter(held.detach(), held.requires_grad)
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then
                         seen = copy.to(self._device, non_blocking=self._device.type == "cuda")
-            self._leaves[key] = known = _Leaf(weight, copy, seen, version_counter(seen))
-        return known
+            self._used[key] = used = UsedParameter(weight.name, weight.live, copy, seen, version_counter(seen))
+        return used
 
 
 def changes_parameter(name: str) -> SettingError:
@@ -350,7 +349,7 @@ def changes_parameter(name: str) -> SettingError:
 
 
 def _name(func: Callable[..., Any]) -> tuple[str, str]:
-    """What ``func`` is called, and of a property also whether it is read or set."""
+    """The name of ``func``; of a property its name, and "__get__", "__set__" or "__delete__"."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", ""), name

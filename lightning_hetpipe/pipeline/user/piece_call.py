@@ -1,4 +1,4 @@
-"""The seam in the user's autograd graph where a piece ran in the pipeline."""
+"""The boundary in the user's autograd graph where a piece ran in the pipeline."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_hetpipe.torch_private import graph_nodes, run_backward
 
 
 class PieceCall:
-    """One call of a piece in one minibatch: what went in, what came out, and the gradients of both.
+    """One call of a piece in one minibatch: inputs, outputs, and the gradients of both.
 
     User code around the pieces is backpropagated in its own thread, piece by piece from the last to the first: first
     down to this piece's outputs (``output_gradients``), then the pipeline computes ``input_gradients``, which the graph
     below hands on. The ``anchor`` is a leaf above nothing but this call, so that asking for its gradient makes autograd
     visit exactly what lies between the loss and this piece.
 
-    Uses of an input after the call go through the seam as well (``later_inputs`` stand in for the inputs there), so
+    Uses of an input after the call go through the boundary as well (``later_inputs`` stand in for the inputs there), so
     that their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
     """
 
@@ -37,9 +37,9 @@ class PieceCall:
         self.outside = outside
         self.collecting = False
         self.collected: StreamEvent | None = None
-        """Behind the gradients of the outputs: autograd finds them in the stream in which user code made the call."""
+        """The event behind the gradients of the outputs, which autograd computes in the stream of the call."""
         self.taken: StreamEvent | None = None
-        """Behind the gradients of the inputs."""
+        """The event behind the gradients of the inputs."""
         self.outputs = 0
         self.later_inputs: list[tuple[Tensor, Tensor]] = []
         """Each input that a gradient goes to, with the tensor that stands in for it after the call."""
@@ -52,11 +52,11 @@ class PieceCall:
 
     @property
     def needs_input_gradients(self) -> bool:
-        """Whether the graph goes on below the call."""
+        """True if the graph goes on below the call."""
         return any(edge is not None for edge in self._given)
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
-        """The outputs as the user sees them: part of the graph that leads to ``inputs``."""
+        """Join the call into the user's graph; returns the outputs, as part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
         # Edges and not tensors: one that user code changes in place later has another place in the graph.
         self._given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
@@ -68,7 +68,7 @@ class PieceCall:
         return outputs.tree(joined[: self.outputs])
 
     def take_input_gradients(self, gradients: Gradients) -> None:
-        """The pipeline has computed them, each on the device of its stage: the graph below wants it on its input's."""
+        """Take what the pipeline has computed, each on its stage's device, to the devices of the inputs."""
         later = self.later_gradients or [None] * len(gradients)
         if used := [gradient for gradient in later if gradient is not None]:
             self.outside.join(self.collected, used)
@@ -79,7 +79,7 @@ class PieceCall:
         self.taken = self.outside.mark(tensor.device for tensor in self.inputs.tensors)
 
     def close(self) -> None:
-        """Lets go of tensors and graph, as nothing is differentiated any more.
+        """Let go of tensors and graph, as nothing is differentiated any more.
 
         The call and its node hold each other, so that they would stay until Python collects garbage.
         """
@@ -91,32 +91,32 @@ class PieceCall:
         self,
         total: Tensor,
         above: PieceCall | None,
-        leaves: Sequence[Leaf],
+        targets: Sequence[Target],
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of ``total`` with respect to this call's outputs, and to ``leaves`` that came after it.
+        """Gradients of ``total`` with respect to this call's outputs, and to ``targets`` that came after it.
 
         Args:
-            total: What is differentiated.
+            total: The loss.
             above: The next call, whose input gradients are there; None for the last one.
-            leaves: Used by user code between this call and ``above``.
-            within: Opened around the pass, for the user's hooks and what is computed again.
-            keep_graph: Whether the graph is gone through again, further down.
+            targets: Used by user code between this call and ``above``.
+            within: Opened around the pass, for the user's hooks and for recomputed checkpoints.
+            keep_graph: The graph is gone through again, further down.
         """
         self.collecting = True
-        _, *found = below(total, above, [Leaf(self.anchor), *leaves], within, keep_graph, self._node)
+        _, *found = gradients_below(total, above, [Target(self.anchor), *targets], within, keep_graph, self._node)
         self.collecting = False
         return self.output_gradients or [None] * self.outputs, found
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Target:
     """A leaf of the user's graph, of which a gradient is wanted.
 
     Attributes:
         tensor: The leaf.
-        seen: What user code has used of it: itself, or its copy on another device.
+        seen: The tensor that user code has used: the leaf, or its copy on another device; None for the leaf.
         later: The gradient of its uses so far, to which those in this graph are added one by one.
     """
 
@@ -125,38 +125,38 @@ class Leaf:
     later: Tensor | None = None
 
 
-def below(
+def gradients_below(
     total: Tensor,
     above: PieceCall | None,
-    leaves: Sequence[Leaf],
+    targets: Sequence[Target],
     within: AbstractContextManager[Any],
     keep_graph: bool,
     call: Node | None = None,
 ) -> Sequence[Tensor | None]:
-    """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``; with those
-    of later uses, where these are given.
+    """Gradients of ``total`` with respect to ``targets``, which user code has used before the call ``above``, added to
+    those of later uses.
 
-    What lies above that call, whose input gradients are there, is gone through again only where ``total`` depends on
-    the leaves (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
+    The graph above that call, whose input gradients are there, is gone through again only where ``total`` depends on
+    the targets (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
     backward. All is given as edges: with tensors, torch would put the minibatch's view of its parameters aside, which
     hooks and recomputed checkpoints need.
     """
-    targets = [get_gradient_edge(leaf.tensor) for leaf in leaves]
+    edges = [get_gradient_edge(target.tensor) for target in targets]
     starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
     if above is not None and above.input_gradients is not None:
-        wanted = {call, *(target.node for target in targets if target.node is not None)}
+        wanted = {call, *(edge.node for edge in edges if edge.node is not None)}
         if not any(node in wanted for node in graph_nodes([total.grad_fn], [above._node])):
             pairs = zip(above._given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
             starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
-    for leaf in leaves:
-        if leaf.later is not None:  # a start is what autograd adds before all else
-            starts.append(get_gradient_edge(leaf.tensor if leaf.seen is None else leaf.seen))
-            gradients.append(leaf.later)
+    for target in targets:
+        if target.later is not None:  # autograd adds the gradient of a start before all else
+            starts.append(get_gradient_edge(target.tensor if target.seen is None else target.seen))
+            gradients.append(target.later)
     if not starts:
-        return [None] * len(leaves)
+        return [None] * len(targets)
     with within:
-        return run_backward(starts, gradients, targets, keep_graph)
+        return run_backward(starts, gradients, edges, keep_graph)
 
 
 class _PieceBoundary(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The threads that batches in flight run in, the lock over user code, and Lightning's thread's waits for them.
+"""The pool of runners: the threads of batches in flight, the lock over user code, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
@@ -22,21 +22,21 @@ from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 F = TypeVar("F", bound=BatchInFlight)
 
 JOIN_SECONDS = 5.0
-"""How long closing waits for a thread before it says that the thread is stuck."""
+"""Seconds that closing waits for a thread before it says that the thread is stuck."""
 
 
 class RunnerPool(Generic[F]):
-    """Runs up to ``in_flight`` flights at once, each in a runner's thread.
+    """Runs up to ``in_flight`` batches at once, each in a runner's thread.
 
     Args:
         name: Of the runners' threads.
-        in_flight: How many there may be.
+        in_flight: The largest number of them.
         torch_threads: Threads of each torch operation in user code.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
     """
 
     doing = "training_step of minibatch"
-    """What a runner's user code is, for people."""
+    """Names a runner's user code in messages."""
 
     stages: Sequence[StageThread] = ()
     """Their threads start and end with the runners; user code computes on the last one's device."""
@@ -44,17 +44,17 @@ class RunnerPool(Generic[F]):
     def __init__(self, name: str, in_flight: int, torch_threads: int, timeout: float) -> None:
         self.in_flight = in_flight
         self.lock = UserLock()
-        self.patience = Watchdog(timeout, lambda: self.lock.held, self.describe)
-        self.quiet = ReadersWriterLock(self.patience)
+        self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
+        self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, F] = {}
         self._name = name
         self._torch_threads = torch_threads
         self._runners: list[Worker[F]] = []
-        self._lost_lock = False  # a thread is stuck, so that the lock over user code did not come back
+        self._lost_lock = False  # a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
 
     def start(self) -> None:
-        """Starts the threads; the calling thread takes the lock over user code."""
+        """Start the threads; the calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
         enter = WaitingStream(self.stages[-1].device, [stage.device for stage in self.stages]).enter
@@ -63,48 +63,48 @@ class RunnerPool(Generic[F]):
         ]
         self._take_lock()
 
-    def launch(self, flight: F) -> None:
-        """Puts ``flight``, the next one, in flight."""
-        self.minibatches[flight.number] = flight
-        self.lock.request(flight.start)
-        self._runners[flight.number % self.in_flight].put(flight)
+    def launch(self, batch: F) -> None:
+        """Put ``batch``, the next one, in flight."""
+        self.minibatches[batch.number] = batch
+        self.lock.request(batch.start)
+        self._runners[batch.number % self.in_flight].put(batch)
 
     def finish(self, number: int) -> F:
-        """Waits for minibatch ``number``, and takes it out of the pipeline.
+        """Wait for minibatch ``number``, and take it out of the pipeline.
 
         Raises:
-            BaseException: what it failed with, with the traceback of the thread in which it happened.
+            BaseException: the one that it failed with, with the traceback of the thread in which it happened.
         """
-        flight = self.minibatches[number]
-        self._wait_for(flight)
+        batch = self.minibatches[number]
+        self._wait_for(batch)
         del self.minibatches[number]
-        if flight.failure is not None:
-            raise flight.failure
-        return flight
+        if batch.failure is not None:
+            raise batch.failure
+        return batch
 
     def begin(self, version: int) -> None:
-        """The pipeline starts empty at ``version``, which the live weights are."""
+        """Start with an empty pipeline, at ``version``, which the live weights are."""
 
     def publish(self, version: int) -> None:
-        """The live weights are ``version`` now."""
+        """Make ``version`` of the live weights."""
 
     def show(self, number: int) -> None:
-        """Makes the live buffers what the forward of ``number`` left."""
+        """Make the live buffers those that the forward of ``number`` left."""
 
     def drain(self) -> None:
-        """Waits until nothing is in motion; what is finished waits for its :meth:`finish`."""
+        """Wait until nothing is in motion; batches that are done wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
             self._wait_for(self.minibatches[number])
 
     def discard(self) -> None:
-        """Drops every minibatch in flight; their user code unwinds."""
+        """Drop every minibatch in flight; their user code unwinds."""
         self._cancel()
         self.drain()
         self.minibatches.clear()
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        """Let user code run while Lightning's thread waits for something else, such as DataLoader workers."""
         if self._lost_lock or self._unlocked:
             yield
             return
@@ -118,46 +118,46 @@ class RunnerPool(Generic[F]):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Lets user code run while Lightning's thread computes."""
-        with self.unlocked(), self.quiet.computing():
+        """Let user code run while Lightning's thread computes."""
+        with self.unlocked(), self.compute_lock.computing():
             yield
 
     @contextmanager
     def exclusively(self, number: int, who: str) -> Iterator[None]:
-        """Within it no user code runs, and no other thread computes; for ``who``, a stage that computes nothing yet.
+        """Keep user code from running and other threads from computing; for ``who``, an idle stage.
 
         Waits of others do not end meanwhile, however long it takes: it counts as user code.
         """
         ticket = Ticket(Precedence.RESUME, number)
         self.lock.request(ticket)
         try:
-            self.patience.wait(ticket.wait, f"{who} for user code to pause")
+            self.watchdog.wait(ticket.wait, f"{who} for user code to pause")
         except BaseException:
             self.lock.abandon(ticket)
             raise
         try:
-            with self.quiet.alone():
+            with self.compute_lock.alone():
                 yield
         finally:
             self.lock.release()
 
     def offer(self) -> None:
-        """Lets whoever waits for the lock over user code go first."""
+        """Let whoever waits for the lock over user code go first."""
         if self.lock.wanted() and not self._lost_lock:
             with self.unlocked():
                 pass
 
     def close(self) -> None:
-        """Drops what is in flight and ends every thread. Warns of one that is stuck in a layer or in user code."""
+        """Drop what is in flight and end every thread. Warns of one that is stuck in a layer or in user code."""
         workers: list[Worker[F] | StageThread] = [*self._runners, *self.stages]
         if not workers:
             return
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             self._cancel()
-            if self.patience.given_up is None:
-                for flight in self.minibatches.values():
-                    self._wait_for(flight, deadline)
+            if self.watchdog.given_up is None:
+                for batch in self.minibatches.values():
+                    self._wait_for(batch, deadline)
         finally:
             for worker in workers:
                 worker.close()
@@ -171,24 +171,24 @@ class RunnerPool(Generic[F]):
                     self._let_go()
 
     def describe(self) -> str:
-        """What every stage and every minibatch in flight does, for people."""
-        flying = [flight for flight in self.minibatches.values() if not flight.ended]
-        running = [f"{self.doing} {flight.number} is running" for flight in flying if flight.in_user_code]
-        numbers = ", ".join(str(flight.number) for flight in flying) or "none"
+        """A line on each stage and each minibatch in flight, for messages."""
+        unfinished = [batch for batch in self.minibatches.values() if not batch.ended]
+        running = [f"{self.doing} {batch.number} is running" for batch in unfinished if batch.in_user_code]
+        numbers = ", ".join(str(batch.number) for batch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _let_go(self) -> None:
-        """Gives memory back, as no thread is left: what holds it stands in circles, which Python collects some time."""
+        """Give memory back, as no thread is left: cycles hold it, which Python collects at some later time."""
 
     # Waiting.
 
-    def _wait_for(self, flight: F, deadline: float | None = None) -> None:
-        if flight.ended or self._lost_lock:
+    def _wait_for(self, batch: F, deadline: float | None = None) -> None:
+        if batch.ended or self._lost_lock:
             self.offer()
             return
-        ticket = Ticket(Precedence.MAIN, flight.number)
-        ask = partial(flight.when_ended, lambda: self.lock.request(ticket))
-        self._await(ticket, ask, f"Lightning's step for minibatch {flight.number}", release=True, deadline=deadline)
+        ticket = Ticket(Precedence.MAIN, batch.number)
+        ask = partial(batch.when_ended, lambda: self.lock.request(ticket))
+        self._await(ticket, ask, f"Lightning's step for minibatch {batch.number}", release=True, deadline=deadline)
 
     def _take_lock(self) -> None:
         ticket = Ticket(Precedence.MAIN, 0)
@@ -198,7 +198,7 @@ class RunnerPool(Generic[F]):
     def _await(
         self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
     ) -> None:
-        """Waits in Lightning's thread until ``ticket`` holds the lock over user code; until ``deadline`` if given.
+        """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
 
         Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
         is user code too. Where the lock does not come back, Lightning's thread goes on without it.
@@ -209,7 +209,7 @@ class RunnerPool(Generic[F]):
                 self.lock.release()
             ask()
             if deadline is None:
-                self.patience.wait(ticket.wait, who)
+                self.watchdog.wait(ticket.wait, who)
                 self._lost_lock = False
             else:
                 self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
@@ -217,16 +217,16 @@ class RunnerPool(Generic[F]):
             self._cancel()
             # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
             granted = ticket.granted or ticket.wait(JOIN_SECONDS)
-            self._lost_lock = self.patience.given_up is not None or not granted
+            self._lost_lock = self.watchdog.given_up is not None or not granted
             raise
         finally:
             if self._lost_lock:
                 self.lock.abandon(ticket)
 
     def _cancel(self) -> None:
-        for flight in self.minibatches.values():
-            flight.cancelled = True
+        for batch in self.minibatches.values():
+            batch.cancelled = True
 
 
-def _run(flight: BatchInFlight) -> None:
-    flight.context.run(flight.run)
+def _run(batch: BatchInFlight) -> None:
+    batch.context.run(batch.run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, Stretch, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
 from lightning_hetpipe.run.lifecycle import Extension
 
 
@@ -16,13 +16,13 @@ class RandomStates(Extension):
         self._state = state
 
     def section(self, minibatch: int) -> UserSection:
-        return Stretch(self._state(minibatch))
+        return ProcessSection(self._state(minibatch))
 
 
 @contextmanager
 def own_state(state: ProcessState) -> Iterator[None]:
     """Within it, the process has ``state``: for user code that runs in Lightning's own thread."""
-    section = Stretch(state)
+    section = ProcessSection(state)
     section.enter()
     try:
         yield

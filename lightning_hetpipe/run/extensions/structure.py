@@ -60,10 +60,10 @@ class Structure(Extension):
         self._calls.take()
 
     def evaluating(self, minibatch: int) -> Around:
-        return self._calls.aside() if self._evaluates() else NOTHING
+        return self._calls.interceptor.aside() if self._evaluates() else NOTHING
 
     def closed(self) -> None:
-        self._calls.close()
+        self._calls.interceptor.remove()
 
 
 class _Modes:

@@ -89,4 +89,4 @@ def ignore(decision: Decision) -> None:
 
 def line(room: str, decision: Decision) -> str:
     """``decision``, of a room, as a line of JSON."""
-    return json.dumps({"room": room, "decision": type(decision).__name__.lower(), **asdict(decision)}) + "\n"
+    return json.dumps({"room": room, "decision": type(decision).__name__, **asdict(decision)}) + "\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_hetpipe.cli.attribution import in_settings
 from lightning_hetpipe.cli.config_sections import written
-from lightning_hetpipe.cli.message_text import in_settings
 
 
 @pytest.fixture

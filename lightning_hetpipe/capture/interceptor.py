@@ -1,0 +1,96 @@
+"""Interceptor of calls of modules: the watched step, the pipeline, evaluation and the single stage are its handlers.
+
+It redirects ``forward``, so that the hooks that users put on a module run around the call as they always do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+
+from lightning_hetpipe.redirect import Redirect
+
+NOT_TAKEN = object()
+"""Returned by a handler in place of an output: the module's own ``forward`` is to run, as user code."""
+
+
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: The module's path in the LightningModule.
+        module: The module.
+        args, kwargs: What its ``forward`` is given.
+    """
+
+    def __init__(self, name: str, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.module: nn.Module = redirect.owner
+        self.args = args
+        self.kwargs = kwargs
+        self._redirect = redirect
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Within it, the module has its own ``forward``."""
+        return self._redirect.aside()
+
+    def run(self) -> Any:
+        """Run the module's own ``forward``; modules that it calls are not intercepted."""
+        return self._redirect.original(*self.args, **self.kwargs)
+
+
+class Interceptor:
+    """Hands calls of ``modules`` to ``handler``, until it is removed or its ``with`` block ends.
+
+    Only outermost calls are intercepted: what ``handler`` itself calls, in its own thread, runs as it is. Where it
+    returns ``NOT_TAKEN``, the module runs, and the modules that it calls are intercepted in turn. Any number of threads
+    may call modules at once.
+
+    Args:
+        modules: Modules by their names; each of them once.
+        handler: Called with each call; returns its output.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], handler: Callable[[ModuleCall], Any]) -> None:
+        self._handler = handler
+        self._thread = _Thread()
+        self._redirects = [Redirect(module, "forward", partial(self._intercept, name)) for name, module in modules]
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back, for good."""
+        for redirect in self._redirects:
+            redirect.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it, the modules have their own ``forward``."""
+        with ExitStack() as stack:
+            for redirect in self._redirects:
+                stack.enter_context(redirect.aside())
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _intercept(self, name: str, redirect: Redirect, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._thread.handling:
+            self._thread.handling = True
+            try:
+                output = self._handler(ModuleCall(name, redirect, args, kwargs))
+            finally:
+                self._thread.handling = False
+            if output is not NOT_TAKEN:
+                return output
+        return redirect.original(*args, **kwargs)
+
+
+class _Thread(threading.local):
+    handling = False
