@@ -1,4 +1,4 @@
-"""Which layers run on which stage and device, and the report of it."""
+"""Layout of layers on stages and devices, and the report of it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass
 class Layout:
-    """Which layers run on which stage, and what was measured.
+    """Layers of each stage, its device, and its measured time.
 
     Attributes:
         layers: All layers of all pieces, in order.
-        cuts: The first layer of each stage.
+        split_points: The first layer of each stage.
         devices: The device of each stage.
         times: Seconds of each stage per minibatch, as profiled.
         names: Of each stage's device, for people, where others were declared than torch's.
@@ -40,7 +40,7 @@ class Layout:
     """
 
     layers: list[Layer]
-    cuts: tuple[int, ...]
+    split_points: tuple[int, ...]
     devices: list[torch.device]
     times: list[float]
     names: Sequence[str] | None = None
@@ -51,17 +51,17 @@ class Layout:
         """Layers of ``pieces`` as ``decision`` has them."""
         layers = [layer for piece in pieces for layer in piece.layers]
         devices = list(decision.devices)
-        return cls(layers, decision.cuts, devices, decision.times, decision.names, decision.emulated)
+        return cls(layers, decision.split_points, devices, decision.times, decision.names, decision.emulated)
 
     def is_spread(self) -> bool:
-        """Whether stages lie on different devices."""
+        """Tell whether stages lie on different devices."""
         return len(set(self.devices)) > 1
 
     def stage_layers(self, stage: int) -> list[Layer]:
-        return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
+        return self.layers[slice(self.split_points[stage], [*self.split_points[1:], len(self.layers)][stage])]
 
     def run_piece(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs live layers of ``piece``, each on its stage's device: what evaluation does outside the pipeline.
+        """Run live layers of ``piece``, each on its stage's device, as evaluation does outside the pipeline.
 
         Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
         """

@@ -36,7 +36,7 @@ class Loop(Protocol):
         """The minibatch that the loop is at, or was at last."""
 
     def limit(self, in_flight: int) -> int:
-        """How many of ``in_flight`` minibatches, from the next one on, the loop will still ask for."""
+        """Number of minibatches that the loop will still ask for, from the next one on, up to ``in_flight``."""
 
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves ``batch`` to the devices, with all hooks."""
@@ -90,7 +90,7 @@ class Driver(Generic[F]):
         self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
 
     def start(self, pipeline: RunnerPool[F]) -> None:
-        """From the next minibatch on, the user's steps run in ``pipeline``."""
+        """Start ``pipeline``, in which the user's steps run from the next minibatch on."""
         self._pipeline, self.restarts = pipeline, False
         pipeline.start()
 

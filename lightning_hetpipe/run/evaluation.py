@@ -67,7 +67,7 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        """From now on every run of the loop goes through here; for one outside of training."""
+        """Take over every run of the loop from now on; for one outside of training."""
         self._redirects = [
             Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)),
             Redirect(self.module, BEFORE_TRANSFER, before_transfer),
@@ -83,7 +83,7 @@ class Evaluation:
         self.pieces, self.layout, self.in_flight = pieces, layout, in_flight
 
     def is_worth_it(self) -> bool:
-        """Whether several batches could be in flight over several stages."""
+        """Tell whether several batches could be in flight over several stages."""
         if self.layout is not None:
             return len(self.layout.devices) > 1 and self.in_flight > 1
         stages = len(self.settings.devices) if self.settings.stages == "auto" else self.settings.stages
@@ -119,8 +119,8 @@ class Evaluation:
         devices, asked = self.settings.devices, self.settings.stages
         stages = min(len(devices) if asked == "auto" else asked, len(layers))
         times = measure(pieces, self.random, default_dtype, devices[-1], backward=False)
-        cuts = self.settings.choose_cuts(times, stages)
-        layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
+        first = self.settings.choose_split_points(times, stages)
+        layout = Layout(layers, first, place(stages, devices), stage_times(times, first))
         move_to_devices(layout, None)
         for piece in pieces:
             piece.inputs.clear()

@@ -63,7 +63,7 @@ class EvaluationRun:
             self._driver.close()
 
     def resting(self) -> AbstractContextManager[None]:
-        """Within it, another run of the loop does not go through this one."""
+        """Let another run of the loop, within it, not go through this one."""
         return self._reset.aside()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
@@ -153,7 +153,7 @@ class EvaluationRun:
         assert evaluation.layout is not None
         evaluator = Evaluator(
             [(piece.name, piece.layers) for piece in evaluation.pieces],
-            evaluation.layout.cuts,
+            evaluation.layout.split_points,
             evaluation.layout.devices,
             evaluation.stage_settings(default_dtype),
             evaluation.settings.timeout,

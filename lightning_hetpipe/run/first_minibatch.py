@@ -153,14 +153,14 @@ class FirstMinibatch(Extension):
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
             raise ahead(self._asked)
-        for line in decision.said:
+        for line in decision.explanation:
             rank_zero_info(line)
-        if decision.said and in_flight != decision.in_flight:
+        if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
-        if settings.recompute and len(decision.cuts) == len(pieces) == 1:
+        if settings.recompute and len(decision.split_points) == len(pieces) == 1:
             nothing_to_recompute()
         return decision, in_flight
 

@@ -224,7 +224,7 @@ class Fit:
         moved = self._move(layout)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
-            layout.cuts,
+            layout.split_points,
             layout.devices,
             StageSettings(
                 self._random,

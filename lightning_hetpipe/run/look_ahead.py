@@ -37,7 +37,7 @@ class Ahead(Protocol):
         """Lightning asks for a batch: the step before it is over."""
 
     def ahead_limit(self) -> int:
-        """How many batches, from the one that Lightning asks for, may be in flight now."""
+        """Number of batches, from the one that Lightning asks for, that may be in flight now."""
 
     def fetching(self, ahead: int) -> AbstractContextManager[None]:
         """Opened around the fetch of the batch that is ``ahead`` batches after the one that Lightning asks for."""

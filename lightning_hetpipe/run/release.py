@@ -14,7 +14,7 @@ from lightning_hetpipe.pipeline.engine import Engine
 
 @contextmanager
 def released_step(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, ``optimizer.step`` gives the lock over user code away once its closure has returned.
+    """Have ``optimizer.step``, within it, give the lock over user code away once its closure has returned.
 
     Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
     """

@@ -18,12 +18,11 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.planner import Decide
-from lightning_hetpipe.placement.progress import Bar, hidden
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the strategy was asked for, and what tests put in its place."""
+    """Settings of one run, as the strategy was asked for them."""
 
     stages: int | Literal["auto"]
     in_flight: int | Literal["auto"]
@@ -31,7 +30,7 @@ class RunSettings:
     timeout: float
     devices: Sequence[torch.device]
     torch_threads: int
-    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
+    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
     before_pass: BeforePass | None
     virtual_worker: int = 0
     recompute: bool = False
@@ -40,9 +39,7 @@ class RunSettings:
     decide: Decide | None = None
     """Decides on stages and Nm; None outside of a fit."""
     planned: bool = False
-    """Whether there is more to decide than for devices that are all the same: a plan, a cluster, unequal devices."""
-    bar: Bar = hidden
-    """Shows what takes longer than a moment."""
+    """True if more is decided than for devices that are all the same: for a plan, a cluster, unequal devices."""
     first_memory: int | None = None
     """Bytes of the device that runs the first minibatch whole; None for no limit."""
     resumed: int | None = None

@@ -1,4 +1,4 @@
-"""What a run takes from environment variables."""
+"""Settings of a run from environment variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def run_seed() -> int:
-    """Of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
+    """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed else torch.initial_seed()
 

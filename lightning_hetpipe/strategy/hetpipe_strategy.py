@@ -86,17 +86,17 @@ class HetPipeStrategy(VirtualWorkers):
             all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
             what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
             warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
-            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other cuts. A
-            weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
+            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A weight
+            that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight. By default, where devices differ, one is made at the start of a fit from measurements of the layers,
-            which are kept on disk: the devices' order, the cuts and, unless they are given, k and Nm. Results depend on
-            Nm alone of these (law L1 of the design), and so on measurements, which differ a little from time to time:
-            runs on one machine repeat as long as what was measured is kept, and ``plan`` or ``in_flight`` pins Nm for
-            good. Where devices are all the same, measurements decide on cuts only.
+            which are kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results
+            depend on Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs
+            on one machine repeat as long as measurements are kept, and ``plan`` or ``in_flight`` pins Nm for good.
+            Where devices are all the same, measurements decide on split points only.
         cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
@@ -195,7 +195,7 @@ class HetPipeStrategy(VirtualWorkers):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
         if is_lightnings_own(super().checkpoint_io):
             self.checkpoint_io = ReplacingCheckpointIO()
         return super().checkpoint_io
@@ -357,7 +357,7 @@ class HetPipeStrategy(VirtualWorkers):
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:
-        """Those that stages may lie on, in the plan's order if there is one."""
+        """Devices that stages may lie on, in the plan's order if there is one."""
         found = self._found_devices()
         if self.plan is None and self.cluster is None:
             return found
@@ -390,7 +390,7 @@ class HetPipeStrategy(VirtualWorkers):
             ProfileCache(),
             progress.of_trainer(trainer),
             even,
-            self._choose_cuts,
+            self._choose_split_points,
             bool(trainer.loggers),
         )
 
@@ -404,7 +404,7 @@ class HetPipeStrategy(VirtualWorkers):
             timeout=self.timeout,
             devices=self._devices(),
             torch_threads=environment.torch_threads(),
-            choose_cuts=self._choose_cuts,
+            choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.emulation,
             decide=planner,
             planned=not planner.even,
@@ -412,14 +412,13 @@ class HetPipeStrategy(VirtualWorkers):
             compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
-            bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
             first_memory=self._placement().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
 
-    def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
-        """The first layer of each stage; tests put their own cuts in its place."""
+    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """Give the first layer of each stage; tests put their own in its place."""
         if self.plan is not None and len(times) == len(self.plan.layers):  # evaluation outside of a fit
             return tuple(stage.first_layer for stage in self.plan.virtual_workers[0].stages)
         return partition(times, stages)

@@ -87,7 +87,7 @@ def plan(value: Any) -> Plan | None:
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """What a plan says, unless something else was asked for, or it says more than there may be."""
+    """Take the number of a plan, unless another was asked for, or it is more than there may be."""
     count(name, planned)
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
@@ -110,7 +110,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def timeline(value: Any) -> Window | None:
-    """Of which minibatches a timeline is to be kept; None for no timeline."""
+    """Minibatches of which a timeline is to be kept; None for no timeline."""
     if value is False:
         return None
     if value is True:
@@ -137,7 +137,7 @@ def virtual_workers(value: Any) -> int:
 
 
 def check_platform(virtual_workers: int, platform: str) -> None:
-    """Whether several processes can be started here; ``platform`` is ``sys.platform``."""
+    """Refuse several processes where they cannot be started; ``platform`` is ``sys.platform``."""
     if virtual_workers > 1 and platform == "win32":
         raise SettingError(
             f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
@@ -202,7 +202,7 @@ def seconds(timeout: timedelta | float) -> float:
     else:
         raise SettingError(f"timeout={timeout!r} must be a datetime.timedelta, or a number of seconds")
     if not found > 0:
-        raise SettingError(f"timeout={timeout!r} must be longer than nothing")
+        raise SettingError(f"timeout={timeout!r} must be positive")
     return found
 
 

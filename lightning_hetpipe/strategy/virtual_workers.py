@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _group: Group | None = None
-"""This process's place among the virtual workers of its launch, which all its Trainers share."""
+"""Membership of this process in the virtual workers of its launch, which all its Trainers share."""
 _ended: dict[int, str] = {}
-"""How other virtual workers of this node have ended, those that have."""
+"""Exits of other virtual workers of this node, those that have ended."""
 
 
 class VirtualWorkers(ParallelStrategy):
@@ -203,7 +203,7 @@ class VirtualWorkers(ParallelStrategy):
         share(self._share)
 
     def _configure_launcher(self) -> None:
-        """Where this process is one of several, or is to start them."""
+        """Make the launcher, where this process is one of several, or is to start them."""
         rank = self._rank
         self._launcher = launcher_of(
             rank,
@@ -282,7 +282,7 @@ class VirtualWorkers(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """What this virtual worker would have saved, if it has taken part in saving."""
+        """Load what this virtual worker would have saved, if it has taken part in saving."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
         resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING

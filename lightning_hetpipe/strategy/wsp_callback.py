@@ -86,8 +86,7 @@ def _seconds(name: str, given: object) -> float:
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
         raise SettingError(
-            f"{name}={given!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most a"
-            " year"
+            f"{name}={given!r} must be a datetime.timedelta or a number of seconds, positive and at most a year"
         )
     return float(seconds)
 

@@ -121,8 +121,8 @@ def test_a_single_stage_has_no_life_in_flight(noted: list[tuple[str, str]]) -> N
         text
         for p in (1, 2)
         for text in (
-            *(f"inline_step {p}", *([f"computed {p}"] if p > 1 else []), f"<inline_step {p}", f"inline_output {p}"),
-            *(f"inline_backward {p}", f"computed {p}", f"<inline_backward {p}"),
+            *(f"inline_step {p}", f"<inline_step {p}", *([f"computed {p}"] if p > 1 else []), f"inline_output {p}"),
+            *(f"inline_backward {p}", f"<inline_backward {p}", f"computed {p}"),
         )
     ]
     assert events(noted) == ["epoch_begins 1", *inline, "epoch_ends", "discarded", "discarded", "closed"]

@@ -27,7 +27,7 @@ from lightning_hetpipe.torch_private import Carried, pytree
 
 
 class _ThreadRecord(threading.local):
-    """What the current thread is doing."""
+    """State of the current thread."""
 
     replaying = False
 

@@ -43,7 +43,7 @@ class LossScale(Extension):
         return loss * torch.full((), self._of[minibatch], dtype=torch.float32, device=loss.device)
 
     def factor(self, minibatch: int) -> float:
-        """What the gradients of ``minibatch`` are to be multiplied by, to be those of the present scale."""
+        """Factor that makes the gradients of ``minibatch`` those of the present scale."""
         if self._scaler is None:
             return 1.0
         return self._present() / self._of.pop(minibatch)

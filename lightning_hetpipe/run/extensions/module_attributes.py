@@ -80,7 +80,7 @@ class Attributes(Extension):
 
     @contextmanager
     def seen(self, minibatch: int, number: int) -> Iterator[None]:
-        """Within it, the module holds what section ``number`` of ``minibatch``'s user code sees."""
+        """Have the module hold, within it, what section ``number`` of ``minibatch``'s user code sees."""
         self.enter(minibatch, number)
         try:
             yield

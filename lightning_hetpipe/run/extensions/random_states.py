@@ -21,7 +21,7 @@ class RandomStates(Extension):
 
 @contextmanager
 def own_state(state: ProcessState) -> Iterator[None]:
-    """Within it, the process has ``state``: for user code that runs in Lightning's own thread."""
+    """Have the process hold ``state`` within it: for user code that runs in Lightning's own thread."""
     section = ProcessSection(state)
     section.enter()
     try:

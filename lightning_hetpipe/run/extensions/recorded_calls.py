@@ -72,7 +72,7 @@ class Record:
 
     @property
     def metric_calls(self) -> list[MetricCall]:
-        """Those of metrics."""
+        """The calls of metrics."""
         return [call for call in self.calls if isinstance(call, MetricCall)]
 
 

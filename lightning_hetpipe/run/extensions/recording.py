@@ -109,7 +109,7 @@ class Recording(ThreadSections):
             logger.experiment.add_image("hetpipe/timeline", picture, global_step=step, dataformats="HWC")
 
     def _write(self, timeline: Timeline) -> str:
-        """Under a name that no other virtual worker has, nor an earlier run in the same folder."""
+        """Write it under a name that no other virtual worker has, nor an earlier run in the same folder."""
         files = get_filesystem(self._folder)
         files.makedirs(self._folder, exist_ok=True)
         worker = f"-vw{self._virtual_worker}" if self._trainer.world_size > 1 else ""

@@ -107,7 +107,7 @@ class ShadowMetric:
 
 
 def _copied_otherwise(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
-    """What a deep copy should not clone, by ``id``, with what to take instead.
+    """Tensors that a deep copy should not clone, by ``id``, with what to take instead.
 
     Parameters (of a metric's own frozen network) and the elements of list states are never changed in place, so they
     are shared. A tensor that hangs on an autograd graph cannot be deep-copied, so it is cloned without its graph.

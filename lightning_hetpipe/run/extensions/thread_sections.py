@@ -73,7 +73,7 @@ class ProfiledSections(ThreadSections):
 
 
 def profiled_sections(trainer: L.Trainer) -> list[Extension]:
-    """What tells ``trainer``'s profiler of sections; none where it has no profiler."""
+    """Extension that tells ``trainer``'s profiler of sections; none where it has no profiler."""
     profiler = _profiler(trainer)
     return [] if profiler is None or isinstance(profiler, PassThroughProfiler) else [ProfiledSections(profiler)]
 

@@ -87,7 +87,7 @@ class WavesAndCuts(Extension):
         self._synchroniser.follow()
 
     def stepped(self, version: int) -> None:
-        """At the end of a wave, pushes the update and takes the merged weights (law L3)."""
+        """Push the update and take the merged weights, at the end of a wave (law L3)."""
         if not self._synchroniser.published(version):
             return
         with self._synchronising():
@@ -108,7 +108,7 @@ class WavesAndCuts(Extension):
             put_back()
 
     def epoch_ends(self) -> None:
-        """Who has come to the end of training has done so for all: nobody could go on with the others gone."""
+        """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone."""
         self._cut(END)
         self._running = False
         self._synchroniser.take_buffers()
@@ -140,13 +140,13 @@ class WavesAndCuts(Extension):
         return self._requeue is not None and self._trainer.is_global_zero
 
     def _save_and_requeue(self) -> None:
-        """At a cut, on all: what SLURM's signal is for."""
+        """Save and requeue, as SLURM's signal wants it; at a cut, on all."""
         told, self._requeue = self._requeue, None
         with self._redirects[0].aside():  # this is the cut to save at
             self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
-        """Once at each place of each epoch; by default after the minibatch ``version``, or the last that has begun."""
+        """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
         begun, in_epoch = begun_minibatches(self._trainer)
         version = begun if version is None else version
         number = self._number(within(in_epoch - begun + version) if place is None else place)
