@@ -24,7 +24,7 @@ from benchmarks.capture_costs_models import LARGE, TIMED, Model
 from benchmarks.harness import Measurement, announce
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.redirect import Redirect
 from tests.oracle import Batch
@@ -93,8 +93,8 @@ def captured(model: Model, batch: Batch) -> tuple[Learner, list[Piece], float]:
     return learner, watch.pieces, time.perf_counter() - started
 
 
-def _watched(model: Model, learner: Learner, batch: Batch) -> tuple[Watch, Tensor]:
-    watch = Watch(learner, None, RandomGenerators(0), 1)
+def _watched(model: Model, learner: Learner, batch: Batch) -> tuple[TrainingWatch, Tensor]:
+    watch = TrainingWatch(learner, None, RandomGenerators(0), 1)
     with watch.watching(), _autocast(model):
         loss: Tensor = learner.compute(batch)["loss"]
     return watch, loss

@@ -36,5 +36,5 @@ else:
 
 __all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
 
-parent_watch.started()
+parent_watch.this_child()
 registration.register()

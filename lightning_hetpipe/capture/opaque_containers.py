@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hetpipe.torch_private import pytree
 
 
-def stranger_in(value: Any) -> Any | None:
+def opaque_in(value: Any) -> Any | None:
     """The first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts; None if none is.
 
     Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as

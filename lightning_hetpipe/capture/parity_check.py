@@ -7,11 +7,11 @@ and at the first of each epoch.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
@@ -31,7 +31,7 @@ IN_VAIN = 20
 
 
 @dataclass(frozen=True)
-class Call:
+class WatchedCall:
     """The watched call of a piece.
 
     Attributes:
@@ -47,7 +47,7 @@ class Call:
     frozen: FrozenValues
 
 
-def capture(piece: Piece, call: Call, chance: RandomGenerators, minibatch: int) -> None:
+def capture(piece: Piece, call: WatchedCall, chance: RandomGenerators, minibatch: int) -> None:
     """Gives ``piece`` its layers, and what each of them was given in the watched call.
 
     Raises:
@@ -120,10 +120,11 @@ def compare(
     captured.take_equal(value, way)
     captured.in_vain += changed is not None
     if changed is not None and captured.in_vain == IN_VAIN:
-        rank_zero_warn(
+        warnings.warn(
             f"{IN_VAIN} times Python values changed that the forward of '{piece.name}' may read, last {changed}, and"
             " the module computed what its graph computes; each time the pipeline stops to compare both, which is slow;"
-            " let forward read no values that change all the time, or set them less often"
+            " let forward read no values that change all the time, or set them less often",
+            stacklevel=2,
         )
 
 

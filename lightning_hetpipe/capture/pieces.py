@@ -15,12 +15,27 @@ from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.plain_attributes import plain_attributes
-from lightning_hetpipe.capture.single_layer import SingleLayer
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private import behind_compile, has_hooks
+from lightning_hetpipe.torch_private import behind_compile, has_any_hooks, has_hooks
+
+
+class SingleLayer(nn.Module):
+    """Calls ``module``, a piece that is one of torch.nn's own layers, with the arguments that it is given as one value.
+
+    Not through ``__call__``: the user's call of the piece has been through that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return self.module.forward(*args, **kwargs)
 
 
 @dataclass
@@ -45,12 +60,33 @@ class Piece:
     single: SingleLayer | None = None
     captured: Captured | None = None
 
+    @staticmethod
+    def of(name: str, module: nn.Module) -> Piece:
+        """Make a piece of ``module``, which has no layers yet."""
+        return Piece(name, module, single=SingleLayer(module) if is_single(module) else None)
+
+    def needs_graph(self) -> bool:
+        """Whether its layers can be seen in a graph only."""
+        return self.single is None and not is_plain_sequential(self.module)
+
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
-        """The layers that can be seen without a graph, by their names."""
-        if self.single is not None:
-            return [(self.name, self.single)]
-        assert isinstance(self.module, nn.Sequential)
-        return list(layers_of(self.name, self.module))
+        """Its layers by their names, as far as these can be seen without a graph."""
+        return [(self.name, self.single)] if self.single is not None else list(layers_of(self.name, self.module))
+
+    def run(self, generators: RandomGenerators, batch: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module as it is; random operations draw as those of stages do for ``batch`` (law L7).
+
+        Draws are named as in stages: by the position of a layer in an ``nn.Sequential``. Hooks of the module itself do
+        not run.
+        """
+        if self.needs_graph():
+            with generators.watch({self.name: self.module}, batch):
+                return self.module.forward(*args, **kwargs)
+        value, layers = self.value(args, kwargs), self.modules_of_layers()
+        with generators.watch(dict(layers), batch) as calls:
+            for name, _ in layers:
+                value = calls[name](value)
+        return value
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What its first layer takes, where ``training_step`` calls the module so."""
@@ -92,6 +128,13 @@ def never_called(names: Collection[str], name: str) -> SettingError:
     )
 
 
+def is_single(module: nn.Module) -> bool:
+    """Whether ``module`` is one layer of torch.nn's own, with nothing around it that a graph would have to show."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or has_any_hooks(module):
+        return False
+    return not any(True for child in module.children() for _ in child.parameters())
+
+
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether ``module`` does what ``nn.Sequential`` does, call its children in order, and these can be copied: none
     has hold of a module that it is not made of, such as the LightningModule."""
@@ -111,10 +154,13 @@ def _items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
 
 
-def layers_of(name: str, sequential: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of ``sequential``, and their paths below ``name``."""
+def layers_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of ``module`` at ``name``, with their paths: itself, if it is no plain ``nn.Sequential``."""
+    if not is_plain_sequential(module):
+        yield name, module
+        return
     # named_children() would leave out a child that stands in a second position.
-    for own, child in sequential.named_modules(remove_duplicate=False):
+    for own, child in module.named_modules(remove_duplicate=False):
         if not own or "." in own:
             continue
         if is_plain_sequential(child) and not has_hooks(child):

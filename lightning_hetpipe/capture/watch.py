@@ -1,4 +1,4 @@
-"""Finds the pieces of a LightningModule and their layers, by watching one ordinary ``training_step``.
+"""Finds the pieces of a LightningModule and their layers, by watching one ordinary step of the user's.
 
 The watched step runs as it would without us, so nothing is guessed: which modules are called, in which order, with what
 inputs, whether a layer changes its input in place, and what no stage could do as it does.
@@ -8,38 +8,68 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
-from lightning_hetpipe.capture.custom_functions import own_backward
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
-from lightning_hetpipe.capture.opaque_containers import stranger_in
-from lightning_hetpipe.capture.parity_check import Call, capture
-from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential, never_called, refuse_hooks
+from lightning_hetpipe.capture.opaque_containers import opaque_in
+from lightning_hetpipe.capture.parity_check import WatchedCall, capture
+from lightning_hetpipe.capture.pieces import Piece, never_called, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
-from lightning_hetpipe.capture.single_layer import SingleLayer, is_single
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
-from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
+from lightning_hetpipe.torch_private import behind_compile, graph_nodes, has_global_hooks, version_counter
 
 
 class Watch:
-    """Watches one ``training_step`` of ``root``.
+    """Watches one step of ``root``: calls of modules in it go to :meth:`answer`.
 
     Args:
         root: The LightningModule.
-        names: The pieces to pipeline; None for all.
-        chance: The run's random numbers; layers draw from them in the watched step too.
+        names: Modules that may be pipelined; None for all.
+        generators: The run's random generators; layers draw from them in the watched step too.
+
+    Attributes:
+        pieces: Modules that a pipeline is to run, in the order of their first calls.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[str] | None, generators: RandomGenerators) -> None:
+        self.pieces: list[Piece] = []
+        self.root = root
+        self.names = names
+        self.generators = generators
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
+        with Interceptor(list(self.candidates()), self.answer):
+            yield
+
+    def candidates(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules whose calls may matter."""
+        raise NotImplementedError
+
+    def answer(self, call: ModuleCall) -> Any:
+        """Run the module that is called, or return ``NOT_TAKEN``."""
+        raise NotImplementedError
+
+
+class TrainingWatch(Watch):
+    """Watches one ``training_step``, and refuses what cannot be pipelined.
+
+    Args:
+        root, names, generators: As :class:`Watch` takes them.
         minibatch: The number of the watched minibatch.
         frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
             named one always is.)
@@ -49,68 +79,65 @@ class Watch:
         self,
         root: nn.Module,
         names: Collection[str] | None,
-        chance: RandomGenerators,
+        generators: RandomGenerators,
         minibatch: int,
         frozen_too: bool = False,
     ) -> None:
-        self.pieces: list[Piece] = []
-        self._root = root
-        self._names = names
-        self._chance = chance
+        super().__init__(root, names, generators)
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._ordinary: set[nn.Module] = set()
         self._seams: dict[Any, list[Tensor]] = {}
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, WatchedCall] = {}
         self._counters: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
-        left_alone: set[nn.Module] = {self._root}
-        for module in self._root.modules():
-            if module is not self._root and is_compiled(module):
-                wrapper = [module] if behind_compile(module) is not None else []
-                left_alone.update(wrapper if is_looked_through(module) else module.modules())
-        self._counters = {name: version_counter(weight) for name, weight in self._root.named_parameters()}
-        self._buffers = {name: buffer.clone() for name, buffer in self._root.named_buffers()}
-        modules = [(name, module) for name, module in self._root.named_modules() if module not in left_alone]
-        with Interceptor(modules, self._seen):
+        self._counters = {name: version_counter(weight) for name, weight in self.root.named_parameters()}
+        self._buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
+        with super().watching():
             yield
+
+    def candidates(self) -> Iterator[tuple[str, nn.Module]]:
+        left_out: set[nn.Module] = {self.root}
+        for module in self.root.modules():
+            if module is not self.root and is_compiled(module):
+                wrapper = [module] if behind_compile(module) is not None else []
+                left_out.update(wrapper if is_looked_through(module) else module.modules())
+        return ((name, module) for name, module in self.root.named_modules() if module not in left_out)
 
     def check(self, loss: Tensor) -> None:
         """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
         called = [piece.name for piece in self.pieces]
-        if missing := [name for name in self._names or () if name not in called]:
-            raise never_called(self._names or (), missing[0])
+        if missing := [name for name in self.names or () if name not in called]:
+            raise never_called(self.names or (), missing[0])
         if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
-            asked = f" (of module={list(self._names)!r})" if self._names else ""
+            asked = f" (of module={list(self.names)!r})" if self.names else ""
             raise SettingError(
                 f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
             )
-        for name, weight in self._root.named_parameters():
+        for name, weight in self.root.named_parameters():
             if version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
-        refuse_leaves(self._root, {id(parameter) for parameter in self._root.parameters()}, loss, self._seams)
+        refuse_leaves(self.root, {id(parameter) for parameter in self.root.parameters()}, loss, self._seams)
         self._seams.clear()
         for piece in self.pieces:
             if (call := self._calls.pop(piece.name, None)) is not None:
-                capture(piece, call, self._chance, self._minibatch)
+                capture(piece, call, self.generators, self._minibatch)
 
     def changed_buffers(self) -> set[int]:
         """The ``id`` of each buffer that the watched step has changed."""
         # By value: batch norm changes its statistics without counting it.
         before = self._buffers
-        return {id(b) for name, b in self._root.named_buffers() if name not in before or not equal(before[name], b)}
+        return {id(b) for name, b in self.root.named_buffers() if name not in before or not equal(before[name], b)}
 
-    def _seen(self, call: ModuleCall) -> Any:
-        """Answer a call of a module."""
+    def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
         if module in self._ordinary or not self._is_wanted(name, module):
             return NOT_TAKEN
         if (earlier := next((piece for piece in self.pieces if piece.module is module), None)) is not None:
-            if self._names is None and not any(p.requires_grad for p in module.parameters()):
+            if self.names is None and not any(p.requires_grad for p in module.parameters()):
                 # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
                 self.pieces.remove(earlier)
                 self._ordinary.add(module)
@@ -125,17 +152,15 @@ class Watch:
                 " or its parts"
             )
         refuse_scripted(name, module)
-        piece = Piece(name, module)
+        piece = Piece.of(name, module)
         self.pieces.append(piece)
-        if is_single(module):
-            piece.single = SingleLayer(module)
-        if piece.single is not None or is_plain_sequential(module):
-            return self._run_layers(piece, piece.value(call.args, call.kwargs))
-        return self._run_whole(piece, (call.args, call.kwargs))
+        if piece.needs_graph():
+            return self._run_whole(piece, (call.args, call.kwargs))
+        return self._run_layers(piece, piece.value(call.args, call.kwargs))
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
-        if self._names is not None:
-            return name in self._names
+        if self.names is not None:
+            return name in self.names
         if any(module is not piece.module and module in piece.module.modules() for piece in self.pieces):
             return False  # if the loss depends on it so, it is refused as used beside the piece
         return any(p.requires_grad or self._frozen_too for p in module.parameters())
@@ -143,7 +168,7 @@ class Watch:
     def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Runs a module of which stages will run a graph."""
         _refuse_global_hooks()
-        _refuse_strangers(f"the pipelined module '{piece.name}' is given", given)
+        _refuse_opaque(f"the pipelined module '{piece.name}' is given", given)
         name, module = piece.name, piece.module
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
@@ -152,29 +177,29 @@ class Watch:
             return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
         frozen = FrozenValues(module)
-        with self._chance.watch({name: module}, self._minibatch), frozen.noted():
-            output, layer = _run_observed(self._root, name, module, call, given, is_graph=True)
+        with self.generators.watch({name: module}, self._minibatch), frozen.noted():
+            output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
-        if (function := own_backward(tensors_of(output), tensors_of(given))) is not None:
+        if (function := _custom_function(tensors_of(output), tensors_of(given))) is not None:
             raise SettingError(
                 f"'{name}' has a backward pass of its own, the torch.autograd.Function {function}, which torch.export"
                 " does not keep; write it with torch's operators, or call it in training_step between two modules"
             )
-        self._calls[name] = Call(Value.of(given), buffers, Value.of(output), frozen)
+        self._calls[name] = WatchedCall(Value.of(given), buffers, Value.of(output), frozen)
         return self._joined(tensors_of(given), output)
 
     def _run_layers(self, piece: Piece, value: Any) -> Any:
         _refuse_global_hooks()
-        _refuse_strangers(f"the pipelined module '{piece.name}' is given", value)
+        _refuse_opaque(f"the pipelined module '{piece.name}' is given", value)
         given = tensors_of(value)
         before = [version_counter(tensor) for tensor in given]
         found = piece.modules_of_layers()
-        with self._chance.watch(dict(found), self._minibatch) as calls:
+        with self.generators.watch(dict(found), self._minibatch) as calls:
             for name, module in found:
                 refuse_compiled(name, module)
                 piece.inputs.append(Value.of(value))
-                value, layer = _run_observed(self._root, name, module, calls[name], value)
+                value, layer = _run_observed(self.root, name, module, calls[name], value)
                 piece.layers.append(layer)
                 if before != [version_counter(tensor) for tensor in given]:
                     raise _changes_input(name, piece.name)
@@ -233,9 +258,16 @@ def _run_observed(
     if not is_graph:
         for part, earlier in zip(parts, attributes, strict=True):
             refuse_changes(name, part, earlier)
-    _refuse_strangers(f"layer '{name}' gives", output)
+    _refuse_opaque(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
     return output, Layer(name, module, mutates, not blocks(given).keys().isdisjoint(blocks(tensors_of(output))))
+
+
+def _custom_function(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
+    """Name a ``torch.autograd.Function`` between ``inputs`` and ``outputs``; None if there is none."""
+    nodes: Iterator[Any] = graph_nodes([tensor.grad_fn for tensor in outputs], [tensor.grad_fn for tensor in inputs])
+    found = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
+    return None if found is None else type(found).__name__.removesuffix("Backward")
 
 
 def _changes_input(layer: str, piece: str) -> SettingError:
@@ -253,10 +285,10 @@ def _refuse_global_hooks() -> None:
         )
 
 
-def _refuse_strangers(what: str, value: Any) -> None:
-    if (stranger := stranger_in(value)) is not None:
+def _refuse_opaque(what: str, value: Any) -> None:
+    if (opaque := opaque_in(value)) is not None:
         raise SettingError(
-            f"{what} a {type(stranger).__name__} that holds tensors, whose gradients would be lost on the way through"
+            f"{what} a {type(opaque).__name__} that holds tensors, whose gradients would be lost on the way through"
             " the pipeline; put tensors into tuples, lists, dicts or plain dataclasses"
         )
 

@@ -20,7 +20,7 @@ from lightning_hetpipe.cli.composition import refusal
 from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
 from lightning_hetpipe.cli.overrides import settled
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.parent_watch import started as child_of_ours
+from lightning_hetpipe.launch.parent_watch import this_child
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
         begin = (tb for tb, module in frames(error.__traceback__) if not module.startswith(_MACHINERY))
         shown = traceback.format_exception(type(error), error, next(begin, error.__traceback__))
         text, code = "".join(shown).rstrip(), FAILED
-    child = child_of_ours()
+    child = this_child()
     if child is None or not child.failed(error, text):
         print(text, file=sys.stderr)
     return code
@@ -130,6 +130,6 @@ def _errors_passed_on() -> Iterator[None]:
 
 def _ended_by(signal: str, code: int, program: ConsoleScript) -> int:
     """Print that a signal ended the run, unless this is a further virtual worker; return the exit code."""
-    if child_of_ours() is None:
+    if this_child() is None:
         print(f"\n{program.name}: {signal}.", file=sys.stderr)
     return code

@@ -16,17 +16,17 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.lost_workers import losses, say
+from lightning_hetpipe.launch.lost_workers import lost_workers, say
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.server_process import how
 
 UNTIL_SAID = 10.0
-"""Seconds of a wait for children that go on after this process, until a person is told of it."""
+"""Seconds that this process, at its end, waits for children before it says so."""
 
 OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
 
-# What ends a process because another one failed, or because somebody wanted it so, explains nothing.
+# Errors that follow from another process's, or from somebody's wish, explain nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
 
 _LOOK = 0.05  # seconds between looks at what children that are to end have said
@@ -34,21 +34,21 @@ _LOOK = 0.05  # seconds between looks at what children that are to end have said
 
 @dataclass(eq=False)
 class Child:
-    """One virtual worker's process, our end of its lifeline, and what it has said there.
+    """One virtual worker's process, our end of the link to it, and the messages that came by that.
 
     Attributes:
         local: Its number on this node.
         worker: Its number among all.
-        arrived: It has come as far as `Launcher.launch`. Before, an interrupt would show where it was instead.
+        arrived: It has come as far as `Launcher.launch`; before, an interrupt would print a traceback.
         error: The exception that ends it, in words that are the same in every process.
-        said: What it would have printed about that.
+        said: The text to print of that.
         leaving: Its program is over.
     """
 
     local: int
     worker: int
     process: subprocess.Popen[bytes]
-    lifeline: socket.socket
+    link: socket.socket
     arrived: bool = False
     error: str | None = None
     said: str = ""
@@ -63,10 +63,10 @@ class Child:
         return f"virtual worker {self.worker}"
 
     def tell(self, signum: int) -> None:
-        """Sends it a signal; SIGINT to all processes of its session, as a terminal does.
+        """Send it a signal; SIGINT to all processes of its session, as a terminal does.
 
-        Who is interrupted while it waits for a DataLoader worker does not end that one in good time: its exception
-        holds the iterator. The worker has to be interrupted itself, or it dies with its temporary files left behind.
+        A process that is interrupted while it waits for a DataLoader worker does not end that one in good time, as its
+        exception holds the iterator. The worker must be interrupted itself, or it leaves temporary files behind.
         """
         if signum != signal.SIGINT:
             self.process.send_signal(signum)
@@ -75,9 +75,9 @@ class Child:
                 os.killpg(self.process.pid, signum)
 
     def listen(self) -> None:
-        """Takes in what it has said so far; to be called by one thread at a time."""
+        """Receive its messages so far; to be called by one thread at a time."""
         with contextlib.suppress(OSError):
-            while part := self.lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
+            while part := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
                 self.unread += part
         *lines, self.unread = self.unread.split(b"\n")
         for said in map(json.loads, lines):
@@ -92,17 +92,17 @@ class Child:
 class Children:
     """Starts a node's further virtual workers, watches them, and ends with all of them ended.
 
-    Nothing is ended because one of them died: that is a loss, and told to whoever ``watch`` named.
+    If one of them dies, the others go on: ``watch`` names who is told of it.
     """
 
     def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0) -> None:
-        """Starts them.
+        """Start them.
 
         Args:
-            command: What each of them runs.
-            folder: Where it starts.
+            command: The command that each of them runs.
+            folder: The folder in which it starts.
             processes: All virtual workers of the node; this process is number 0.
-            first: Its number among those of all nodes.
+            first: The number of this process among those of all nodes.
         """
         self.processes = processes
         self._first = first
@@ -133,7 +133,7 @@ class Children:
             raise
 
     def _run(self, command: Sequence[str], folder: str, local: int, begun: Future[None]) -> None:
-        """Starts one, and stays as long as it does, as its kernel asks of the thread that has forked it."""
+        """Start one, and stay until it ends: the kernel ends a child with the *thread* that forked it."""
         try:
             child = self._start(command, folder, local)
         except BaseException as error:
@@ -162,10 +162,10 @@ class Children:
         return child
 
     def give(self, variables: Mapping[str, str]) -> None:
-        """Tells them what they wait for; to be called once."""
+        """Send them the variables that they wait for; to be called once."""
         for child in self._all:
             with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
-                child.lifeline.sendall(json.dumps(dict(variables)).encode() + b"\n")
+                child.link.sendall(json.dumps(dict(variables)).encode() + b"\n")
 
     def _watch(self, child: Child) -> None:
         code = child.process.wait()
@@ -176,10 +176,12 @@ class Children:
                 self.failures[child.local] = code
         try:
             if failed:
-                losses.note(child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else "")
+                lost_workers.note(
+                    child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else ""
+                )
             with self._changed:
                 self.over[child.local] = code
-                child.lifeline.close()
+                child.link.close()
                 on_end = self._on_end if child.local not in self._told else None
             if on_end is not None:
                 on_end(child.local, code)
@@ -191,7 +193,7 @@ class Children:
                 self._changed.notify_all()
 
     def watch(self, on_end: OnEnd | None) -> None:
-        """Has ``on_end`` told who has ended, and whoever ends from now on; None where nobody waits for them."""
+        """Have ``on_end`` told of all that have ended, and of those that end from now on; None: nobody is told."""
         with self._changed:
             self._on_end = on_end
             over = dict(self.over)
@@ -200,7 +202,7 @@ class Children:
                 on_end(local, code)
 
     def show_errors(self, own: BaseException | None = None) -> None:
-        """Prints what children have said about the exceptions that end them: each once, and none that ``own`` is."""
+        """Print the exceptions that end children: each once, and none that is the same as ``own``."""
         with self._changed:
             if own is not None:
                 self._shown.add(parent_watch.named(own))
@@ -215,40 +217,40 @@ class Children:
                     print((child.said or child.error).rstrip("\n"), file=sys.stderr, flush=True)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to those that run, if they are not about to end."""
+        """Send a signal to those that run, if they are not about to end."""
         for child in self._still():
             if not child.leaving:
                 self._tell(child, signum)
 
-    def wait(self, patience: float | None, grace: float) -> None:
-        """Waits until all have ended by themselves, however long their own code takes; which is said once.
+    def wait(self, end_timeout: float | None, grace: float) -> None:
+        """Wait until all have ended by themselves, however long their own code takes; a person is told once.
 
         Args:
-            patience: Seconds after which they are ended, and the program fails; None: never.
+            end_timeout: Seconds after which they are ended, and the program fails; None: never.
             grace: As of ``end``.
         """
-        soon = UNTIL_SAID if patience is None else min(patience, UNTIL_SAID)
-        if not self._gone(soon) and soon != patience:
+        soon = UNTIL_SAID if end_timeout is None else min(end_timeout, UNTIL_SAID)
+        if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))
             say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
-        if not self._gone(None if patience is None else patience - soon):
+        if not self._gone(None if end_timeout is None else end_timeout - soon):
             for child in self._still():
                 say(
-                    f"{child} had not ended {patience:g} seconds after this process, and is told to end; raise"
+                    f"{child} had not ended {end_timeout:g} seconds after this process, and is told to end; raise"
                     " WSPCallback(end_timeout=...) if it may take longer"
                 )
-            losses.exit_with_one()
+            lost_workers.exit_with_one()
             self.end(signal.SIGTERM, grace)
         self.ended = True
 
     def end(self, signum: int, grace: float) -> None:
-        """Tells them to end, waits until all have come to their end, and ends by force those that do not.
+        """Tell them to end, wait until all have come to their end, and end by force those that do not.
 
         Args:
-            signum: What those get that have come as far as `Launcher.launch`; others get SIGTERM, and those that an
-                exception ends already nothing. Those that were told to end before, and may be cleaning up, which a
-                signal would disturb, get it a third of the grace later: Lightning only notes SIGTERM, and a wait for
-                this process would go on.
+            signum: The signal for those that have come as far as `Launcher.launch`; others get SIGTERM, and those that
+                an exception ends already get none. Those that were told to end before may be cleaning up, which a
+                signal would disturb: they get it a third of the grace later, as Lightning only notes SIGTERM, and a
+                wait for this process would go on.
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         with self._changed:
@@ -266,7 +268,7 @@ class Children:
         self.ended = True
 
     def reap(self, grace: float) -> None:
-        """Waits until nothing of them is left, which only takes a moment, once they have come to their end."""
+        """Wait until nothing of them is left, which only takes a moment, once they have come to their end."""
         if not self._gone(grace, wholly=True):
             for child in self._still():
                 say(f"{child} did not end {grace:g} seconds after its program, and is killed")
@@ -290,7 +292,7 @@ class Children:
             return [child for child in self._all if child.local not in self.over]
 
     def _gone(self, seconds: float | None, wholly: bool = False) -> bool:
-        """Waits until all have come to their end, or ``wholly``: their processes; so long at most."""
+        """Wait for up to ``seconds`` until all have come to their end, or, ``wholly``, their processes are over."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         with self._changed:
             while self._running and not (not wholly and all(self._leaves(child) for child in self._all)):

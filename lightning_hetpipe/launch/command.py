@@ -13,12 +13,12 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 
 _START = os.getcwd()
-"""Where this program was when it imported us: as near as one gets to where it began, where it will begin again."""
+"""The working folder at import: the nearest one gets to the folder in which the program was started."""
 
 _OVERRIDE = re.compile(r"[^-].*=|~")
 # Hydra's options whose value is the next argument.
 _WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p"}
-# What a child gets from us instead, or has no use for: it runs one job, in its launcher's folder, and logs no file.
+# Overrides that a child gets from us instead, or cannot use: it runs one job, in its launcher's folder, without log.
 _OURS = re.compile(
     r"[+~]*hydra(\.mode|\.run\.dir|\.output_subdir|\.sweep\b|\.sweeper\b|\.launcher\b|\.job\.(num|id)|\.job_logging\b"
     r"|\.hydra_logging\b|/(sweeper|launcher|job_logging|hydra_logging)\b)"
@@ -27,7 +27,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class Command:
-    """A command, where to start it, and which job of a Hydra sweep it runs (None without Hydra)."""
+    """A command, the folder to start it in, and the job of a Hydra sweep that it runs (None without Hydra)."""
 
     command: Sequence[str]
     folder: str
@@ -35,7 +35,7 @@ class Command:
 
 
 def this_program() -> Command:
-    """This program once more, as a child is to run it.
+    """The command by which a child runs this program.
 
     Under Hydra it is the job that runs now, with the values that its sweep has chosen, in the same run directory.
 
@@ -63,9 +63,9 @@ def _parts(original: Sequence[str], main: ModuleType) -> tuple[list[str], list[s
     """The interpreter's flags, the script or module, and the program's arguments.
 
     Args:
-        original: What Python was called with.
-        main: The module ``__main__``. Where it is not what Python was told to run, a debugger or the like runs the
-            program, and a child runs it without.
+        original: Python's own arguments.
+        main: The module ``__main__``. If it is not what Python was told to run, a debugger runs the program,
+            and a child runs it without that.
     """
     flags, rest = _split(original)
     if not rest:

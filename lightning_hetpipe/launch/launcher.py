@@ -1,7 +1,7 @@
 """The launcher: starts a node's other virtual workers, each by running this program once more, as Lightning's ddp does.
 
-A child runs the user's whole program, and so meets every `fit` of it by itself: children are started once in a program
-(in a Hydra sweep, once in each job), stay through all of its Trainers, and are waited for when it ends.
+A child runs the user's whole program, and so comes to each of its fits by itself: children are started once in a
+program (in a Hydra sweep, once in each job), stay through all of its Trainers, and are waited for when it ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.children import Children, OnEnd
 from lightning_hetpipe.launch.command import current_job, this_program
-from lightning_hetpipe.launch.lost_workers import losses
-from lightning_hetpipe.launch.parent_watch import started
+from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
+from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.launch.uncaught import Uncaught
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 
@@ -34,36 +33,31 @@ TERMINATED = 128 + signal.SIGTERM
 
 @dataclass
 class _Launch:
-    """What this process has started."""
+    """Everything that this process has started for its program, or for one job of a sweep."""
 
     job: str | None
     processes: int
     children: Children
     closed: Callable[[], None] | None
     grace: float
-    patience: float | None = None
+    end_timeout: float | None = None
     failed: bool = False
     uncaught: Uncaught = field(default_factory=Uncaught)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process is the one that started it, and no fork of that."""
-        return self.children.pid == os.getpid()
-
     def fail(self, error: BaseException) -> None:
-        """Ends the children, because the launch has failed. What they used stays until `finish`, as we may use it."""
+        """End the children, because the launch has failed. Their servers stay until `finish`, as we may use them."""
         self.failed = True
-        self._surely(lambda: self.children.end(signal.SIGINT, self.grace))
+        self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
         self.children.show_errors(error)
 
     def finish(self, failed: bool) -> None:
-        """Waits for the children, and says once more which of them were lost; ends them if this process has failed."""
+        """Wait for the children, and name once more those that were lost; end them if this process has failed."""
         went_on = not self.children.ended and not failed
         try:
             if not self.children.ended and failed:
-                self._surely(lambda: self.children.end(signal.SIGINT, self.grace))
+                self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
             elif not self.children.ended:
-                self._surely(lambda: self.children.wait(self.patience, self.grace))
+                self._end_by(lambda: self.children.wait(self.end_timeout, self.grace))
                 self.children.show_errors()
         finally:
             closed, self.closed = self.closed, None
@@ -73,12 +67,13 @@ class _Launch:
             finally:
                 self.children.reap(self.grace)
         if went_on:
-            losses.name()
+            lost_workers.name()
 
-    def _surely(self, end: Callable[[], None]) -> None:
+    def _end_by(self, end: Callable[[], None]) -> None:
+        """Call ``end``; where it is interrupted, as by Ctrl-C, end the children quickly."""
         try:
             end()
-        except BaseException:  # somebody who does not want to wait
+        except BaseException:
             self.children.end(signal.SIGTERM, min(1.0, self.grace))
             raise
 
@@ -86,170 +81,155 @@ class _Launch:
 _launch: _Launch | None = None
 
 
-def launcher_of(
-    rank: Rank,
-    extra: Callable[[], Mapping[str, str]],
-    *,
-    on_end: OnEnd | None = None,
-    closed: Callable[[], None] | None = None,
-    grace: float = 10.0,
-    patience: Callable[[], float | None] = lambda: None,
-) -> Launcher | None:
-    """The launcher for a process of this rank, or None where there is only one virtual worker.
+def _own_launch() -> _Launch | None:
+    """This process's launch, if it has started one; that of the process of which it is a fork is not its own."""
+    return None if _launch is None or _launch.children.pid != os.getpid() else _launch
 
-    Args:
-        rank: This process.
-        extra: Called once, in the process that starts the others, while they start; returns what they are to be told,
-            such as the address of a server that it started.
-        on_end: Called with the number on this node of a virtual worker whose process has ended, well or not, and its
-            return code (negative: the signal's number), as soon as this process is in ``Launcher.launch``: in a thread
-            of the launcher's, if it ends then.
-        closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
-        grace: Seconds until the next stronger signal goes to a child that is to end.
-        patience: Asked at each launch for how many seconds the program's end waits for children; None: as they live.
+
+def _launch_of_job() -> _Launch | None:
+    """The launch of the program, or of the job of a sweep, that runs now, if there is one."""
+    launch = _own_launch()
+    return None if launch is None or launch.job != current_job() else launch
+
+
+def check_processes(rank: Rank) -> None:
+    """Check that the launch, if there is one already, has as many processes as ``rank`` says.
 
     Raises:
         SettingError: if this process has started another number of virtual workers.
     """
-    if _launch is not None and _launch.is_ours and _launch.job == current_job() and rank.role is Role.FIRST:
-        _check_number(rank.per_node, _launch)
-    if rank.size == 1:
-        return None
-    return Launcher(rank, extra, on_end=on_end, closed=closed, grace=grace, patience=patience)
+    launch = _launch_of_job() if rank.role is Role.FIRST else None
+    if launch is not None and launch.processes != rank.per_node:
+        raise other_number(rank.per_node, launch.processes)
 
 
-def _check_number(processes: int, launch: _Launch) -> None:
-    if processes != launch.processes:
-        raise other_number(processes, launch.processes)
-
-
+@dataclass(eq=False)
 class Launcher(BaseLauncher):
     """Lets all virtual workers of this node run what the Trainer wants run.
 
     The first of them starts the others; those, and processes that torchrun or the like started, just run it.
+
+    Args:
+        rank: This process.
+        extra: Called once, in the process that starts the others, while they start; returns the variables that they are
+            given, such as the address of a server that it started.
+        on_end: Called with the number on this node of a virtual worker whose process has ended, well or not, and its
+            return code (negative: the signal's number), as soon as this process is in :meth:`launch`: in a thread of
+            the launcher's, if it ends then.
+        closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
+        grace: Seconds until the next stronger signal goes to a child that is to end.
+        end_timeout: Called at each launch; gives the seconds that the program's end waits for children; None: no limit.
+        trainer: The Trainer whose run it is, once there is one.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        extra: Callable[[], Mapping[str, str]],
-        *,
-        on_end: OnEnd | None = None,
-        closed: Callable[[], None] | None = None,
-        grace: float = 10.0,
-        patience: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        self._rank = rank
-        self._extra = extra
-        self._on_end = on_end
-        self._closed = closed
-        self._grace = grace
-        self._patience = patience
-        self.trainer: L.Trainer | None = None
-        """Whose run it is, once there is one."""
+    rank: Rank
+    extra: Callable[[], Mapping[str, str]]
+    on_end: OnEnd | None = None
+    closed: Callable[[], None] | None = None
+    grace: float = 10.0
+    end_timeout: Callable[[], float | None] = lambda: None
+    trainer: L.Trainer | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """No: a notebook is no program that could be run once more."""
+        """False: a notebook is no program that could be run once more."""
         return False
 
     def launch(self, function: Callable[..., T], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> T:
-        """Calls ``function``, once the other virtual workers of this node are started.
+        """Call ``function``, once the other virtual workers of this node are started.
 
-        What it raises ends them: nothing is left behind.
+        An exception from it ends them: nothing is left behind.
 
         Raises:
             SettingError: if they have ended already, because an earlier call failed.
         """
         self.trainer = trainer
-        child, launch = started(), None
-        losses.watch()
+        child, launch = this_child(), None
+        lost_workers.watch()
         if child is not None:
             child.arrived()
-        elif self._rank.role is Role.FIRST and self._rank.per_node > 1:
-            patience = self._patience()
+        elif self.rank.role is Role.FIRST and self.rank.per_node > 1:
+            end_timeout = self.end_timeout()
             launch = self._launched()
-            launch.patience = patience
+            launch.end_timeout = end_timeout
         try:
             if launch is not None:
-                launch.children.watch(self._on_end)
+                launch.children.watch(self.on_end)
             return function(*args, **kwargs)
         except TunerExit:  # how lr_find ends a fit that went well
             raise
         except BaseException as error:
-            losses.forget()
+            lost_workers.forget()
             if child is not None:
                 child.given_up = True
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
-            if isinstance(error, PeerFailed) and (
-                getattr(trainer, "received_sigterm", False) or SIGTERMException.__name__ in str(error)
-            ):
+            if not isinstance(error, PeerFailed):
+                raise
+            if getattr(trainer, "received_sigterm", False) or SIGTERMException.__name__ in str(error):
                 raise SIGTERMException(TERMINATED) from None  # this one, or another, was told to end, and so all end
-            if isinstance(error, PeerFailed):
-                raise error.with_traceback(None) from None  # where this one waited explains nothing
-            raise
+            raise error.with_traceback(None) from None  # the place where this one waited explains nothing
         finally:
             if launch is not None:
                 launch.children.watch(None)
 
     def kill(self, signum: Any) -> None:
-        """Passes on a signal that this process got: Lightning calls this for SIGTERM."""
-        if _launch is not None and _launch.is_ours:
-            _launch.children.kill(signum)
+        """Pass on a signal that this process got: Lightning calls this for SIGTERM."""
+        if (launch := _own_launch()) is not None:
+            launch.children.kill(signum)
 
     def _launched(self) -> _Launch:
-        """What this process has started for the program, or for the job of a sweep, that runs now."""
+        """The launch of the program, or of the job of a sweep, that runs now; starts it if there is none."""
         global _launch
-        job, processes = current_job(), self._rank.per_node
-        if _launch is not None and _launch.is_ours and _launch.job == job:
-            _check_number(processes, _launch)
-            if _launch.failed:
+        check_processes(self.rank)
+        processes = self.rank.per_node
+        if (running := _launch_of_job()) is not None:
+            if running.failed:
                 raise SettingError(
                     f"virtual_workers={processes}, but the other virtual workers have ended, because an earlier fit,"
                     " validate, test or predict of this program failed; start the program anew"
                 )
-            return _launch
-        if _launch is not None and _launch.is_ours:
-            _launch.finish(False)  # of the sweep's job before
+            return running
+        if (before := _own_launch()) is not None:
+            before.finish(False)  # the previous job of the sweep
         program = this_program()
-        children = Children(program.command, program.folder, processes, self._rank.index)
+        children = Children(program.command, program.folder, processes, self.rank.index)
         try:
-            children.give(self._extra())
+            children.give(self.extra())
         except BaseException:
-            children.end(signal.SIGTERM, self._grace)
-            if self._closed is not None:
-                self._closed()
-            children.reap(self._grace)
+            children.end(signal.SIGTERM, self.grace)
+            if self.closed is not None:
+                self.closed()
+            children.reap(self.grace)
             raise
         # Last, so that it comes before what `extra` wants done at the end: children may need its server.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        _launch = _Launch(job, processes, children, self._closed, self._grace)
+        _launch = _Launch(program.job, processes, children, self.closed, self.grace)
         return _launch
 
 
 def finish(failed: bool = False) -> Mapping[int, int]:
-    """Waits for what this process has started, as the end of the program does; the end of a sweep's job may.
+    """Wait for the children, as the end of the program does; the end of a sweep's job may.
 
     Args:
-        failed: Something has gone wrong here that the others do not know of: they are not waited for, but ended.
+        failed: This process has failed in a way that the others do not know of: they are not waited for, but ended.
 
     Returns:
         Return codes of the virtual workers that have failed, by their number on this node.
     """
     if failed:
-        losses.forget()
-    if _launch is None or not _launch.is_ours:
+        lost_workers.forget()
+    if (launch := _own_launch()) is None:
         return {}
-    _launch.finish(failed or _launch.uncaught.error is not None)
-    return dict(_launch.children.failures)
+    launch.finish(failed or launch.uncaught.error is not None)
+    return dict(launch.children.failures)
 
 
 def _at_exit() -> None:
     try:
         finish()
-    except KeyboardInterrupt:  # who did not want to wait, and so has ended others
-        losses.exit_with_one()
+    except KeyboardInterrupt:  # a user who did not want to wait, and so has ended others
+        lost_workers.exit_with_one()

@@ -1,4 +1,4 @@
-"""How processes of one machine that somebody else started (torchrun, say) learn from the first what only it knows.
+"""Local rendezvous: processes of one machine that torchrun or the like started learn from the first one what it knows.
 
 The first one answers on an abstract UNIX socket, which is named after the launch and ends with the process, so that
 nothing is left behind for a later launch to find. The kernel says who is at the other end: other users are told
@@ -25,11 +25,11 @@ _LONGEST = 1 << 16
 _AGAIN = 0.1  # seconds between attempts
 
 
-class Teller:
-    """Tells ``what`` to every process of this user that asks about ``launch``, until it is closed."""
+class LocalRendezvous:
+    """Gives ``variables`` to every process of this user that asks for those of ``launch``, until it is closed."""
 
-    def __init__(self, launch: str, what: Mapping[str, str]) -> None:
-        self._what = json.dumps(dict(what)).encode()
+    def __init__(self, launch: str, variables: Mapping[str, str]) -> None:
+        self._content = json.dumps(dict(variables)).encode()
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.bind(_name(launch))
@@ -40,7 +40,7 @@ class Teller:
                 " each launch a MASTER_PORT of its own (torchrun: --master-port)"
             ) from None
         self._socket.listen(64)
-        threading.Thread(target=self._answer, name="hetpipe-neighbours", daemon=True).start()
+        threading.Thread(target=self._answer, name="hetpipe-local-rendezvous", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -55,11 +55,11 @@ class Teller:
                 return
             with asking, contextlib.suppress(OSError):
                 if _user(asking) == os.getuid():
-                    asking.sendall(self._what)
+                    asking.sendall(self._content)
 
 
 def ask(launch: str, timeout: float) -> dict[str, str]:
-    """What the first process of ``launch`` on this machine tells.
+    """The variables that the first process of ``launch`` on this machine gives.
 
     Raises:
         SettingError: if there is none within ``timeout`` seconds.
@@ -74,8 +74,8 @@ def ask(launch: str, timeout: float) -> dict[str, str]:
                 while (part := asking.recv(4096)) and len(said) < _LONGEST:
                     said += part
                 if said:  # and not about to end
-                    told: dict[str, str] = json.loads(said)
-                    return told
+                    variables: dict[str, str] = json.loads(said)
+                    return variables
         if time.monotonic() > deadline:
             raise SettingError(
                 f"this virtual worker has waited {timeout:g} s for the first one on this machine (LOCAL_RANK=0, with"
@@ -95,6 +95,6 @@ def _name(launch: str) -> str:
 
 
 def _user(connection: socket.socket) -> int:
-    """Whose process is at the other end."""
+    """The user whose process is at the other end."""
     found: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return found

@@ -1,8 +1,8 @@
 """The virtual workers that a run has lost and gone on without: each is named, and the program exits with 1.
 
-However the processes were started: by our launcher, which sees a child's process end, or by torchrun, SLURM and the
-like, where the servers' coordinator says that a lease has run out. Whoever comes first says it. Of each node, one
-process speaks and exits so: the first that is left.
+That is so however the processes were started: our launcher sees a child's process end, and where torchrun, SLURM or the
+like started them the coordinator of the servers says that a lease has run out. Of each node, one process speaks and
+exits so: the first that is left.
 """
 
 from __future__ import annotations
@@ -15,37 +15,51 @@ import sys
 import threading
 from multiprocessing.util import Finalize
 
-from lightning_hetpipe.launch.uncaught import Uncaught
-
 _LAST = -1_000_000
-"""Of multiprocessing's priorities, whose own are -100 to 10."""
+"""The lowest of multiprocessing's priorities at exit; its own are -100 to 10."""
 
 
 def say(sentence: str) -> None:
-    """A sentence for the person at the terminal."""
+    """Print a sentence for the person at the terminal."""
     with contextlib.suppress(OSError):
         print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
 
 
-class Losses:
-    """What one process knows of the virtual workers that are lost. Calls may come from any thread."""
+class Uncaught:
+    """An exception that nobody has caught, and that ends this program.
+
+    Python keeps the last one that it has printed, before anything that runs at exit. One from before this object was
+    made is an earlier cell's of a notebook, or a test runner's. A notebook or a prompt goes on after such an exception.
+    """
+
+    def __init__(self) -> None:
+        self._before = getattr(sys, "last_value", None)
+
+    @property
+    def error(self) -> BaseException | None:
+        last: BaseException | None = getattr(sys, "last_value", None)
+        return None if last is self._before or hasattr(sys, "ps1") else last
+
+
+class LostWorkers:
+    """The virtual workers that this process knows to be lost. Calls may come from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: set[int] = set()
         self._untold: dict[int, str] = {}
-        """Those that the end of the run names, in words."""
+        """Those that the end of the run is still to name, in words."""
         self._exits = False
         self._failed = False
         self._uncaught: Uncaught | None = None
 
     def note(self, vw: int, who: str, how: str, said: str) -> None:
-        """Virtual worker ``vw`` is lost.
+        """Note that virtual worker ``vw`` is lost.
 
         Args:
-            who: Names it.
-            how: Continues "which", such as "died by SIGKILL".
-            said: A sentence about it, for now; nothing where it was said.
+            who: Its name.
+            how: How it ended, such as "died by SIGKILL".
+            said: A sentence that is printed now; empty where that was done.
         """
         with self._lock:
             if vw in self._known or self._failed:
@@ -57,11 +71,11 @@ class Losses:
             say(said)
 
     def exit_with_one(self) -> None:
-        """Another failure that this process has gone on from, and has told of."""
+        """Have the program exit with 1, for another failure that this process has told of and gone on from."""
         self._exits = True
 
     def name(self) -> None:
-        """Ends a run: names those that it has gone on without. What comes later is another run."""
+        """End a run: name those that it has gone on without."""
         with self._lock:
             untold, self._untold = self._untold, {}
             self._known.clear()
@@ -69,29 +83,29 @@ class Losses:
             say(f"this run went on without {', '.join(untold[vw] for vw in sorted(untold))}")
 
     def forget(self) -> None:
-        """The run has failed. An exception has told the program, which has an exit code for it."""
+        """Forget all, as the run has failed: an exception has told the program, which has an exit code for it."""
         with self._lock:
             self._known.clear()
             self._untold.clear()
             self._exits, self._failed = False, True
 
     def watch(self) -> None:
-        """A run begins, and the exit code tells of its losses; to be called before what else is to be done at exit."""
+        """Begin a run, whose losses the exit code tells; called before anything else is registered for the exit."""
         self._failed = False
         if self._uncaught is None:
             self._uncaught = Uncaught()
             atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Where something has failed in this process, too, it has an exit code for that."""
+        """Exit with 1, unless something has failed in this process, too, which has an exit code for that."""
         if self._exits and not self._failed and self._uncaught is not None and self._uncaught.error is None:
             self.name()
             # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
             Finalize(None, _exit, args=(1,), exitpriority=_LAST)
 
 
-losses = Losses()
-"""This process's."""
+lost_workers = LostWorkers()
+"""Those that this process knows of."""
 
 
 def _exit(code: int) -> None:

@@ -1,4 +1,4 @@
-"""Which virtual worker this process is, whoever started it, and which devices it holds."""
+"""The rank of this process among the virtual workers, whoever started it, and its devices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.parent_watch import started
+from lightning_hetpipe.launch.parent_watch import this_child
 
-# How many processes run on this node: torchrun, Open MPI, MPICH.
+# Processes on this node, as torchrun, Open MPI and MPICH say it.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 # As SLURM writes the tasks of each node: 4(x2),1 is 4, 4 and 1. The step's, which srun sets, come before the job's.
@@ -25,7 +25,7 @@ _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
 class Role(Enum):
-    """Who started this process."""
+    """The starter of this process."""
 
     FIRST = "a user; it starts the node's other virtual workers"
     CHILD = "our launcher"
@@ -43,7 +43,7 @@ class Rank:
         local: This virtual worker among those of its node, from 0.
         per_node: Virtual workers on this node; other nodes may have another number of them.
         nodes: Nodes.
-        role: Who started this process.
+        role: The starter of this process.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Rank:
 
 
 def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
-    """Where this process stands.
+    """The rank of this process.
 
     Args:
         virtual_workers: The setting: virtual workers on each node. 1 is its default, and leaves torchrun's own.
@@ -71,9 +71,9 @@ def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironm
         environment: The one that Lightning detected, or that the user gave.
 
     Raises:
-        SettingError: if what was set and what was started do not agree.
+        SettingError: if settings and started processes do not agree.
     """
-    child = started()
+    child = this_child()
     if child is not None:
         if child.per_node != virtual_workers:
             raise other_number(virtual_workers, child.per_node)
@@ -92,7 +92,7 @@ def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironm
 
 
 def other_number(virtual_workers: int, running: int) -> SettingError:
-    """A program whose processes are so many virtual workers asks for another number."""
+    """The error of a program that asks for another number of virtual workers than its processes are."""
     return SettingError(
         f"virtual_workers={virtual_workers}, but the processes of this program are {running} virtual workers on each"
         f" node already; give every HetPipeStrategy of the program virtual_workers={running}, or train the rest with"
@@ -110,7 +110,7 @@ def _on_equal_nodes(local: int, per_node: int, nodes: int, node: int, role: Role
 
 
 def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
-    """Each process that was started is a virtual worker; their number may differ between nodes."""
+    """The rank where each process that was started is a virtual worker; nodes may have different numbers of them."""
     size, node, local = environment.world_size(), environment.node_rank(), environment.local_rank()
     nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
     if num_nodes not in (1, nodes):
@@ -132,7 +132,7 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
 
 
 def _started_here(size: int, node: int) -> int | None:
-    """How many processes were started on this node, if an environment variable says so."""
+    """The number of processes that were started on this node, if an environment variable says it."""
     for name in _LOCAL_SIZES:
         if name in os.environ:
             return int(os.environ[name])
@@ -149,9 +149,9 @@ def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> li
     """The devices of one of a node's virtual workers: a contiguous block, of which earlier ones get the larger.
 
     Args:
-        devices: All of the node's that the Trainer may use, in their order.
+        devices: All devices of the node that the Trainer may use, in their order.
         local: The virtual worker among those of the node.
-        per_node: Virtual workers on the node. On a CPU, more of them than ``devices`` share what there is.
+        per_node: Virtual workers on the node. On a CPU, more of them than ``devices`` share these.
 
     Raises:
         SettingError: if there are fewer accelerators than virtual workers.
@@ -170,7 +170,7 @@ def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> li
 
 
 def announce(rank: Rank) -> Callable[[], None]:
-    """Lets only virtual worker 0 print, warn and log, where Lightning leaves that to rank 0; returns what undoes it."""
+    """Have only virtual worker 0 print, warn and log, where Lightning leaves that to rank 0; returns the undoing."""
     known: Any = rank_zero_only  # a function, on which Lightning keeps the rank
     before = known.rank
     known.rank = rank.index

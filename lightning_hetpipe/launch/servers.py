@@ -1,13 +1,13 @@
-"""The servers of a launch: which of them this process starts, and how it finds the coordinator.
+"""The servers of a launch: this process starts some of them, and finds the coordinator.
 
     servers=[...]                   nothing is started; the first of them is the coordinator
     one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
-    one machine, torchrun or such   likewise, and the others ask the first VW (``neighbours``)
+    one machine, torchrun or such   likewise, and the others ask the first VW (``local_rendezvous``)
     several machines                each node's first VW starts one (with placement="local" only node 0's does).
                                     Node 0's is the coordinator: it listens on MASTER_ADDR, port HETPIPE_PORT or else
                                     MASTER_PORT + 1, where all look for it
 
-All VWs meet at the coordinator, which is where they tell each other of further servers (``group``).
+All VWs meet at the coordinator, where they tell each other of further servers (``workers/group.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import local_rendezvous, parent_watch
+from lightning_hetpipe.launch.local_rendezvous import LocalRendezvous
 from lightning_hetpipe.launch.lost_workers import say
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
@@ -35,23 +36,23 @@ from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.security import Security, is_loopback
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
-"""Names by which a launch's other processes are told where the coordinator is, and what it wants to see."""
+"""Variables for a launch's other processes: the address of the coordinator, and the token that it asks for."""
 LAUNCH = "HETPIPE_LAUNCH"
-"""Likewise, which launch they are of, where servers are not its own."""
+"""Likewise, the id of the launch, where servers are not its own."""
 PORT = "HETPIPE_PORT"
 """The port on which each node's server listens, where there are several nodes."""
 
 
 @dataclass(frozen=True)
 class FoundServers:
-    """What one process knows of the servers.
+    """The servers, as far as one process knows them.
 
     Attributes:
         coordinator: Its address.
         known: The servers that this process tells all others of.
-        security: What servers want to see.
-        hosts: Whether servers end with this process though VWs that it did not start may still need them.
-        launch: What tells this launch from others that may use the same servers; empty where nothing does.
+        security: Certificates and token for calls of servers.
+        hosts: Servers end with this process though VWs that it did not start may still need them.
+        launch: The launch id, where others may use the same servers; empty where there is none.
         per_node: Virtual workers of each node, where there are several and all are known to have as many; else 0.
     """
 
@@ -63,19 +64,19 @@ class FoundServers:
     per_node: int = 0
 
     def place_of(self, worker: int) -> str:
-        """The node of a virtual worker, in brackets, as far as it is known."""
+        """The node of a virtual worker, in brackets; empty where it is not known."""
         return f" (node {worker // self.per_node})" if self.per_node else ""
 
 
 _server: Supervisor | None = None
 _lost: ServerLost | None = None
-_teller: local_rendezvous.Teller | None = None
+_rendezvous: LocalRendezvous | None = None
 _launch = ""
-"""Of our own launcher's processes."""
+"""The launch id of our own launcher's processes."""
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict[str, str]:
-    """Starts this node's server, where its first VW is to and has not yet; returns what the node's others are to know.
+    """Start this node's server, if its first VW has to and has not; returns variables for the node's other processes.
 
     Raises:
         SettingError: if the server cannot listen where it should, or it would be open to strangers.
@@ -95,13 +96,13 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict
 
 
 def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> FoundServers:
-    """Where the servers are; where this process is its node's first VW, they are running then.
+    """Find the servers; where this process is its node's first VW, it starts them.
 
     Args:
-        timeout: Seconds to wait for the node's first VW to say it.
+        timeout: Seconds to wait for the answer of the node's first VW.
 
     Raises:
-        SettingError: as ``start`` does; and if something is missing in the environment.
+        SettingError: as ``start`` does; and if an environment variable is missing.
     """
     given = wsp.security.from_environment()
     if wsp.servers is not None:
@@ -110,25 +111,25 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
         return FoundServers(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
     over_nodes = rank.size > rank.per_node
     if rank.local == 0:
-        told: Mapping[str, str] = start(rank, environment, wsp)
+        variables: Mapping[str, str] = start(rank, environment, wsp)
         if rank.role is Role.EXTERNAL and not over_nodes:
-            _tell(environment, told)
+            _meet(environment, variables)
     elif over_nodes:
         coordinator, _ = _over_nodes(rank, environment, given)
-        told = {COORDINATOR: coordinator, TOKEN: given.token or ""}
+        variables = {COORDINATOR: coordinator, TOKEN: given.token or ""}
     elif rank.role is Role.CHILD:
-        told = parent_watch.told()
+        variables = parent_watch.told()
     else:
-        told = local_rendezvous.ask(_launch_of(environment), timeout)
-    security = replace(given if over_nodes else Security(), token=told[TOKEN])
+        variables = local_rendezvous.ask(_launch_of(environment), timeout)
+    security = replace(given if over_nodes else Security(), token=variables[TOKEN])
     known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
     hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
-    return FoundServers(told[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
+    return FoundServers(variables[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
 
 
 def lost() -> Exception | None:
-    """Why the virtual workers cannot go on, where what runs their server is gone for good."""
-    child = parent_watch.started()
+    """The error to end on, where the process that runs the virtual workers' server is gone for good."""
+    child = parent_watch.this_child()
     return PeerFailed("the launcher has ended") if child is not None and child.orphaned else _lost
 
 
@@ -138,19 +139,19 @@ def _lose(error: ServerLost) -> None:
 
 
 def stop() -> None:
-    """Ends what this process has started."""
-    global _lost, _server, _teller
+    """End the server and the rendezvous of this process."""
+    global _lost, _server, _rendezvous
     _lost = None
-    teller, _teller = _teller, None
-    if teller is not None:
-        teller.close()
+    rendezvous, _rendezvous = _rendezvous, None
+    if rendezvous is not None:
+        rendezvous.close()
     server, _server = _server, None
     if server is not None:
         server.stop()
 
 
 def _serve(address: str, security: Security, lease: float) -> ServerProcess:
-    """The server of this process: the launch's other Trainers use the same one."""
+    """The server of this process, which all Trainers of the launch use; starts it if it does not run."""
     global _server
     if _server is None:
         process = ServerProcess(
@@ -186,25 +187,25 @@ def _launch_here() -> str:
 
 
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
-    """The same in all processes of a launch, whoever started them."""
+    """The launch id, the same in all processes of a launch, whoever started them."""
     if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
         return parent_watch.told().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return ""  # where all servers are named nobody needs these
+        return ""  # nobody needs these where all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
-def _tell(environment: ClusterEnvironment, told: Mapping[str, str]) -> None:
-    global _teller
-    if _teller is None:
-        _teller = local_rendezvous.Teller(_launch_of(environment), told)
+def _meet(environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
+    global _rendezvous
+    if _rendezvous is None:
+        _rendezvous = LocalRendezvous(_launch_of(environment), variables)
 
 
 # Several nodes.
 
 
 def _over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
-    """The coordinator's address, and ``security`` if it does."""
+    """The coordinator's address, and ``security``, if that is enough for several nodes."""
     host, port = _main(environment, f"num_nodes={rank.nodes}")
     if PORT in os.environ:
         if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:
@@ -236,7 +237,7 @@ def _over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security)
 
 def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, as the environment knows them."""
-    if isinstance(environment, LightningEnvironment):  # which makes up what is missing
+    if isinstance(environment, LightningEnvironment):  # which makes up a missing one
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise SettingError(
@@ -247,7 +248,7 @@ def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
 
 
 def _own_host(coordinator: str) -> str:
-    """This node's address, as far as the coordinator's node is concerned. Nothing is sent."""
+    """This node's address in the network of the coordinator's node. Nothing is sent."""
     host, _, port = coordinator.rpartition(":")
     family, address = _resolved(host.strip("[]"), int(port))
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -282,12 +283,12 @@ def _host_of(address: str) -> str:
 
 
 def _spelled(host: str) -> str:
-    """As in host:port."""
+    """The host as it stands in host:port, an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _launch_of(environment: ClusterEnvironment) -> str:
-    """What tells this launch from others on this machine."""
+    """The launch id on this machine."""
     host, port = _main(environment, "a virtual worker with LOCAL_RANK")
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")]
     return "/".join([host, str(port), *run])

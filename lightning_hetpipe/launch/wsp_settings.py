@@ -1,4 +1,4 @@
-"""Settings of Wave Synchronous Parallel, checked: what virtual workers and servers agree on."""
+"""Settings of Wave Synchronous Parallel, checked, on which virtual workers and servers agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hetpipe.server.transport.security import Security
 
 @dataclass(frozen=True)
 class WSPSettings:
-    """What a :class:`WSPCallback` was given, checked."""
+    """The checked arguments of a :class:`WSPCallback`."""
 
     clock_distance: int
     wave: int | Literal["auto"]
@@ -25,10 +25,10 @@ class WSPSettings:
     join_timeout: float
 
     def check_later(self, later: WSPSettings) -> None:
-        """A program's Trainers meet at the same servers.
+        """Check that a later Trainer of the program uses the same servers in the same way.
 
         Raises:
-            SettingError: if a later one has others, or shows them something else.
+            SettingError: if its servers or their security differ.
         """
         if later.servers != self.servers:
             given, known = (None if each is None else list(each) for each in (later.servers, self.servers))

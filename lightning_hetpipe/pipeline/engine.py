@@ -111,8 +111,8 @@ class Engine(RunnerPool[Minibatch]):
         self._empty_at = version
         for stage, live in zip(self.stages, self.live, strict=True):
             stage.begin(live.version(version), version if forwards is None else forwards)
-        for live, ring in self._outside:
-            ring.begin(version, live.parameters, live.flags())
+        for live, stash in self._outside:
+            stash.begin(version, live.parameters, live.flags())
 
     def discard(self) -> None:
         super().discard()
@@ -159,8 +159,8 @@ class Engine(RunnerPool[Minibatch]):
         with self.computing():  # copying is no user code, and losses must not wait for it
             for stage, live in zip(self.stages, self.live, strict=True):
                 stage.publish(live.version(version))
-            for live, ring in self._outside:
-                ring.publish(version, live.parameters, live.flags())
+            for live, stash in self._outside:
+                stash.publish(version, live.parameters, live.flags())
 
     def show(self, number: int) -> None:
         """Makes the live buffers and computed weights what forward ``number`` left."""
@@ -171,8 +171,8 @@ class Engine(RunnerPool[Minibatch]):
     def _let_go(self) -> None:
         for stage in self.stages:
             stage.let_go()
-        for _, ring in self._outside:
-            ring.let_go()
+        for _, stash in self._outside:
+            stash.let_go()
 
     def _find_layers(self) -> None:
         """Finds the live layers of each stage, and which weights are used in several segments."""
@@ -192,7 +192,7 @@ class Engine(RunnerPool[Minibatch]):
         return [self._layers[number].module for number in part.layers]
 
     def _find_weights(self) -> None:
-        """Makes the rings of the trainable parameters that no stage holds, one on each device, and finds all rings.
+        """Makes the stashes of the trainable parameters that no stage holds, one on each device, and finds all stashes.
 
         Whenever the pipeline starts empty, as there may be other parameters than before.
         """
@@ -207,9 +207,9 @@ class Engine(RunnerPool[Minibatch]):
             for device, parameters in outside.items():
                 own = nn.ParameterList(parameters)
                 self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self.in_flight, device)))
-        rings = [(live, stage.ring) for live, stage in zip(self.live, self.stages, strict=True)]
+        stashes = [(live, stage.stash) for live, stage in zip(self.live, self.stages, strict=True)]
         layers = [layer.module for layer in self._layers]
-        self._weights = VersionedTensors(self._root, [*rings, *self._outside], layers, self._changing)
+        self._weights = VersionedTensors(self._root, [*stashes, *self._outside], layers, self._changing)
 
     # The runners' side.
 

@@ -1,8 +1,8 @@
 """What a stage holds, in bytes, counted by the engine: now, and at the most.
 
 Weight versions
-    The ring's slots that hold a version; a slot that several versions share counts once. (The ring's room, Nm slots, is
-    taken when the pipeline is built.) Parameters only: buffers are small, and are not versions.
+    The version buffers that hold one; what several versions share counts once. (All Nm are allocated when the pipeline
+    is built.) Parameters only: modules' buffers are small, and are not versions.
 Activations
     What a stage keeps from a minibatch's forward until its backward is done: the inputs and outputs of its layers, and
     what autograd has saved between them. A block of memory counts once, the version's weights and the buffers do not.

@@ -1,4 +1,4 @@
-"""The layers of one segment, as a stage runs them: on the weights of any version, with their own buffers and chance."""
+"""The layers of one segment, as a stage runs them: on the weights of any version, with buffers and generators."""
 
 from __future__ import annotations
 
@@ -50,40 +50,38 @@ class SavedForBackward:
 
 
 class SegmentRunner:
-    """The layers of one segment: in every slot, and with their own buffers.
+    """The layers of one segment.
 
     Args:
         layers: The layers.
         start: How many of the stage's layers come before them.
-        ring: The stage's versions.
+        stash: The stage's copy of them, and its versions.
         settings: What all stages share.
         device: Where they run.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], start: int, ring: WeightStash, settings: StageSettings, device: torch.device
+        self, layers: Sequence[Layer], start: int, stash: WeightStash, settings: StageSettings, device: torch.device
     ) -> None:
         self.layers = list(layers)
-        copies = [list(slot.layers[start : start + len(layers)]) for slot in ring.slots]
-        self.buffers = Buffers(copies[0], settings.in_flight, device, recompute=settings.recompute)
+        copies = list(stash.layers[start : start + len(layers)])
+        self.buffers = Buffers(copies, settings.in_flight, device, recompute=settings.recompute)
         self.computed = Computed(settings.in_flight)
-        numbers = {id(parameter): number for number, parameter in enumerate(ring.slots[0].parameters)}
-        self.weights = [numbers[id(parameter)] for parameter in nn.ModuleList(copies[0]).parameters()]
+        self._parameters = list(nn.ModuleList(copies).parameters())
+        numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
+        self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """The numbers of its weights among those of the stage."""
-        self._parameters = [list(nn.ModuleList(modules).parameters()) for modules in copies]
         self._device = device
-        self._ring = ring
+        self._stash = stash
         self._settings = settings
-        self._calls = [
-            [attach(module, layer.name) for module, layer in zip(modules, layers, strict=True)] for modules in copies
-        ]
+        self._calls = [attach(module, layer.name) for module, layer in zip(copies, layers, strict=True)]
         self.compiled: Compiled | None = None
         if settings.compile is not None:
             names = [layer.name for layer in layers]
             fused = not settings.chance.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
-        self._places = [places(modules) for modules in copies]
-        self._computed_places = [computed_places(modules) for modules in copies]
+        self._places = places(copies)
+        self._computed_places = computed_places(copies)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
@@ -91,8 +89,7 @@ class SegmentRunner:
         """What tells calls apart that torch compiles; None where it compiles none."""
         if self.compiled is None:
             return None
-        slot = self._ring.place(task.version)
-        return self.compiled.kind(slot, task.value, self._ring.slots[slot].flags, task.autocast)
+        return self.compiled.kind(task.value, self._stash.buffer(task.version).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
         """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
@@ -103,20 +100,21 @@ class SegmentRunner:
 
     def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
         """The forward: what it gives to the next segment, and what its backward needs."""
-        number, index = task.minibatch, self._ring.place(task.version)
+        number = task.minibatch
+        self._stash.bind(task.version)
         inputs = task.value.leaves(self._device)
-        self.buffers.before_forward(number, self._places[index])
+        self.buffers.before_forward(number, self._places)
         kept = self.counter.known(inputs)
         if kept is not None:
-            result = self._compute(task, index, inputs, kind)
+            result = self._compute(task, inputs, kind)
         else:
             result, kept = self.counter.kept(
                 inputs,
-                lambda: self._compute(task, index, inputs, kind),
-                lambda: [*self._parameters[index], *(getattr(*place) for place in self._places[index])],
+                lambda: self._compute(task, inputs, kind),
+                lambda: [*self._parameters, *(getattr(*place) for place in self._places)],
             )
-        self.buffers.after_forward(number, self._places[index])
-        self.computed.after_forward(number, self._computed_places[index])
+        self.buffers.after_forward(number, self._places)
+        self.computed.after_forward(number, self._computed_places)
         if not self._settings.recompute or task.turn:  # whose backward follows at once: nothing is gained
             return Value.of(result), SavedForBackward(task.version, inputs, tensors_of(result), kept, kind)
         again = task._replace(value=replace(task.value, tensors=()))
@@ -131,11 +129,11 @@ class SegmentRunner:
                 uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
                 would give other last bits. What is given for a leaf itself, autograd adds before all else.
         """
-        index = self._ring.place(left.version)
-        own = self._parameters[index]
+        self._stash.bind(left.version)
+        own = self._parameters
         given = [moved(gradient, self._device) for gradient in task.gradients]
-        outputs = [*left.outputs] if left.again is None else self._again(left.again, left, index)
-        self.buffers.bind(task.minibatch, self._places[index])
+        outputs = [*left.outputs] if left.again is None else self._again(left.again, left)
+        self.buffers.bind(task.minibatch, self._places)
         before = self.buffers.changes(task.minibatch)
         if sums:
             for number, weight in zip(self.weights, own, strict=True):
@@ -157,7 +155,7 @@ class SegmentRunner:
             )
         return below, found
 
-    def _again(self, task: Forward, left: SavedForBackward, index: int) -> list[Tensor]:
+    def _again(self, task: Forward, left: SavedForBackward) -> list[Tensor]:
         """The outputs of the forward that has ``left`` this, computed once more: on the same weights, buffers, random
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """
@@ -166,11 +164,11 @@ class SegmentRunner:
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
-        self.buffers.before_again(task.minibatch, self._places[index])
-        return tensors_of(self._compute(task, index, left.inputs, left.kind))
+        self.buffers.before_again(task.minibatch, self._places)
+        return tensors_of(self._compute(task, left.inputs, left.kind))
 
-    def _compute(self, task: Forward, index: int, inputs: list[Tensor], kind: Kind) -> Any:
-        """What the layers in slot ``index`` make of ``inputs``, with the structure of what ``task`` gives them."""
+    def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:
+        """What the layers make of ``inputs``, with the structure of what ``task`` gives them."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
             raise SettingError(
@@ -189,9 +187,9 @@ class SegmentRunner:
             creating(self._settings.default_dtype),
         ):
             if self.compiled is not None:
-                current = self.compiled(kind, index, current, autocast)
+                current = self.compiled(kind, current, autocast)
             else:
-                for call in self._calls[index]:
+                for call in self._calls:
                     current = call(current)
         if before != [version_counter(tensor) for tensor in inputs]:
             raise SettingError(

@@ -125,8 +125,6 @@ class Stage(StageThread):
         self.compiling = Compiling(index, exclusively)
         self.memory = Memory()
         self._outside = lanes.outside
-        self._published: dict[int, StreamEvent | None] = {}
-        """Behind what Lightning's thread has put into each slot."""
         self._settings = settings
         self._compute_lock = compute_lock
         self._left: dict[tuple[int, int], SavedForBackward] = {}
@@ -135,22 +133,22 @@ class Stage(StageThread):
 
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
-        self.ring = WeightStash(
+        self.stash = WeightStash(
             nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device
         )
         self._parts: dict[int, SegmentRunner] = {}
         start = 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
-            self._parts[segment.index] = SegmentRunner(own, start, self.ring, self._settings, self.device)
+            self._parts[segment.index] = SegmentRunner(own, start, self.stash, self._settings, self.device)
             start += len(own)
-        self.lane.join(None, [parameter for slot in self.ring.slots for parameter in slot.parameters])
+        self.lane.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
 
     def let_go(self) -> None:
         """Gives the memory of versions, buffers and activations back."""
         self._left.clear()
         self._found.clear()
-        self.ring.let_go()
+        self.stash.let_go()
         for part in self._parts.values():
             part.buffers.let_go()
             part.computed.let_go()
@@ -162,8 +160,8 @@ class Stage(StageThread):
         self._left.clear()
         self._found.clear()
         self.memory.clear()
-        self.ring.begin(version.number, version.parameters, version.flags)
-        self.memory.publish(self.ring.held_bytes)
+        self.stash.begin(version.number, version.parameters, version.flags)
+        self.memory.publish(self.stash.held_bytes)
         for part, buffers in zip(self._parts.values(), version.buffers, strict=True):
             part.buffers.begin(forwards, buffers)
             self.lane.join(None, part.buffers.all())
@@ -176,15 +174,15 @@ class Stage(StageThread):
         Raises:
             SettingError: where its buffers are not as the last forward left them, and others have gone on from there.
         """
-        self.ring.publish(version.number, version.parameters, version.flags)
-        self.memory.publish(self.ring.held_bytes)
+        self.stash.publish(version.number, version.parameters, version.flags)
+        self.memory.publish(self.stash.held_bytes)
         for part, buffers in zip(self._parts.values(), version.buffers, strict=True):
             if part.buffers.publish(version.number, buffers):
                 self.lane.join(None, part.buffers.all())
         self._mark(version.number)
 
     def _mark(self, version: int) -> None:
-        self._published[self.ring.place(version)] = self._outside.mark([self.device])
+        self.stash.buffer(version).published = self._outside.mark([self.device])
 
     def state(self, minibatch: int) -> StageState:
         """What the forwards of ``minibatch``, one of the last Nm, have left."""
@@ -211,7 +209,7 @@ class Stage(StageThread):
 
     def _forward(self, task: Forward, mark: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
-        self.lane.join(self._published[self.ring.place(task.version)])
+        self.lane.join(self.stash.buffer(task.version).published)
         self.lane.join(mark, task.value.tensors)
         part = self._parts[segment]
         kind = part.kind(task)
@@ -253,7 +251,7 @@ class Stage(StageThread):
     ) -> tuple[Sums, int]:
         """Adds the gradients of a part's ``own`` weights to those that were ``found``, but for those to be handed on;
         gives these, and the bytes by which the others have grown."""
-        size, grown = self.ring.bytes, 0
+        size, grown = self.stash.bytes, 0
         for number, gradient in zip(reversed(part.weights), reversed(own), strict=True):
             if gradient is not None:
                 if number not in found:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.capture.calls import Calls
+from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
@@ -86,11 +86,11 @@ class EvaluationRun:
                 self._evaluator = self._stand_in(pieces)
                 output = native(*args)
             else:
-                calls = Calls(evaluation.module, evaluation.names, evaluation.random, self._tag(1), pieces)
-                with calls.watching():
+                watch = EvaluationWatch(evaluation.module, evaluation.names, evaluation.random, self._tag(1), pieces)
+                with watch.watching():
                     output = native(*args)
-                pieces = calls.pieces
-                evaluation.warn(calls.reasons)
+                pieces = watch.pieces
+                evaluation.warn(watch.reasons)
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._evaluator or self._stand_in(pieces))

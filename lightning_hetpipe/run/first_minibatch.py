@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
-from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
@@ -101,14 +101,14 @@ class FirstMinibatch(Extension):
         self._names = named_pieces(module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._compiled = look_through(module, stages_compile=settings.compile is not None)
-        self._watched: tuple[Watch, OutsideParameters] | None = None
+        self._watched: tuple[TrainingWatch, OutsideParameters] | None = None
         self._asked: str | None = None  # of the other virtual workers
         self._samples = 1
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
-        watch = Watch(self._module, self._names, self._chance, minibatch, frozen_too=self._finetuned)
+        watch = TrainingWatch(self._module, self._names, self._chance, minibatch, frozen_too=self._finetuned)
         self._watched = watch, OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         if settings.first_memory is not None:

@@ -18,8 +18,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
 from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
-from lightning_hetpipe.capture.pieces import is_plain_sequential, layers_of, named_pieces, never_called
-from lightning_hetpipe.capture.seeded_forward import run_drawing
+from lightning_hetpipe.capture.pieces import Piece, layers_of, named_pieces, never_called
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name
 from lightning_hetpipe.reporting.meter import Meter
@@ -53,7 +52,7 @@ class SingleStage(Extension):
         self._settings = settings
         self._names = named_pieces(module, settings.module)
         self._chance = chance
-        self._called: dict[str, nn.Module] = {}
+        self._called: dict[str, Piece] = {}
         self._first = True
         self._meter = Meter(1)
         self._busy = 0.0
@@ -85,7 +84,7 @@ class SingleStage(Extension):
             return None
         self._meter.stop()
         seconds, parameters = max(self._meter.seconds, 1e-9), self._module.parameters()
-        layers = dict(self._layers())
+        layers = self._layers()
         return RunReport(
             in_flight=1,
             minibatches=self._meter.minibatches,
@@ -119,18 +118,14 @@ class SingleStage(Extension):
                 "there is one device, so HetPipeStrategy trains the model as one stage, without a pipeline; for more,"
                 " set stages, as several may share a device"
             )
-            warnings.warn(one if len(list(self._layers())) == 1 else several, stacklevel=2)
+            warnings.warn(one if len(self._layers()) == 1 else several, stacklevel=2)
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
         self._meter.start()
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self._called.items():
-            if isinstance(module, nn.Sequential) and is_plain_sequential(module):
-                yield from layers_of(name, module)
-            else:
-                yield name, module
+    def _layers(self) -> dict[str, nn.Module]:
+        return dict(layer for name, piece in self._called.items() for layer in layers_of(name, piece.module))
 
     @contextmanager
     def _busily(self, work: str, minibatch: int) -> Iterator[None]:
@@ -154,9 +149,9 @@ class SingleStage(Extension):
         ]
 
         def run(call: ModuleCall) -> Any:
-            self._called.setdefault(call.name, call.module)
+            piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
             with call.aside():
-                return run_drawing(call.name, call.module, self._chance, minibatch, call.args, call.kwargs)
+                return piece.run(self._chance, minibatch, call.args, call.kwargs)
 
         with Interceptor(modules, run):
             yield

@@ -86,8 +86,8 @@ class HetPipeStrategy(VirtualWorkers):
             all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
             what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
             warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
-            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A weight
-            that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
+            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A
+            weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.launcher import TERMINATED, launcher_of
-from lightning_hetpipe.launch.lost_workers import losses
+from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_processes
+from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how
@@ -191,7 +191,7 @@ class VirtualWorkers(ParallelStrategy):
                 self.timeout,
                 servers.lost,
                 place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
-                on_loss=losses.note,
+                on_loss=lost_workers.note,
                 stays=rank.role is Role.EXTERNAL,
             )
             _group.lose(_ended)
@@ -205,14 +205,16 @@ class VirtualWorkers(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Make the launcher, where this process is one of several, or is to start them."""
         rank = self._rank
-        self._launcher = launcher_of(
-            rank,
-            self._told_to_children,
-            on_end=self._on_end,
-            closed=_end,
-            patience=lambda: self._wsp_settings().end_timeout,
-        )
+        check_processes(rank)
+        self._launcher = None
         if rank.size > 1:
+            self._launcher = Launcher(
+                rank,
+                self._told_to_children,
+                on_end=self._on_end,
+                closed=_end,
+                end_timeout=lambda: self._wsp_settings().end_timeout,
+            )
             announce(rank)
 
     def _on_end(self, local: int, code: int) -> None:

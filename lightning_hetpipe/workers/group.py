@@ -24,9 +24,8 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.lost_workers import say
+from lightning_hetpipe.launch.lost_workers import Uncaught, say
 from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.launch.uncaught import Uncaught
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed

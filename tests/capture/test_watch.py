@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece, is_plain_sequential
-from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.support.traces import chance, shape_of
 
@@ -37,7 +37,7 @@ def run_net(module: Any, x: Tensor) -> Tensor:
 
 
 def watch(module: Watched, x: Tensor, names: list[str] | None = None) -> list[Piece]:
-    seen = Watch(module, names, RandomGenerators(0), 1)
+    seen = TrainingWatch(module, names, RandomGenerators(0), 1)
     with seen.watching():
         loss = module.training_step(x)
     seen.check(loss)
@@ -80,7 +80,7 @@ def test_the_step_runs_as_it_would_without_us() -> None:
     module = Watched(run_net, net=net)
     plain = module.training_step(X)
     plain_gradients = torch.autograd.grad(plain, list(net.parameters()))
-    seen = Watch(module, None, RandomGenerators(0), 1)
+    seen = TrainingWatch(module, None, RandomGenerators(0), 1)
     with seen.watching():
         loss = module.training_step(X)
     assert torch.equal(loss, plain)
@@ -198,7 +198,7 @@ def test_only_the_named_pieces() -> None:
 
     other = nn.Sequential(nn.Linear(4, 4))
     module = Watched(step, net=nn.Sequential(nn.Linear(4, 4)), other=other)
-    seen = Watch(module, ["net"], RandomGenerators(0), 1)
+    seen = TrainingWatch(module, ["net"], RandomGenerators(0), 1)
     with seen.watching():
         module.training_step(X)
     assert [piece.name for piece in seen.pieces] == ["net"]
@@ -214,7 +214,7 @@ def test_no_trace_remains_in_the_modules(fails: bool) -> None:
 
     module = Watched(step, net=nn.Sequential(linear_net(), nn.RReLU(), nn.Linear(2, 2)))
     before = shape_of(module)
-    seen = Watch(module, None, RandomGenerators(0), 1)
+    seen = TrainingWatch(module, None, RandomGenerators(0), 1)
     try:
         with seen.watching():
             module.training_step(X)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import is_plain_sequential
-from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.capture.test_watch import Block, Step, Watched, X, linear_net, names, run_net, watch
@@ -308,7 +308,7 @@ def frozen() -> nn.Sequential:
 
 def watch_frozen(step: Step, names: list[str] | None, frozen_too: bool) -> list[str]:
     module = Watched(step, backbone=frozen(), net=nn.Sequential(nn.Linear(4, 2)))
-    seen = Watch(module, names, RandomGenerators(0), 1, frozen_too=frozen_too)
+    seen = TrainingWatch(module, names, RandomGenerators(0), 1, frozen_too=frozen_too)
     with seen.watching():
         loss = module.training_step(X)
     seen.check(loss)

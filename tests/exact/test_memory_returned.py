@@ -19,7 +19,7 @@ from tests.support.models import mlp, sentences, tied_language_model, vectors
 
 
 class Held:
-    """The memory of every slot that was made."""
+    """The memory of every version buffer that was made."""
 
     def __init__(self) -> None:
         self.blocks: list[StorageWeakRef] = []
@@ -35,13 +35,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     found = Held()
 
     class Watched(WeightStash):
-        def __init__(self, live: nn.ModuleList, slots: int, device: torch.device) -> None:
-            super().__init__(live, slots, device)
-            made = [parameter for slot in self.slots for parameter in slot.layers.parameters()]
+        def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
+            super().__init__(live, size, device)
+            made = [tensor for buffer in self.buffers for tensor in buffer.tensors]
             weak: Any = StorageWeakRef  # torch has no types here
-            found.blocks += [weak(parameter.untyped_storage()) for parameter in made]
+            found.blocks += [weak(tensor.untyped_storage()) for tensor in made]
 
     monkeypatch.setattr("lightning_hetpipe.pipeline.stage.WeightStash", Watched)
+    monkeypatch.setattr("lightning_hetpipe.pipeline.engine.WeightStash", Watched)
     gc.disable()
     yield found
     gc.enable()

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import ranks
-from lightning_hetpipe.launch.parent_watch import Started, pair
+from lightning_hetpipe.launch.parent_watch import LaunchedChild, pair
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, devices_of, find_rank
 
 NAMES = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -30,7 +30,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No environment but what the test sets."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ranks, "started", lambda: None)
+    monkeypatch.setattr(ranks, "this_child", lambda: None)
 
 
 def put(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -62,7 +62,7 @@ def test_a_process_that_a_user_started_is_the_first_of_its_node(monkeypatch: pyt
 def test_a_process_that_our_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, childs = pair()
     with ours, childs:
-        monkeypatch.setattr(ranks, "started", lambda: Started(2, 3, childs))
+        monkeypatch.setattr(ranks, "this_child", lambda: LaunchedChild(2, 3, childs))
         put(monkeypatch, NODE_RANK=1, LOCAL_RANK=2)
         assert find_rank(3, 2, LightningEnvironment()) == Rank(5, 6, 1, 2, 3, 2, Role.CHILD)
         with pytest.raises(SettingError, match="virtual_workers=1, but the processes of this program are 3 virtual"):

@@ -191,7 +191,7 @@ def test_processes_that_torchrun_started_on_one_machine(monkeypatch: pytest.Monk
     second = rank(1, 1, 2, Role.EXTERNAL)
     assert found(second, environment) == replace(first, known=(), hosts=False)
     with pytest.raises(SettingError, match="another launch on this machine has the same MASTER_ADDR and MASTER_PORT"):
-        local_rendezvous.Teller(f"localhost/5000/ours-{os.getpid()}//", {})
+        local_rendezvous.LocalRendezvous(f"localhost/5000/ours-{os.getpid()}//", {})
     others = torchrun(monkeypatch, "theirs")
     with pytest.raises(SettingError, match=r"has waited 0\.3 s for the first one on this machine \(LOCAL_RANK=0"):
         found(second, others)
@@ -199,7 +199,7 @@ def test_processes_that_torchrun_started_on_one_machine(monkeypatch: pytest.Monk
 
 def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = f"ours-{os.getpid()}"
-    teller = local_rendezvous.Teller(launch, {"secret": "open-sesame"})
+    rendezvous = local_rendezvous.LocalRendezvous(launch, {"secret": "open-sesame"})
     try:
         assert local_rendezvous.ask(launch, 1.0) == {"secret": "open-sesame"}
         monkeypatch.setattr(local_rendezvous, "_user", lambda connection: os.getuid() + 1)
@@ -207,7 +207,7 @@ def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             asking.connect(local_rendezvous._name(launch))
             assert asking.recv(100) == b""
     finally:
-        teller.close()
+        rendezvous.close()
 
 
 def test_other_users_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +231,8 @@ def test_who_has_lost_its_launcher_need_not_wait_for_the_server(monkeypatch: pyt
     """It ended with the launcher; they waited for it until they were killed."""
     ours, childs = parent_watch.pair()
     with ours, childs:
-        child = parent_watch.Started(1, 2, childs)
-        monkeypatch.setattr(parent_watch, "started", lambda: child)
+        child = parent_watch.LaunchedChild(1, 2, childs)
+        monkeypatch.setattr(parent_watch, "this_child", lambda: child)
         assert servers.lost() is None
         child.orphaned = True
         assert isinstance(servers.lost(), PeerFailed)

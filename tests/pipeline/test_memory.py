@@ -106,7 +106,7 @@ def test_whatever_the_timing_nobody_holds_more_than_the_bound(seed: int, in_flig
     assert pieces > 1 or held(line)[-1] == 1
     for stage in line.engine.stages:
         memory = stage.memory
-        weights = sum(stage.ring.bytes)
+        weights = sum(stage.stash.bytes)
         layers = len(stage.layers)
         assert memory.versions.most == in_flight * weights
         assert memory.activations.most <= memory.minibatches.most * layers * ROWS

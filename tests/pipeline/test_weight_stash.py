@@ -1,9 +1,10 @@
-"""The version ring: Nm slots made once, one for each version that differs from the one before."""
+"""The weight stash: Nm buffers made once, one for each version that differs from the one before."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.versions import version_of
+from lightning_hetpipe.torch_private import pytree
 
 CPU = torch.device("cpu")
 
@@ -23,21 +25,21 @@ def live_layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)])
 
 
-def begin(ring: WeightStash, live: nn.ModuleList, version: int) -> None:
+def begin(stash: WeightStash, live: nn.ModuleList, version: int) -> None:
     now = Live([list(live)]).version(version)
-    ring.begin(version, now.parameters, now.flags)
+    stash.begin(version, now.parameters, now.flags)
 
 
-def publish(ring: WeightStash, live: nn.ModuleList, version: int) -> None:
+def publish(stash: WeightStash, live: nn.ModuleList, version: int) -> None:
     now = Live([list(live)]).version(version)
-    ring.publish(version, now.parameters, now.flags)
+    stash.publish(version, now.parameters, now.flags)
 
 
-def begun(slots: int) -> tuple[nn.ModuleList, WeightStash]:
+def begun(size: int) -> tuple[nn.ModuleList, WeightStash]:
     live = live_layers()
-    ring = WeightStash(live, slots, CPU)
-    begin(ring, live, 0)
-    return live, ring
+    stash = WeightStash(live, size, CPU)
+    begin(stash, live, 0)
+    return live, stash
 
 
 def step(live: nn.ModuleList, by: float = 1.0) -> None:
@@ -47,8 +49,8 @@ def step(live: nn.ModuleList, by: float = 1.0) -> None:
             parameter.add_(by)
 
 
-def held(ring: WeightStash, version: int) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in ring.slots[ring.place(version)].parameters]
+def held(stash: WeightStash, version: int) -> list[Tensor]:
+    return [tensor.clone() for tensor in stash.buffer(version).tensors]
 
 
 def copies(live: nn.ModuleList) -> list[Tensor]:
@@ -59,21 +61,21 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def addresses(ring: WeightStash) -> list[list[int]]:
-    return [[parameter.data_ptr() for parameter in slot.parameters] for slot in ring.slots]
+def addresses(stash: WeightStash) -> list[list[int]]:
+    return [[tensor.data_ptr() for tensor in buffer.tensors] for buffer in stash.buffers]
 
 
 def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
-    live, ring = begun(3)
+    live, stash = begun(3)
     published = {0: copies(live)}
     for version in (1, 2):
         step(live)
-        publish(ring, live, version)
+        publish(stash, live, version)
         published[version] = copies(live)
     step(live)
     for version, weights in published.items():
-        assert same(held(ring, version), weights)
-    assert len({ring.place(version) for version in published}) == 3
+        assert same(held(stash, version), weights)
+    assert len({id(stash.buffer(version)) for version in published}) == 3
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,125 +83,203 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
 def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: list[bool], empty_at: int) -> None:
     """Over many steps, of which some change nothing (accumulated gradients, a skipped step)."""
     live = nn.ModuleList([nn.Linear(2, 1)])
-    ring = WeightStash(live, in_flight, CPU)
-    before = addresses(ring)
-    begin(ring, live, empty_at)
+    stash = WeightStash(live, in_flight, CPU)
+    before = addresses(stash)
+    begin(stash, live, empty_at)
     weights = {empty_at: copies(live)}
     for version, changed in enumerate(changes, start=empty_at + 1):
         if changed:
             step(live)
-        publish(ring, live, version)
+        publish(stash, live, version)
         weights[version] = copies(live)
         for minibatch in range(version + 1, version + 1 + in_flight):
             uses = version_of(minibatch, in_flight, empty_at)
-            assert same(held(ring, uses), weights[uses])
+            assert same(held(stash, uses), weights[uses])
         if in_flight > 1:
-            assert (ring.place(version) == ring.place(version - 1)) == (not changed)
-    assert addresses(ring) == before
+            assert (stash.buffer(version) is stash.buffer(version - 1)) == (not changed)
+    assert addresses(stash) == before
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_nothing_is_allocated_after_the_start(in_flight: int) -> None:
     live = live_layers()
-    ring = WeightStash(live, in_flight, CPU)
-    before, slots = addresses(ring), list(ring.slots)
-    assert len(slots) == in_flight
-    assert len({address for slot in before for address in slot}) == in_flight * len(list(live.parameters()))
-    begin(ring, live, 0)
+    stash = WeightStash(live, in_flight, CPU)
+    before, buffers = addresses(stash), list(stash.buffers)
+    assert len(buffers) == in_flight
+    assert len({address for buffer in before for address in buffer}) == in_flight * len(list(live.parameters()))
+    begin(stash, live, 0)
     for version in range(1, 20):
         step(live)
-        publish(ring, live, version)
-    begin(ring, live, 19)
-    assert addresses(ring) == before
-    assert ring.slots == slots
+        publish(stash, live, version)
+    begin(stash, live, 19)
+    assert addresses(stash) == before
+    assert stash.buffers == buffers
 
 
-def test_slots_share_no_memory_with_the_live_weights() -> None:
-    live, ring = begun(2)
-    before = held(ring, 0)
+def test_buffers_share_no_memory_with_the_live_weights() -> None:
+    live, stash = begun(2)
+    before = held(stash, 0)
     step(live)
-    assert same(held(ring, 0), before)
+    assert same(held(stash, 0), before)
 
 
-def test_a_version_without_a_change_shares_the_slot() -> None:
-    live, ring = begun(3)
+def test_a_version_without_a_change_shares_the_buffer() -> None:
+    live, stash = begun(3)
     for version in range(1, 10):
-        publish(ring, live, version)
-        assert ring.place(version) == ring.place(version - 1)
+        publish(stash, live, version)
+        assert stash.buffer(version) is stash.buffer(version - 1)
     step(live)
-    publish(ring, live, 10)
-    assert ring.place(10) != ring.place(9)
+    publish(stash, live, 10)
+    assert stash.buffer(10) is not stash.buffer(9)
 
 
 def test_changes_through_data_are_noticed() -> None:
     """``.data`` leaves no mark on the version counter."""
-    live, ring = begun(2)
+    live, stash = begun(2)
     first = next(live.parameters())
     counter = first._version
     first.data.mul_(2.0)
     assert first._version == counter
-    publish(ring, live, 1)
-    assert ring.place(1) != ring.place(0)
-    assert same(held(ring, 1), copies(live))
+    publish(stash, live, 1)
+    assert stash.buffer(1) is not stash.buffer(0)
+    assert same(held(stash, 1), copies(live))
 
 
 def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
-    live, ring = begun(2)
+    live, stash = begun(2)
     first = next(live.parameters())
     first.data = torch.full_like(first, 5.0)
-    publish(ring, live, 1)
-    assert same(held(ring, 1), copies(live))
+    publish(stash, live, 1)
+    assert same(held(stash, 1), copies(live))
 
 
 def test_beginning_anew_forgets_older_versions() -> None:
-    live, ring = begun(2)
+    live, stash = begun(2)
     step(live)
-    publish(ring, live, 1)
+    publish(stash, live, 1)
     step(live)
-    begin(ring, live, 1)
-    assert same(held(ring, 1), copies(live))
+    begin(stash, live, 1)
+    assert same(held(stash, 1), copies(live))
     with pytest.raises(KeyError):
-        ring.place(0)
+        stash.buffer(0)
 
 
 def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
-    live, ring = begun(3)
+    live, stash = begun(3)
     live[0].requires_grad_(False)
     live[1].eval()
-    publish(ring, live, 1)
-    assert ring.place(1) != ring.place(0)
+    publish(stash, live, 1)
+    assert stash.buffer(1) is not stash.buffer(0)
     live[0].requires_grad_(True)
-    publish(ring, live, 2)
+    publish(stash, live, 2)
     flags = []
     for version in range(3):
-        layers = ring.slots[ring.place(version)].layers
+        layers = stash.layers
+        stash.bind(version)
         weight = layers[0].get_parameter("weight")
         flags.append((weight.requires_grad, layers[1].training, layers[2].training))
     assert flags == [(True, True, True), (False, False, True), (True, False, True)]
 
 
-def test_slots_follow_the_flags_when_they_are_used_again() -> None:
+def test_layers_follow_the_flags_when_a_buffer_is_used_again() -> None:
     live = live_layers()
-    ring = WeightStash(live, 1, CPU)
+    stash = WeightStash(live, 1, CPU)
     for version, training in enumerate([True, False, True]):
         live.train(training)
-        begin(ring, live, version) if version == 0 else publish(ring, live, version)
-        assert all(m.training == training for layer in ring.slots[0].layers for m in layer.modules())
+        begin(stash, live, version) if version == 0 else publish(stash, live, version)
+        stash.bind(version)
+        assert all(module.training == training for layer in stash.layers for module in layer.modules())
 
 
 def test_tied_weights_stay_tied() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     live = nn.ModuleList([first, second])
-    ring = WeightStash(live, 2, CPU)
+    stash = WeightStash(live, 2, CPU)
     first.weight.requires_grad_(False)
-    begin(ring, live, 0)
-    slot = ring.slots[ring.place(0)]
-    one, other = (layer.get_parameter("weight") for layer in slot.layers)
+    begin(stash, live, 0)
+    stash.bind(0)
+    one, other = (layer.get_parameter("weight") for layer in stash.layers)
     assert one is other
     assert torch.equal(one, first.weight)
     assert not one.requires_grad
-    assert len(slot.parameters) == 3
+    assert len(stash.parameters) == 3
+
+
+class Holding(nn.Module):
+    """Holds a weight in a list, too, as RNNs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.listed = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.listed[0]
+
+
+def test_layers_are_those_of_the_version_that_is_bound() -> None:
+    live, stash = begun(3)
+    x, expected = torch.randn(4, 3), {}
+    for version in range(3):
+        step(live, 0.5)
+        publish(stash, live, version + 1)
+        expected[version + 1] = nn.Sequential(*live)(x).detach()
+    for version in (3, 1, 2, 1, 3):
+        stash.bind(version)
+        assert torch.equal(nn.Sequential(*stash.layers)(x), expected[version])
+
+
+def test_whoever_else_holds_a_weight_sees_the_bound_version() -> None:
+    for layer, x in ((Holding(), torch.ones(2)), (nn.LSTM(3, 2, 2), torch.ones(4, 3))):
+        live = nn.ModuleList([layer])
+        stash = WeightStash(live, 2, CPU)
+        begin(stash, live, 0)
+        before = layer(x)
+        step(live)
+        publish(stash, live, 1)
+        for version, expected in ((0, before), (1, layer(x)), (0, before)):
+            stash.bind(version)
+            found = stash.layers[0](x)
+            assert same([*pytree.tree_leaves(found)], [*pytree.tree_leaves(expected)])
+
+
+def test_a_backward_uses_the_version_of_its_forward_when_that_is_bound_again() -> None:
+    """Though another forward has run in between on the same layers, and its version was frozen."""
+    live = nn.ModuleList([Holding()])
+    stash = WeightStash(live, 2, CPU)
+    begin(stash, live, 0)
+    stash.bind(0)
+    output = stash.layers[0](torch.ones(2))
+    step(live)
+    live.requires_grad_(False)
+    publish(stash, live, 1)
+    stash.bind(1)
+    assert not stash.layers[0](torch.ones(2)).requires_grad
+    stash.bind(0)
+    (gradient,) = torch.autograd.grad(output.sum(), stash.parameters)
+    assert gradient.tolist() == [2.0, 2.0]
+
+
+def test_a_parameter_of_a_version_is_a_leaf_of_its_own() -> None:
+    live, stash = begun(2)
+    live[0].requires_grad_(False)
+    step(live)
+    publish(stash, live, 1)
+    for version in (0, 1):
+        found = stash.parameter(0, version)
+        assert found.is_leaf
+        assert found.requires_grad == (version == 0)
+        assert torch.equal(found, stash.buffer(version).tensors[0])
+        assert found is not stash.parameters[0]
+
+
+def test_letting_go_gives_back_all_memory() -> None:
+    _, stash = begun(3)
+    blocks = [weakref.ref(tensor.untyped_storage()) for buffer in stash.buffers for tensor in buffer.tensors]
+    stash.let_go()
+    assert not any(block() for block in blocks)
+    assert sum(parameter.numel() for parameter in stash.layers.parameters()) == 0
 
 
 def test_layers_that_cannot_be_copied_are_refused() -> None:
@@ -215,7 +295,7 @@ def test_layers_that_cannot_be_copied_are_refused() -> None:
 def test_the_live_layers_are_not_changed() -> None:
     live = live_layers()
     state = copy.deepcopy(live.state_dict())
-    ring = WeightStash(live, 2, CPU)
-    begin(ring, live, 0)
-    publish(ring, live, 1)
+    stash = WeightStash(live, 2, CPU)
+    begin(stash, live, 0)
+    publish(stash, live, 1)
     assert all(torch.equal(tensor, state[name]) for name, tensor in live.state_dict().items())

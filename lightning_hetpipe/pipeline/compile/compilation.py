@@ -1,8 +1,8 @@
 """A segment's layers, compiled by ``torch.compile``: one graph for all versions of its weights.
 
 The layers of a segment run one after the other, so they are compiled as one function, of their weights, their buffers
-and their input. A slot of the ring is another set of weights, which the same code takes: nothing is compiled twice for
-having Nm versions. What makes other code is another *kind* of call: other sizes, frozen weights, another state of
+and their input. A version is another set of weights, which the same code takes: nothing is compiled twice for having
+Nm versions. What makes other code is another *kind* of call: other sizes, frozen weights, another state of
 autocast. Torch decides; after the first other size it makes code for any size.
 
 While torch's compiler works it changes state of the whole process, and restores what it found: random state, the
@@ -60,8 +60,8 @@ class Compiled:
 
     Args:
         names: The layers' paths.
-        layers: Of each slot its copies of them.
-        calls: Of each slot what to call for each layer that runs as it is.
+        layers: The stage's copies of them.
+        calls: What to call for each layer that runs as it is.
         options: What ``torch.compile`` is given.
         device: Where they run.
         fused: Whether attention may hold a dropout of its own, where a device has no other that is fast.
@@ -70,8 +70,8 @@ class Compiled:
     def __init__(
         self,
         names: Sequence[str],
-        layers: Sequence[Sequence[nn.Module]],
-        calls: Sequence[Sequence[Callable[..., Any]]],
+        layers: Sequence[nn.Module],
+        calls: Sequence[Callable[..., Any]],
         options: Mapping[str, Any],
         device: torch.device,
         *,
@@ -83,7 +83,7 @@ class Compiled:
         self._names = list(names)
         self._layers = layers
         self._calls = calls
-        self._counters = [[counters(layer) for layer in slot] for slot in layers]
+        self._counters = [counters(layer) for layer in layers]
         self._options = options
         self._device = device
         self._fused = fused
@@ -93,12 +93,11 @@ class Compiled:
         self._backwards: dict[Kind, None] = {}
         self._regroup(self._cannot)
 
-    def kind(self, slot: int, value: Value, flags: Flags | None, autocast: Autocast) -> Kind:
-        """What tells calls apart for which torch may compile anew: among others the slot, for what its guards may make
-        of copies of a user's objects."""
+    def kind(self, value: Value, flags: Flags, autocast: Autocast) -> Kind:
+        """What tells calls apart for which torch may compile anew."""
         tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
         others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
-        return slot, tensors, value.requires_grad, others, flags, autocast
+        return tensors, value.requires_grad, others, flags, autocast
 
     def is_new(self, kind: Kind) -> bool:
         """Whether no forward of that kind has been computed."""
@@ -111,45 +110,45 @@ class Compiled:
         _remember(self._backwards, kind, None)
         return True
 
-    def __call__(self, kind: Kind, slot: int, value: Any, autocast: Autocast) -> Any:
-        """What the layers in ``slot`` make of ``value``. Where the kind is new, nothing else may compute."""
+    def __call__(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
+        """What the layers make of ``value``. Where the kind is new, nothing else may compute."""
         set_here(self._device)
         compiled = self._forwards.get(kind)
         if compiled is None:
-            return self._first(kind, slot, value, autocast)
+            return self._first(kind, value, autocast)
         for group in self._groups:
-            value = self._run(group, slot, value, autocast) if compiled else self._plain(group, slot, value)
+            value = self._run(group, value, autocast) if compiled else self._plain(group, value)
         return value
 
-    def _first(self, kind: Kind, slot: int, value: Any, autocast: Autocast) -> Any:
+    def _first(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
         """The same, where it is found out what can be compiled."""
         compiled, reasons = True, dict[int, str]()
         for group in self._groups:
             if not compiled:
-                value = self._plain(group, slot, value)
+                value = self._plain(group, value)
                 continue
             try:
-                value = self._run(group, slot, value, autocast)
+                value = self._run(group, value, autocast)
             except CompilerLimit as error:
                 compiled = False
                 self._warn(group, f"it was given inputs of too many kinds: {_reason(error)}")
-                value = self._plain(group, slot, value)
+                value = self._plain(group, value)
             except (CompilerError, NoDropout):
                 for index in range(group.first, group.last):
-                    value = self._alone(CompiledGroup(index, index + 1, True), slot, value, autocast, reasons)
+                    value = self._alone(CompiledGroup(index, index + 1, True), value, autocast, reasons)
         if reasons:
             self._regroup(reasons)
         else:
             _remember(self._forwards, kind, compiled)
         return value
 
-    def _alone(self, layer: CompiledGroup, slot: int, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
+    def _alone(self, layer: CompiledGroup, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
         """What one layer makes of ``value``, of some of which not all could be compiled."""
         try:
-            return self._run(layer, slot, value, autocast)
+            return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:
             reasons[layer.first] = _reason(error)
-            value = self._plain(layer, slot, value)  # an error of the layer's own comes from here, as it is
+            value = self._plain(layer, value)  # an error of the layer's own comes from here, as it is
             self._warn(layer, reasons[layer.first])
             return value
 
@@ -162,19 +161,19 @@ class Compiled:
         self._forwards.clear()
         self._backwards.clear()
 
-    def _run(self, group: CompiledGroup, slot: int, value: Any, autocast: Autocast) -> Any:
+    def _run(self, group: CompiledGroup, value: Any, autocast: Autocast) -> Any:
         if not group.compiled:
-            return self._plain(group, slot, value)
+            return self._plain(group, value)
         run = self._functions.get((group, autocast))
         if run is None:
             run = self._functions[group, autocast] = self._function(group)
-        for of_layer in self._counters[slot][group.first : group.last]:
+        for of_layer in self._counters[group.first : group.last]:
             for counter in of_layer:
                 counter.in_graph = 0
-        return run(self._layers[slot][group.first : group.last], value)
+        return run(self._layers[group.first : group.last], value)
 
-    def _plain(self, group: CompiledGroup, slot: int, value: Any) -> Any:
-        for call in self._calls[slot][group.first : group.last]:
+    def _plain(self, group: CompiledGroup, value: Any) -> Any:
+        for call in self._calls[group.first : group.last]:
             value = call(value)
         return value
 

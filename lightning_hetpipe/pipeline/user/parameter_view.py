@@ -330,9 +330,8 @@ class ParameterView(TorchFunctionMode):
     def _use(self, weight: _Weight) -> UsedParameter:
         key = (self.region, id(weight.live))
         if (used := self._used.get(key)) is None:
-            held = weight.stash.parameter(weight.index, self._version)
             with torch.inference_mode(False):
-                copy = nn.Parameter(held.detach(), held.requires_grad)
+                copy = weight.stash.parameter(weight.index, self._version)
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then

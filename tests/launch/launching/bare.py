@@ -43,12 +43,12 @@ sys.modules["lightning_hetpipe"] = _package
 
 from lightning_hetpipe.errors import SettingError  # noqa: E402
 from lightning_hetpipe.launch import children, parent_watch  # noqa: E402
-from lightning_hetpipe.launch.launcher import Launcher, launcher_of  # noqa: E402
-from lightning_hetpipe.launch.lost_workers import losses  # noqa: E402
+from lightning_hetpipe.launch.launcher import Launcher, check_processes  # noqa: E402
+from lightning_hetpipe.launch.lost_workers import lost_workers  # noqa: E402
 from lightning_hetpipe.launch.ranks import Rank, Role  # noqa: E402
 from lightning_hetpipe.lightning_private import TunerExit  # noqa: E402
 
-parent_watch.started()  # as the package's own import does
+parent_watch.this_child()  # as the package's own import does
 
 __all__ = [
     "Launcher",
@@ -56,8 +56,8 @@ __all__ = [
     "Role",
     "SettingError",
     "TunerExit",
+    "check_processes",
     "children",
-    "launcher_of",
-    "losses",
+    "lost_workers",
     "parent_watch",
 ]

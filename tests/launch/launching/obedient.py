@@ -17,9 +17,9 @@ from tests.launch.launching.bare import (
     Role,
     SettingError,
     TunerExit,
+    check_processes,
     children,
-    launcher_of,
-    losses,
+    lost_workers,
     parent_watch,
 )
 
@@ -36,11 +36,11 @@ class Obedient:
 
     def __init__(self, address: str, **facts: Any) -> None:
         self.environment = dict(os.environ)
-        child = parent_watch.started()
+        child = parent_watch.this_child()
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
         self.grace = GRACE
-        self.patience: float | None = None
+        self.end_timeout: float | None = None
         self.before = 0
         self.role = Role.CHILD if self.number else Role.FIRST
         self.socket = socket.socket(socket.AF_UNIX)
@@ -66,10 +66,10 @@ class Obedient:
         rank = Rank(self.before + self.number, self.before + count, 0, self.number, count, 1, self.role)
         ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed, "grace": self.grace}
         try:
-            made = launcher_of(rank, self.extra, **ends, patience=lambda: self.patience)
-            assert made is not None
-            self.launcher = made
-            made.launch(self.work, "launched")
+            check_processes(rank)
+            assert count > 1
+            self.launcher = Launcher(rank, self.extra, **ends, end_timeout=lambda: self.end_timeout)
+            self.launcher.launch(self.work, "launched")
         except Leave:
             self.reply(left=True)
         except (SettingError, TunerExit) as error:
@@ -130,7 +130,7 @@ class Obedient:
 
     def hurry(self) -> None:
         """At its end it waits for nobody any longer than this."""
-        self.patience = GRACE
+        self.end_timeout = GRACE
         self.reply(did="hurry")
 
     def speak_soon(self) -> None:
@@ -150,7 +150,7 @@ class Obedient:
     def lose(self, worker: str) -> None:
         """The servers' coordinator says that a virtual worker is lost."""
         name = f"virtual worker {worker}"
-        losses.note(int(worker), name, "was silent for long", f"{name} is lost")
+        lost_workers.note(int(worker), name, "was silent for long", f"{name} is lost")
         self.reply(did="lose")
 
     def tidy_up(self) -> None:

@@ -1,0 +1,136 @@
+"""Finds out, on one step of an evaluation, which of the modules that it calls a pipeline can run.
+
+A call that a pipeline would not answer exactly as the module does is left to the module: nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.captured import Captured
+from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
+from lightning_hetpipe.capture.opaque_containers import opaque_in
+from lightning_hetpipe.capture.parity_check import equal_outputs
+from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.watch import Watch
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.torch_private import pytree, version_counter
+
+
+class EvaluationWatch(Watch):
+    """Watches one step of an evaluation, for modules that it calls from outside every other one that has parameters.
+
+    Args:
+        root, names, generators: As :class:`Watch` takes them.
+        batch: Names the batch, for its random numbers.
+        known: The pieces of the training that goes on; then no others are looked for.
+
+    Attributes:
+        reasons: Why a pipeline cannot run the others, by their names.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Collection[str] | None,
+        generators: RandomGenerators,
+        batch: str,
+        known: Sequence[Piece] = (),
+    ) -> None:
+        super().__init__(root, names, generators)
+        self.reasons: dict[str, str] = {}
+        self._batch = batch
+        self._known = {piece.module: piece for piece in known}
+        self._called: list[nn.Module] = []
+
+    def candidates(self) -> Iterator[tuple[str, nn.Module]]:
+        modules = ((name, module) for name, module in self.root.named_modules() if module is not self.root)
+        return ((name, module) for name, module in modules if self._is_wanted(name, module))
+
+    def answer(self, call: ModuleCall) -> Any:
+        module = call.module
+        if module in self._called:
+            return NOT_TAKEN
+        overlaps = any(part in other.modules() for other in self._called for part in module.modules())
+        self._called.append(module)
+        if overlaps:  # it is left to user code, which may run it while stages run the other
+            return call.run()
+        with call.aside():
+            return self._try(self._known.get(module) or Piece.of(call.name, module), call.args, call.kwargs)
+
+    def _is_wanted(self, name: str, module: nn.Module) -> bool:
+        if self._known:
+            return module in self._known
+        if is_compiled(module) or is_scripted(module) or (self.names is not None and name not in self.names):
+            return False
+        return any(True for _ in module.parameters())
+
+    def _try(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module of ``piece`` as it is, then try whether its layers do the same one by one."""
+        parts, buffers = list(piece.module.modules()), list(piece.module.buffers())
+        counters = [_counter(buffer) for buffer in buffers]
+        attributes = [attributes_with_contents(part) for part in parts]
+        # A module may change what it is given.
+        own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        frozen = FrozenValues(piece.module) if piece.captured is None else piece.captured.frozen
+        with frozen.noted():
+            output = piece.run(self.generators, self._batch, args, kwargs)
+        try:
+            if torch.is_grad_enabled():
+                raise SettingError("it is called with gradients")
+            if any(part.training for part in parts):
+                raise SettingError("it is in training mode")
+            if counters != [_counter(buffer) for buffer in buffers]:
+                raise SettingError("it changes its buffers")
+            for part, earlier in zip(parts, attributes, strict=True):
+                if attribute := changed_attribute(earlier, attributes_with_contents(part)):
+                    raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
+            if (opaque := opaque_in((args, kwargs, output))) is not None:
+                raise SettingError(f"a {type(opaque).__name__} that holds tensors goes in or out")
+            if piece.module not in self._known:
+                _find_layers(piece, own_args, own_kwargs, frozen)
+            value = piece.value(own_args, own_kwargs)
+            self._compare(piece, value, output)
+            if piece.captured is not None:
+                piece.captured.take_equal(value)
+        except Exception as error:  # whatever it is, the module itself has computed
+            self.reasons[piece.name] = str(error).strip() or type(error).__name__
+        else:
+            self.pieces.append(piece)
+        return output
+
+    def _compare(self, piece: Piece, value: Any, output: Any) -> None:
+        inputs: list[Value] = []
+        with self.generators.watch({layer.name: layer.module for layer in piece.layers}, self._batch) as calls:
+            for layer in piece.layers:
+                inputs.append(Value.of(value))
+                value = calls[layer.name](value)
+        if not equal_outputs(Value.of(value), Value.of(output)):
+            raise SettingError("its layers give other values, one by one, than the module itself")
+        if not self._known:
+            piece.inputs = inputs
+
+
+def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues) -> None:
+    refuse_scripted(piece.name, piece.module)
+    if piece.needs_graph():
+        refuse_hooks(piece.name, piece.module)
+        piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, frozen)
+        piece.layers = piece.captured.layers
+    for name, layer in [] if piece.captured is not None else piece.modules_of_layers():
+        refuse_hooks(name, layer)
+        piece.layers.append(Layer(name, layer))
+
+
+def _counter(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_counter(tensor)
