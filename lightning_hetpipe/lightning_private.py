@@ -27,41 +27,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_hetpipe.redirect import Redirect
 
-__all__ = [
-    "BEFORE_TRANSFER",
-    "LOADER_STATES",
-    "BaseLauncher",
-    "DataFetcher",
-    "DataLoaderIterFetcher",
-    "EvaluatingLoop",
-    "StrategyRegistry",
-    "TunerExit",
-    "asks_at_every_step",
-    "averages",
-    "begun_minibatches",
-    "closure_loss",
-    "evaluating_loop",
-    "evaluation_arguments",
-    "fetcher_of",
-    "has_gradient_hooks",
-    "in_a_step",
-    "loader_iterator",
-    "log_interval",
-    "move_before_transfer",
-    "on_requeue",
-    "run_first",
-    "saves_by_steps",
-    "seconds_between_validations",
-    "set_checkpoint_io",
-    "set_fetcher",
-    "share_profiling",
-    "step_arguments",
-    "synchronises_batchnorm",
-    "validates_at_the_end",
-    "wants_several_optimizers",
-    "with_workers",
-]
-
 BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
 EvaluatingLoop = _EvaluationLoop | _PredictionLoop

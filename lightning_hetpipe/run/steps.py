@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import run_first
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -21,7 +22,6 @@ from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.gradients import deliver
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.release import released_step
 from lightning_hetpipe.run.user_step import UserStep, without_graph
 
 
@@ -129,8 +129,40 @@ class PipelinedSteps(Steps, Extension):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Let other user code run while ``optimizer`` computes, after its closure has returned."""
-        return nullcontext() if self._engine.in_flight == 1 else released_step(self._engine, optimizer)
+        return nullcontext() if self._engine.in_flight == 1 else _released(self._engine, optimizer)
 
     def validate(self, native: Callable[[], Any]) -> Any:
         with self._driver.evaluating():
             return self._evaluation.run(native)
+
+
+@contextmanager
+def _released(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have ``optimizer.step``, within it, give the lock over user code away once its closure has returned.
+
+    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
+    """
+    released = ExitStack()
+
+    def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure")
+        if closure is None:  # a loss scaler has called it
+            released.enter_context(engine.computing())
+            return None
+
+        def run() -> Any:
+            result = closure()
+            released.enter_context(engine.computing())
+            return result
+
+        return args, {**kwargs, "closure": run}
+
+    before = optimizer.register_step_pre_hook(free_after_closure)
+    after = optimizer.register_step_post_hook(lambda *_: released.close())
+    run_first(optimizer, after)  # other post hooks are user code
+    try:
+        yield
+    finally:
+        released.close()
+        before.remove()
+        after.remove()

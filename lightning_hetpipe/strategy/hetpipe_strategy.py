@@ -43,7 +43,7 @@ from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.single_stage import is_single_stage
-from lightning_hetpipe.strategy import compile_setting, environment, other_lightning, settings
+from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.checkpoints import (
     ReplacingCheckpointIO,
     filled,
@@ -156,14 +156,17 @@ class HetPipeStrategy(VirtualWorkers):
             settings.check_later(name, value)
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
-        self.plan, self.cluster = settings.plan(plan), settings.cluster(cluster)
+        self.plan, self.cluster = (
+            settings.plan(plan),
+            checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster"),
+        )
         self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
             self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
-        self._check_alone(self.virtual_workers)
+        self._check_single(self.virtual_workers)
         self.module = settings.module_names(module)
-        self.recompute = settings.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
+        self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compile_setting.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None
@@ -207,13 +210,13 @@ class HetPipeStrategy(VirtualWorkers):
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
-        self._check_alone(self.world_size)
+        self._check_single(self.world_size)
         super()._configure_launcher()
 
-    def _check_alone(self, virtual_workers: int) -> None:
+    def _check_single(self, virtual_workers: int) -> None:
         for name, value in (("plan", self.plan), ("cluster", self.cluster)):
             if value is not None:
-                settings.check_alone(name, virtual_workers)
+                settings.check_single(name, virtual_workers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -232,7 +235,7 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
+        asked, seed = self._fit_settings(), self._agreed(settings.run_seed())
         self._resumed = None
         if not fitting:
             loop = evaluating_loop(trainer)
@@ -403,7 +406,7 @@ class HetPipeStrategy(VirtualWorkers):
             module=self.module,
             timeout=self.timeout,
             devices=self._devices(),
-            torch_threads=environment.torch_threads(),
+            torch_threads=settings.torch_threads(),
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.emulation,
             decide=planner,

@@ -23,7 +23,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
@@ -55,10 +55,10 @@ class VirtualWorkers(ParallelStrategy):
 
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.virtual_workers = settings.virtual_workers(virtual_workers)
+        self.virtual_workers = checks.whole("virtual_workers", virtual_workers)
         settings.check_platform(self.virtual_workers, sys.platform)
-        self.wsp: WSPCallback | None = settings.wsp(wsp)
-        self.timeout = settings.seconds(timeout)
+        self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
+        self.timeout = checks.seconds("timeout", timeout)
         self._num_nodes = 1
         self._group: Group | None = None
         self._shared: Synchroniser | None = None
