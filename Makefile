@@ -6,7 +6,7 @@ READY := .venv/.ready
 PARALLEL := -n 2 --dist worksteal
 CODE := lightning_hetpipe tests benchmarks examples
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench docs clean
 
 demo: $(READY)  ## Train the digits experiment.
 	$(BIN)/hetpipe-train
@@ -26,8 +26,12 @@ bench: $(READY)  ## The benchmarks; they write benchmarks/results.md, which the 
 	$(BIN)/python -m benchmarks --table benchmarks/results.md
 	$(BIN)/python -m benchmarks --readme
 
+docs: $(READY)  ## The documentation as a site, into site/; a warning is an error.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m mkdocs build
+
 clean:  ## Remove the environment, builds and caches; runs' outputs stay.
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -100,7 +100,6 @@ def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str,
                 target=TARGET_US,
                 at_most=True,
                 digits=0,
-                headline=k in (STAGES[1], STAGES[-1]),
             )
             for k in STAGES
         ),
@@ -112,7 +111,6 @@ def report(machine: Mapping[str, object], rounds: Rounds, failures: Mapping[str,
                 target=TARGET_US,
                 at_most=True,
                 digits=0,
-                headline=k == ON_ONE_CORE[-1],
             )
             for k in ON_ONE_CORE
         ),

@@ -80,8 +80,6 @@ class Figure:
     """Whether `target` is the most that is hoped for; else it is the least."""
     digits: int = 2
     """After the decimal point."""
-    headline: bool = False
-    """Whether the project's README has it."""
 
     @property
     def verdict(self) -> str:

@@ -29,7 +29,8 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
-from lightning_hetpipe.planning.search.division import Divider
+from lightning_hetpipe.planning.search.divider import Divider, Division
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "planning"
 TIMEOUT = 300.0
@@ -54,12 +55,17 @@ PLAIN = "plain Trainer"
 Rounds = Sequence[Mapping[str, Measurement]]
 
 
+def divided(profile: Profile, cluster: Cluster) -> Division | None:
+    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE, watched=False)
+    return Divider(problem).divide(IN_FLIGHT, LOADS)
+
+
 def gap(problems: int) -> float:
     """By how much T_max is above that of the best of all, at the most, over random problems; a fraction."""
     worst = 0.0
     for seed in range(problems):
         profile, cluster = small(seed)
-        found = Divider(profile, cluster, cluster.slots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS)
+        found = divided(profile, cluster)
         best = best_of_all(profile, cluster)
         if (found is None) != (best is None):
             return float("inf")
@@ -72,7 +78,7 @@ def seconds_of_large() -> float:
     """How long the division of 1,000 layers among 16 devices of 4 types takes, on one core that nobody else uses."""
     profile, cluster = large()
     began = time.process_time()
-    assert Divider(profile, cluster, cluster.slots, state=STATE, watched=False).divide(IN_FLIGHT, LOADS) is not None
+    assert divided(profile, cluster) is not None
     return time.process_time() - began
 
 
@@ -86,8 +92,8 @@ def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Estim
     cluster = Cluster([Node("box", devices, LINK)]).with_memory(profile.memory)
     state = optimizer_state(OPTIMIZER)
     found: dict[str, dict[bool, Estimate | None]] = {
-        how: {again: best_in_flight(profile, cluster, cuts, state, again) for again in (False, True)}
-        for how, cuts in by_hand(profile, cluster.slots).items()
+        how: {again: best_in_flight(profile, cluster, splits, state, again) for again in (False, True)}
+        for how, splits in by_hand(profile, cluster.slots).items()
     }
     plans = {
         again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again, watched=False)

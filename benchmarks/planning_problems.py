@@ -10,7 +10,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search.choice import ENOUGH
-from lightning_hetpipe.planning.search.division import partition
+from lightning_hetpipe.planning.search.split_points import partition
 
 TICK = 2.0**-20
 """Seconds, of which all times of random problems are multiples, so that sums are exact."""
@@ -38,19 +38,19 @@ def small(seed: int) -> tuple[Profile, Cluster]:
     memory = draw.choice([None, sum(layer.kept for layer in layers) * 3 // 4])
     devices = [Device(draw.choice(names), memory) for _ in range(draw.randint(2, 4))]
     links = [Link(2.0 ** draw.randint(24, 34)) for _ in range(3)]
-    cut = draw.randint(1, len(devices))
-    nodes = [Node("one", devices[:cut], links[0])]
-    if devices[cut:]:
-        nodes.append(Node("two", devices[cut:], links[1]))
+    split = draw.randint(1, len(devices))
+    nodes = [Node("one", devices[:split], links[0])]
+    if devices[split:]:
+        nodes.append(Node("two", devices[split:], links[1]))
     return Profile("random", 1, layers, times, {}), Cluster(nodes, links[2])
 
 
 def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
-    """T_max of the best of all cuts, subsets and orders that have room under `LOADS`; None if none have."""
+    """T_max of the best of all splits, subsets and orders that have room under `LOADS`; None if none have."""
     found = [
-        _bottleneck(profile, cluster, slots, cuts)
-        for slots, cuts in _all(len(profile.layers), cluster.slots)
-        if _has_room(profile, slots, cuts)
+        _bottleneck(profile, cluster, slots, splits)
+        for slots, splits in _all(len(profile.layers), cluster.slots)
+        if _has_room(profile, slots, splits)
     ]
     return min(found, default=None)
 
@@ -58,13 +58,13 @@ def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
 def _all(layers: int, slots: Sequence[DeviceSlot]) -> Iterator[tuple[Sequence[DeviceSlot], Sequence[int]]]:
     for count in range(1, min(layers, len(slots)) + 1):
         for chosen in permutations(slots, count):
-            for cuts in combinations(range(1, layers), count - 1):
-                yield chosen, (0, *cuts)
+            for splits in combinations(range(1, layers), count - 1):
+                yield chosen, (0, *splits)
 
 
-def _bottleneck(profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> float:
+def _bottleneck(profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> float:
     slowest = 0.0
-    for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+    for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
         take = sum(each.forward + each.backward for each in profile.times_on(slot.device)[first:after])
         if index:
             take += cluster.link_between(slots[index - 1], slot).seconds(profile.layers[first - 1].output)
@@ -74,15 +74,15 @@ def _bottleneck(profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot],
     return slowest
 
 
-def _has_room(profile: Profile, slots: Sequence[DeviceSlot], cuts: Sequence[int]) -> bool:
-    ends = [*cuts[1:], len(profile.layers)]
+def _has_room(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> bool:
+    ends = [*splits[1:], len(profile.layers)]
     return all(
         slot.device.memory is None
         or stage_memory(
             Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, LOADS[index + 1 < len(slots)], state=STATE
         ).total
         <= slot.device.memory
-        for index, (slot, first, after) in enumerate(zip(slots, cuts, ends, strict=True))
+        for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True))
     )
 
 
@@ -118,22 +118,22 @@ def by_hand(profile: Profile, slots: Sequence[DeviceSlot]) -> Mapping[str, tuple
 def _proportional(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
     """Cuts where the work that lies before them comes nearest to the share of the devices before them."""
     done = [share / sum(work) for share in accumulate(work, initial=0.0)]
-    cuts = [0]
+    splits = [0]
     for wanted in list(accumulate(speeds))[:-1]:
-        left = len(speeds) - len(cuts)  # stages behind this cut, each of which needs a layer
-        allowed = range(cuts[-1] + 1, len(work) - left + 1)
-        cuts.append(min(allowed, key=lambda cut: abs(done[cut] - wanted / sum(speeds))))
-    return tuple(cuts)
+        left = len(speeds) - len(splits)  # stages behind this split, each of which needs a layer
+        allowed = range(splits[-1] + 1, len(work) - left + 1)
+        splits.append(min(allowed, key=lambda split: abs(done[split] - wanted / sum(speeds))))
+    return tuple(splits)
 
 
 def best_in_flight(
-    profile: Profile, cluster: Cluster, cuts: Sequence[int], state: float, recompute: bool
+    profile: Profile, cluster: Cluster, splits: Sequence[int], state: float, recompute: bool
 ) -> Estimate | None:
     """What these stages on all devices come to at the best Nm that fits; None if none does."""
     found: list[Estimate] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
         each = estimate(
-            profile, cluster, cluster.slots, cuts, in_flight, state=state, recompute=recompute, watched=False
+            profile, cluster, cluster.slots, splits, in_flight, state=state, recompute=recompute, watched=False
         )
         if not each.fits:
             break

@@ -1,4 +1,4 @@
-"""The operator graphs of msr-fiddle/dnn-partitioning (NeurIPS 2020), as layers in a row, and what cuts of them cost."""
+"""The operator graphs of msr-fiddle/dnn-partitioning (NeurIPS 2020), as layers in a row, and the costs of stages."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT
-from lightning_hetpipe.planning.search.division import cheapest_cuts
+from lightning_hetpipe.planning.search.split_points import best_split_points
 
 DATA = Path(os.environ.get("HETPIPE_REFERENCE_DATA") or ROOT.parent / "shared" / "data")
 """Reference data that is no part of this repository."""
@@ -67,8 +67,8 @@ def busiest_of(graph: Mapping[str, Any]) -> float:
         own = (starts <= place[number]) & (place[number] < ends)
         costs += transfer[number] * np.where(own, inside < len(places), inside > 0)
     costs[(ends <= starts) | (size[None, :] - size[:, None] > graph["maxSizePerFPGA"])] = np.inf
-    cuts = cheapest_cuts([costs] * DEVICES)
-    return float(max(costs[start, end] for start, end in zip(cuts, [*cuts[1:], count], strict=True)))
+    splits = best_split_points([costs] * DEVICES)
+    return float(max(costs[start, end] for start, end in zip(splits, [*splits[1:], count], strict=True)))
 
 
 def _places(graph: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:

@@ -16,12 +16,28 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: python -m benchmarks --readme -->", "<!-- end of figures -->"
 COMMAND = "python -m benchmarks --table benchmarks/results.md"
 
+CITED = {
+    (
+        "two_stages_gpt",
+        "two stages over one thread, GPT",
+    ): "two stages of a GPT on two cores, over a plain Trainer on one",
+    ("two_stages_gpt", "two stages over Schedule1F1B, GPT"): "the same, over `torch.distributed.pipelining`'s 1F1B",
+    ("two_stages_gpt", "two stages over DDP, GPT"): "the same, over Lightning's DDP",
+    ("virtual_workers", "two virtual workers that look ahead over DDP"): (
+        "two virtual workers on two cores, a wave of 4 minibatches, over DDP"
+    ),
+    ("several_nodes", "HetPipeStrategy, Nm = 4 over DDP, 1 Gbit/s"): (
+        "two machines with 1 Gbit/s between them, a wave of 4 minibatches, over DDP"
+    ),
+}
+"""The ratios that the project's README has, by benchmark and figure, in its own words."""
+
 Results = Mapping[str, Mapping[str, Any]]
 """For each benchmark: its date, rounds, machine and figures, as JSON has them."""
 
 
 def section(outcome: Outcome, options: Options, day: date) -> dict[str, Any]:
-    """What is kept of one benchmark."""
+    """The record of one benchmark, as results.json has it."""
     figures = [{**asdict(figure), "verdict": figure.verdict} for figure in outcome.figures]
     return {
         "date": day.isoformat(),
@@ -33,20 +49,20 @@ def section(outcome: Outcome, options: Options, day: date) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The results that were written to ``file``; none where there is no such file."""
+    """Read results from ``file``; an empty dictionary if there is no such file."""
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return results
 
 
 def write(markdown: Path, outcomes: Mapping[str, Outcome], options: Options, order: Sequence[str], day: date) -> None:
-    """Writes the table, and beside it the JSON. Benchmarks that were not run this time keep what they had there.
+    """Write the table and the JSON beside it; benchmarks that were not run keep their records.
 
     Args:
-        markdown: Where to write; the JSON goes to the same name with another ending.
-        outcomes: Those that were run.
-        options: How.
-        order: Of the benchmarks.
-        day: Today.
+        markdown: File of the table; the JSON file differs in its suffix only.
+        outcomes: Outcomes of the benchmarks that were run, by name.
+        options: The options that they were run with.
+        order: Names of all benchmarks, in the table's order.
+        day: Date of the measurement.
     """
     data = markdown.with_suffix(".json")
     found = read(data) | {name: section(outcome, options, day) for name, outcome in outcomes.items()}
@@ -56,7 +72,7 @@ def write(markdown: Path, outcomes: Mapping[str, Outcome], options: Options, ord
 
 
 def figures_of(section: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a benchmark, read back."""
+    """The figures in a benchmark's record."""
     found = []
     for kept in section["figures"]:
         fields = {name: value for name, value in kept.items() if name != "verdict"}
@@ -66,7 +82,7 @@ def figures_of(section: Mapping[str, Any]) -> list[Figure]:
 
 
 def as_markdown(results: Results) -> str:
-    """The table, under a heading, and where its rows were measured."""
+    """All figures as a table in Markdown, with when and where they were measured."""
     rows = [("benchmark", "figure", "median", "range", "unit", "target", "")]
     for name, kept in results.items():
         rows += [(name, *_row(figure)) for figure in figures_of(kept)]
@@ -86,21 +102,21 @@ def as_markdown(results: Results) -> str:
 
 
 def readme_block(results: Results) -> str:
-    """What the project's README cites: the headlines, and where they were measured."""
-    rows = [("", "median", "range", "target", "")]
-    cited = {}
-    for name, kept in results.items():
-        headlines = [figure for figure in figures_of(kept) if figure.headline and figure.spread is not None]
-        if headlines:
-            cited[name] = kept
-        for figure in headlines:
-            title, median, reach, unit, target, verdict = _row(figure)
-            rows.append((title, f"{median} {unit}".strip(), reach, target, verdict))
+    """The table of the README: the figures of ``CITED`` that were measured, and where they were."""
+    rows = [("minibatches per second", "ratio", "range over rounds")]
+    found = {(name, _title(figure)): figure for name, kept in results.items() for figure in figures_of(kept)}
+    cited: dict[str, Mapping[str, Any]] = {}
+    for (name, title), text in CITED.items():
+        figure = found.get((name, title))
+        if figure is not None and figure.spread is not None:
+            median, reach, _, _ = figure.cells()
+            rows.append((text, f"**{median}**", reach))
+            cited[name] = results[name]
     return "\n".join([BEGIN, "", *_markdown(rows), "", *(f"- {line}" for line in _measured(cited)), "", END])
 
 
 def cite(readme: Path, results: Results) -> None:
-    """Puts the figures between the marks in ``readme``.
+    """Replace the table in ``readme`` by that of ``results``.
 
     Raises:
         ValueError: if the marks are not there.
@@ -110,24 +126,32 @@ def cite(readme: Path, results: Results) -> None:
 
 
 def block_in(text: str, first: str = BEGIN, last: str = END) -> str:
-    """What stands between the marks, with them."""
+    """The part of ``text`` from ``first`` to ``last``, both included.
+
+    Raises:
+        ValueError: if they are not there.
+    """
     begin, end = text.find(first), text.find(last)
     if not 0 <= begin < end:
         raise ValueError(f"there is no place for figures, between {first} and {last}")
     return text[begin : end + len(last)]
 
 
+def _title(figure: Figure) -> str:
+    """The figure's name without the letters that its benchmark puts before it, and two spaces."""
+    return figure.name.split("  ")[-1]
+
+
 def _row(figure: Figure) -> tuple[str, str, str, str, str, str]:
-    # The letters before two spaces are a benchmark's own.
     median, reach, target, verdict = figure.cells()
     bound = f"at {'most' if figure.at_most else 'least'} {target}" if target else ""
     if figure.spread is None:
         verdict = "not measured"
-    return figure.name.split("  ")[-1], median, reach, figure.unit, bound, verdict
+    return _title(figure), median, reach, figure.unit, bound, verdict
 
 
 def _measured(results: Results) -> list[str]:
-    """Where and when, the benchmarks that agree in it together; and how busy the machine was."""
+    """One line for each date, machine and set of versions, with its benchmarks and their load averages."""
     runs: dict[str, list[str]] = {}
     for name, kept in results.items():
         machine = kept["machine"]

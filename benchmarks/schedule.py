@@ -105,7 +105,6 @@ def report(
                 share,
                 target=TARGET if aimed else None,
                 digits=3,
-                headline=aimed,
             )
         )
         if rate is None or share is None:

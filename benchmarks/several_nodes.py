@@ -112,7 +112,7 @@ def report(
         "failures": dict(failures),
     }
     figures = [
-        Figure(f"{variant} over DDP, {link}", over_ddp(variant, link, rounds), headline=True)
+        Figure(f"{variant} over DDP, {link}", over_ddp(variant, link, rounds))
         for link in RATES
         for variant in VARIANTS
         if variant != DDP

@@ -159,7 +159,6 @@ def _figures(rounds: Sequence[Mapping[str, Carried]]) -> list[Figure]:
             f" {clients} at once",
             ratio(rounds, f"{over} {clients}", f"{under} {clients}"),
             target=target,
-            headline=target is not None,
         )
         for over, under, target in RATIOS
         for clients in CLIENTS

@@ -205,7 +205,6 @@ def report(
             f"{ratio.label}, {NAMES[task.model]}",
             compare(rounds, ratio),
             target=ratio.target,
-            headline=ratio.target is not None or ratio.under == DDP,
         )
         for ratio in ratios
     ]

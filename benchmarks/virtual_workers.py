@@ -107,7 +107,6 @@ REAL_RATIOS = (
     Ratio("q/r  DDP over one process", REAL_DDP, REAL_PLAIN),
     Ratio("s/r  two virtual workers that look ahead over one process", REAL_AHEAD, REAL_PLAIN),
 )
-HEADLINES = (EMULATED_RATIOS[0], *REAL_RATIOS[:2])
 QUICK = (EQUAL_1, EQUAL_4, REAL_VWS, REAL_DDP, REAL_PLAIN)
 
 
@@ -188,9 +187,7 @@ def report(
         (real, REAL_RATIOS, "real stages, the same 256 samples in each step of all; 8.4M parameters"),
     ):
         found = [
-            Figure(
-                ratio.label, compare(tasks, rounds, ratio), target=ratio.target, digits=3, headline=ratio in HEADLINES
-            )
+            Figure(ratio.label, compare(tasks, rounds, ratio), target=ratio.target, digits=3)
             for ratio in ratios
             if ratio.over in names and ratio.under in names
         ]

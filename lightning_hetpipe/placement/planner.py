@@ -33,7 +33,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.division import cuts_in_order, partition, stage_times
+from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 
 UNKNOWN_OPTIMIZER = "adam"
 """Optimizer whose state is assumed for one that the memory model does not know."""
@@ -211,7 +211,7 @@ class Planner:
     def _shared(self, profile: Profile, profiling: ProfilingInput, stages: int) -> Estimate:
         """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
         slots = place(stages, self.placement.cluster.slots)
-        first = cuts_in_order(profile, self.placement.cluster, slots, self.recompute)
+        first = split_points_in_order(profile, self.placement.cluster, slots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
             found = self._estimate(profile, slots, first, in_flight, profiling, watched=self.placement.emulated)

@@ -62,7 +62,8 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
 
     Args:
         timeline: Measured or simulated.
-        first, last: By default as many minibatches from its middle as can be read in a picture.
+        first: The first minibatch; by default one that leaves as many as can be read, from the middle.
+        last: The last minibatch, included.
 
     Returns:
         A figure of its own, which no window shows; ``figure.savefig("timeline.png")`` writes it.

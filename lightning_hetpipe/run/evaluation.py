@@ -24,7 +24,7 @@ from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
-from lightning_hetpipe.planning.search.division import stage_times
+from lightning_hetpipe.planning.search.split_points import stage_times
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
 from lightning_hetpipe.run.prepared_batch import before_transfer

@@ -36,7 +36,7 @@ from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search.division import partition
+from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.evaluation import Evaluation
@@ -100,8 +100,14 @@ class HetPipeStrategy(VirtualWorkers):
         cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
-        allocation, lr_correction, start_method: of later releases.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as ``ParallelStrategy``'s.
+        allocation: For a later release.
+        lr_correction: For a later release.
+        start_method: For a later release.
+        accelerator: As ``ParallelStrategy``'s.
+        parallel_devices: As ``ParallelStrategy``'s.
+        cluster_environment: As ``ParallelStrategy``'s.
+        checkpoint_io: As ``ParallelStrategy``'s.
+        precision_plugin: As ``ParallelStrategy``'s.
 
     Attributes:
         last_run: What the last ``fit`` did, once it has ended.

@@ -225,10 +225,10 @@ class VirtualWorkers(ParallelStrategy):
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        from lightning_hetpipe.workers.group import rooms_so_far
+        from lightning_hetpipe.workers.group import sessions_so_far
 
         assert self.cluster_environment is not None
-        return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **rooms_so_far()}
+        return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **sessions_so_far()}
 
     def _wsp_settings(self) -> WSPSettings:
         trainer = getattr(self._launcher, "trainer", None)

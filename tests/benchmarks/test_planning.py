@@ -1,5 +1,7 @@
 """The benchmark of plans: what it compares with, and the report."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import planning
@@ -7,7 +9,8 @@ from benchmarks.harness import Measurement
 from benchmarks.planning import MIXES, OPT_350M, PLAIN, emulated, gap, mixes, plain, predicted, report
 from benchmarks.planning_problems import best_of_all, by_hand, small
 from benchmarks.reference_graphs import BEST, busiest, busiest_of, file_of, missing
-from lightning_hetpipe.planning.search.division import Divider
+from lightning_hetpipe.planning.search.divider import Divider
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -20,8 +23,8 @@ def test_a_gap_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """In their given order devices do worse."""
 
     class InOrder(Divider):
-        def __init__(self, *given: object, **settings: object) -> None:
-            super().__init__(*given, **settings, ordered=True)  # type: ignore[arg-type]
+        def __init__(self, problem: PlanningProblem) -> None:
+            super().__init__(replace(problem, ordered=True))
 
     monkeypatch.setattr(planning, "Divider", InOrder)
     assert gap(8) > 0.01
@@ -35,11 +38,11 @@ def test_random_problems_differ_and_some_have_no_room() -> None:
 
 def test_splits_by_hand_are_splits() -> None:
     profile, cluster = small(3)
-    for cuts in by_hand(profile, cluster.slots).values():
-        assert len(cuts) == len(cluster.slots)
-        assert cuts[0] == 0
-        assert list(cuts) == sorted(set(cuts))
-        assert cuts[-1] < len(profile.layers)
+    for splits in by_hand(profile, cluster.slots).values():
+        assert len(splits) == len(cluster.slots)
+        assert splits[0] == 0
+        assert list(splits) == sorted(set(splits))
+        assert splits[-1] < len(profile.layers)
 
 
 def test_a_graphs_load_counts_each_value_that_enters_or_leaves_once() -> None:

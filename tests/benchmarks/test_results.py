@@ -14,9 +14,9 @@ from benchmarks.harness import Figure, Options, Outcome, Spread, figures_table
 
 DAY = date(2026, 11, 21)
 MACHINE = {"cpu": "a cpu", "cpus": 2, "cores_used": "CPUs 0 and 1", "load_average": 0.5, "python": "3.11", "torch": "2"}
-FAST = Figure("a/b  two over one", Spread(1.9, 1.8, 2.0), target=1.8, headline=True)
+FAST = Figure("a/b  two over one", Spread(1.9, 1.8, 2.0), target=1.8)
 SLOW = Figure("seconds", Spread(3.0, 2.0, 4.0), unit="s", target=2.5, at_most=True, digits=1)
-LOST = Figure("lost", None, target=1.0, headline=True)
+LOST = Figure("lost", None, target=1.0)
 
 
 def outcome(*figures: Figure, load: float = 0.5) -> Outcome:
@@ -57,7 +57,8 @@ def test_one_table_of_all_benchmarks(tmp_path: Path) -> None:
     assert kept["two"]["figures"][0]["verdict"] == "missed"
 
 
-def test_the_readme_cites_the_headlines(tmp_path: Path) -> None:
+def test_the_readme_cites_some_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "CITED", {("one", "two over one"): "twice as much", ("one", "lost"): "what is lost"})
     readme, table = tmp_path / "README.md", tmp_path / "results.md"
     results.write(table, {"one": outcome(FAST, SLOW, LOST)}, Options(quick=False, rounds=5), ["one"], DAY)
     readme.write_text(f"# Title\n\n{results.BEGIN}\nold\n{results.END}\n\nMore.\n")
@@ -65,13 +66,18 @@ def test_the_readme_cites_the_headlines(tmp_path: Path) -> None:
     text = readme.read_text()
     assert text.startswith("# Title\n\n")
     assert text.endswith("\n\nMore.\n")
-    assert "| two over one | 1.90 | 1.80 .. 2.00 | at least 1.80 | met |" in text
-    assert "old" not in text
-    assert "seconds" not in text
-    assert "lost" not in text
+    assert "| twice as much | **1.90** | 1.80 .. 2.00 |" in text
+    assert all(word not in text for word in ("old", "seconds", "lost"))
     readme.write_text("# Title\n")
     with pytest.raises(ValueError, match="no place for figures"):
         results.cite(readme, {})
+
+
+def test_all_that_the_readme_cites_are_figures_of_benchmarks() -> None:
+    kept = results.read(results.RESULTS)
+    known = {(name, figure.name.split("  ")[-1]) for name, each in kept.items() for figure in results.figures_of(each)}
+    assert len(results.CITED) == 5
+    assert set(results.CITED) <= known
 
 
 def test_what_the_readme_cites_was_measured() -> None:

@@ -27,10 +27,10 @@ LAYERS = {
 }
 
 
-def run(name: str, steps: int, folder: Path) -> str:
+def run(name: str, steps: int, folder: Path, *arguments: str) -> str:
     """What the example prints."""
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps)],
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps), *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -67,3 +67,12 @@ def test_an_example_trains_as_a_pipeline(
     assert len(shown) == stages
     assert ", ".join(shown).split(", ") == LAYERS[name]
     assert not list(tmp_path.iterdir())  # nothing left where it was started
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
+def test_the_picture_of_emulated_devices(tmp_path: Path) -> None:
+    """The README's picture is made by this command."""
+    text = run("mixed_devices", 15, tmp_path, "--picture", "timeline.png")
+    assert len(re.findall(r"^stage \d on \S+ \(emulated\): .*; busy \d+%$", text, re.MULTILINE)) == 3
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

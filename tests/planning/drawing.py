@@ -30,9 +30,9 @@ def plans(draw: st.DrawFn) -> Plan:
     layers = draw(st.lists(NAMES, min_size=1, max_size=8))
     workers = []
     for worker in range(draw(st.integers(1, 3))):
-        cuts = sorted({0, *draw(st.lists(st.integers(0, len(layers) - 1), max_size=3)), len(layers)})
+        splits = sorted({0, *draw(st.lists(st.integers(0, len(layers) - 1), max_size=3)), len(layers)})
         stages = []
-        for number, (first, after) in enumerate(pairwise(cuts)):
+        for number, (first, after) in enumerate(pairwise(splits)):
             device = f"{draw(NAMES)}:{10 * worker + number}{draw(st.sampled_from(['', ' (estimated)']))}"
             used = draw(COUNT)
             limit = draw(st.none() | st.integers(max(1, used), 2**60))

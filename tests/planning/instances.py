@@ -43,10 +43,10 @@ def clusters(draw: st.DrawFn, most: int = 4, limited: bool = True) -> Cluster:
     kinds = draw(st.lists(st.builds(Device, st.sampled_from(NAMES), memory), min_size=1, max_size=3))
     devices = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most))
     links = st.builds(Link, st.sampled_from([1.0, 2.0, float("inf")]), st.sampled_from([0.0, 1.0]))
-    cut = whole(draw, 1, len(devices))
-    nodes = [Node("one", devices[:cut], draw(links))]
-    if devices[cut:]:
-        nodes.append(Node("two", devices[cut:], draw(links)))
+    split = whole(draw, 1, len(devices))
+    nodes = [Node("one", devices[:split], draw(links))]
+    if devices[split:]:
+        nodes.append(Node("two", devices[split:], draw(links)))
     return Cluster(nodes, draw(links))
 
 
@@ -54,8 +54,8 @@ def divisions(layers: int, slots: Sequence[DeviceSlot], ordered: bool) -> Iterat
     """Every way to place all layers on some of ``slots``."""
     for count in range(1, min(layers, len(slots)) + 1):
         for chosen in combinations(slots, count) if ordered else permutations(slots, count):
-            for cuts in combinations(range(1, layers), count - 1):
-                yield tuple(zip(chosen, (0, *cuts), (*cuts, layers), strict=True))
+            for splits in combinations(range(1, layers), count - 1):
+                yield tuple(zip(chosen, (0, *splits), (*splits, layers), strict=True))
 
 
 def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bool = False) -> float:

@@ -63,8 +63,8 @@ def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
     found = best_plan(profile, cluster, optimizer=optimizer, in_flight=1, recompute=recompute)
     every: dict[float, list[float]] = {}
     for stages in divisions(len(profile.layers), cluster.slots, ordered=False):
-        slots, cuts = [slot for slot, *_ in stages], [first for _, first, _ in stages]
-        look = estimate(profile, cluster, slots, cuts, 1, state=optimizer, recompute=recompute)
+        slots, splits = [slot for slot, *_ in stages], [first for _, first, _ in stages]
+        look = estimate(profile, cluster, slots, splits, 1, state=optimizer, recompute=recompute)
         if look.fits:
             every.setdefault(bottleneck(profile, cluster, stages, recompute), []).append(look.rate)
     assert found.fits == bool(every)

@@ -1,4 +1,4 @@
-"""The division of layers among unequal devices is the best there is: checked against every cut and every order."""
+"""The division of layers among unequal devices is the best there is: checked against every split and every order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lightning_hetpipe.planning.model.costs import kinds_of
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search import device_order
-from lightning_hetpipe.planning.search.division import Divider, Division
+from lightning_hetpipe.planning.search.divider import Divider, Division
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import NAMES, Stages, bottleneck, clusters, divisions, has_room, profiles
 
 
 def stages_of(division: Division, layers: int) -> Stages:
-    return tuple(zip(division.slots, division.cuts, [*division.cuts[1:], layers], strict=True))
+    return tuple(zip(division.slots, division.splits, [*division.splits[1:], layers], strict=True))
 
 
 LOADS = [[StageLoad(1, 1)], [StageLoad(2, 1), StageLoad(1, 2, 0)]]
@@ -33,7 +34,7 @@ def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
 
 def at_most(one: Cluster, other: Cluster, profile: Profile) -> bool:
     """Whether ``profile`` takes no more on ``one`` than on ``other``, or does not fit there either."""
-    found = [Divider(profile, cluster, cluster.slots).divide(2, LOADS) for cluster in (one, other)]
+    found = [Divider(PlanningProblem(profile, cluster, cluster.slots)).divide(2, LOADS) for cluster in (one, other)]
     return found[1] is None or (found[0] is not None and found[0].bottleneck <= found[1].bottleneck)
 
 
@@ -41,6 +42,12 @@ def together(nodes: Sequence[int], cluster: Cluster) -> bool:
     """Whether those of a node are neighbours, or nodes do not matter, as all links are the same."""
     alike = len({kind.group for kind in kinds_of(cluster, cluster.slots)}) == 1
     return alike or len([*groupby(nodes)]) == len(set(nodes))
+
+
+class NoOtherOrders(Divider):
+    """As if there were too many orders to look through all."""
+
+    RULES = Divider.RULES[1:]
 
 
 a_load = st.builds(StageLoad, st.integers(1, 4), st.integers(0, 4), st.integers(0, 1))
@@ -72,7 +79,9 @@ def test_it_is_the_best_of_all(
         for each in divisions(layers, cluster.slots, ordered)
         if has_room(profile, each, in_flight, state, recompute, loads)
     ]
-    dividing = Divider(profile, cluster, cluster.slots, ordered=ordered, state=state, recompute=recompute)
+    dividing = Divider(
+        PlanningProblem(profile, cluster, cluster.slots, ordered=ordered, state=state, recompute=recompute)
+    )
     found = dividing.divide(in_flight, loads)
     if found is None:
         assert not every
@@ -113,7 +122,10 @@ def test_another_device_never_makes_it_worse(profile: Profile, cluster: Cluster,
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(), cluster=clusters(), ordered=st.booleans())
 def test_free_to_choose_the_order_it_is_no_worse(profile: Profile, cluster: Cluster, ordered: bool) -> None:
-    free, given = (Divider(profile, cluster, cluster.slots, ordered=each).divide(loads=LOADS) for each in (False, True))
+    free, given = (
+        Divider(PlanningProblem(profile, cluster, cluster.slots, ordered=each)).divide(loads=LOADS)
+        for each in (False, True)
+    )
     assert given is None or (free is not None and free.bottleneck <= given.bottleneck)
 
 
@@ -126,8 +138,8 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
         for link in (cluster.link or NO_LINK, *(n.own_link for n in cluster.nodes))
     ]
     slow = Cluster([Node(n.name, n.devices, link) for n, link in zip(cluster.nodes, links[1:], strict=True)], links[0])
-    one = Divider(profile, cluster, cluster.slots).divide(loads=LOADS)
-    other = Divider(replace(profile, times=times), slow, slow.slots).divide(loads=LOADS)
+    one = Divider(PlanningProblem(profile, cluster, cluster.slots)).divide(loads=LOADS)
+    other = Divider(PlanningProblem(replace(profile, times=times), slow, slow.slots)).divide(loads=LOADS)
     assert (one is None) == (other is None)
     assert one is None or other is None or other.bottleneck == one.bottleneck * scale
 
@@ -137,9 +149,7 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
 def test_where_there_are_too_many_orders_those_of_a_node_stay_together(
     profile: Profile, cluster: Cluster, data: st.DataObject
 ) -> None:
-    dividing = Divider(profile, cluster, cluster.slots)
-    dividing._rules.pop(0)
-    found = dividing.divide(loads=LOADS)
+    found = NoOtherOrders(PlanningProblem(profile, cluster, cluster.slots)).divide(loads=LOADS)
     every = [
         each
         for each in divisions(len(profile.layers), cluster.slots, ordered=False)
@@ -156,14 +166,16 @@ def test_it_says_when_it_has_not_seen_all_orders(monkeypatch: pytest.MonkeyPatch
     times = {name: [Times(1.0 + number, 2.0)] * 12 for number, name in enumerate(names)}
     profile = Profile("many kinds", 1, layers, times, {})
     cluster = Cluster([Node("slow first", list(reversed(names)))])
-    exact, given = (Divider(profile, cluster, cluster.slots, ordered=ordered) for ordered in (False, True))
+    exact, given = (
+        Divider(PlanningProblem(profile, cluster, cluster.slots, ordered=ordered)) for ordered in (False, True)
+    )
     best, ordered = exact.divide(), given.divide()
     assert exact.exact
     assert given.exact
     assert best is not None
     assert ordered is not None
     monkeypatch.setattr(device_order, "MOST", 13 * 25)
-    short = Divider(profile, cluster, cluster.slots)
+    short = Divider(PlanningProblem(profile, cluster, cluster.slots))
     assert short.divide() == ordered
     assert not short.exact
     assert best.bottleneck <= ordered.bottleneck
@@ -176,9 +188,9 @@ def test_a_device_that_only_costs_is_left_out() -> None:
     devices = ["gpu", "gpu"]
     for bandwidth, stages in ((10.0, 1), (100.0, 2)):
         cluster = Cluster([Node("box", devices, Link(bandwidth))])
-        found = Divider(profile, cluster, cluster.slots).divide()
+        found = Divider(PlanningProblem(profile, cluster, cluster.slots)).divide()
         assert found is not None
-        assert len(found.cuts) == stages
+        assert len(found.splits) == stages
 
 
 def test_sixteen_devices_of_four_types_and_a_thousand_layers() -> None:
@@ -188,7 +200,7 @@ def test_sixteen_devices_of_four_types_and_a_thousand_layers() -> None:
     times = {n: [Times(0.001 * (i + 1), 0.002 * (i + 1))] * 1000 for i, n in enumerate(names)}
     profile = Profile("deep", 1, layers, times, {})
     cluster = Cluster([Node("rack", [f"4x{name}" for name in names], Link(1e10))])
-    dividing = Divider(profile, cluster, cluster.slots)
+    dividing = Divider(PlanningProblem(profile, cluster, cluster.slots))
     found = dividing.divide()
     assert found is not None
     assert dividing.exact

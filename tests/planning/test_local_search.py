@@ -14,8 +14,9 @@ from lightning_hetpipe.planning.model.costs import Costs, kinds_of
 from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.choice import best_plan
-from lightning_hetpipe.planning.search.division import LIGHTEST, Divider
+from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider
 from lightning_hetpipe.planning.search.local_search import LocalSearch
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import bottleneck, clusters, divisions, has_room, profiles
 
 
@@ -39,9 +40,9 @@ def test_no_plan_that_fits_is_faster_by_two_percent(seed: int) -> None:
     found = best_plan(profile, cluster)
     best = 0.0
     for stages in divisions(len(profile.layers), cluster.slots, ordered=False):
-        slots, cuts = [slot for slot, *_ in stages], [first for _, first, _ in stages]
+        slots, splits = [slot for slot, *_ in stages], [first for _, first, _ in stages]
         for in_flight in range(1, 8):
-            look = estimate(profile, cluster, slots, cuts, in_flight, state=2.0)
+            look = estimate(profile, cluster, slots, splits, in_flight, state=2.0)
             if not look.fits:
                 break
             best = max(best, look.rate)
@@ -79,21 +80,23 @@ def test_changes_are_divisions(
     """And of as many stages, where that is given."""
     costs = Costs(profile, cluster, kinds_of(cluster, cluster.slots, apart=ordered))
     every = {
-        (tuple(next(n for n, kind in enumerate(costs.kinds) if slot in kind.slots) for slot, *_ in stages), cuts)
+        (tuple(next(n for n, kind in enumerate(costs.kinds) if slot in kind.slots) for slot, *_ in stages), splits)
         for stages in divisions(len(profile.layers), cluster.slots, ordered)
-        for cuts in [tuple(first for _, first, _ in stages)]
+        for splits in [tuple(first for _, first, _ in stages)]
     }
     place = data.draw(st.sampled_from(sorted(every)))
     stages = len(place[0]) if given_ else None
-    ascent = LocalSearch(costs, ordered, 2, lambda slots, cuts: estimate(profile, cluster, slots, cuts, 2), stages)
-    assert {*ascent._changes(*place)} <= {each for each in every if stages in (None, len(each[0]))}
+    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, stages=stages)
+    assert {*LocalSearch(problem, costs, 2)._changes(*place)} <= {
+        each for each in every if stages in (None, len(each[0]))
+    }
 
 
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), stages=st.sampled_from([None, 1, 2]))
 def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordered: bool, stages: int | None) -> None:
     stages = None if stages is None else min(stages, len(profile.layers), len(cluster.slots))
-    dividing = Divider(profile, cluster, cluster.slots, ordered=ordered, stages=stages)
+    dividing = Divider(PlanningProblem(profile, cluster, cluster.slots, ordered=ordered, stages=stages))
     found = list(dividing.in_each_order(2, (LIGHTEST,)))
     least: dict[tuple[object, ...], float] = {}
     kinds = {slot: n for n, kind in enumerate(dividing.costs.kinds) for slot in kind.slots}
@@ -103,4 +106,4 @@ def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordere
             least[order] = min(least.get(order, float("inf")), bottleneck(profile, cluster, each))
     assert {tuple(kinds[slot] for slot in one.slots): one.bottleneck for one in found} == least
     for one in found:
-        assert all(cut < later for cut, later in pairwise(one.cuts))
+        assert all(split < later for split, later in pairwise(one.splits))

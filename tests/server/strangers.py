@@ -105,11 +105,11 @@ def raw(address: str, security: Security, room: str, generation: str, clock: int
     sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
     stage = encode(StageUpdate(0, 0, generation, clock))
     bodies = [
-        [Opening(f"{room}/{method}", stage, size, 0).pack(), bytes(9)]
+        [Opening(f"{room}/{method}", size, 0).pack(stage), bytes(9)]
         for size in sizes
         for method in (SHARD_METHOD, COORDINATOR_METHOD)
     ]
-    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{room}/x", stage, 0, 1 << 60).pack()]]
+    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{room}/x", 0, 1 << 60).pack(stage)]]
     metadata = ((TOKEN, f"{BEARER}{security.token}"),)
     with grpc.insecure_channel(address) as channel:
         for body in bodies:

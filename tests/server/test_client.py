@@ -18,7 +18,6 @@ from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_M
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
-    AskStatus,
     Fetch,
     Join,
     Leave,
@@ -26,7 +25,6 @@ from lightning_hetpipe.server.protocol.messages import (
     Read,
     Request,
     ShardRequest,
-    Status,
     TrainingSignature,
     decode,
     encode,
@@ -70,11 +68,8 @@ class Cluster:
             channels, signature, placed, vw, incarnation, lease=self.lease, timeout=WAIT / 2, patience=WAIT / 2
         )
 
-    def status(self) -> Status:
-        reply = self.hosts[0].service.run(COORDINATOR_METHOD, encode(AskStatus()), memoryview(b""))
-        answer = decode(reply.header)
-        assert isinstance(answer, Status)
-        return answer
+    def clocks(self) -> list[int]:
+        return [member["clock"] for member in self.hosts[0].service.status()["members"]]
 
 
 def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -223,7 +218,7 @@ def test_a_wave_needs_all_at_d_0_and_not_beyond() -> None:
             third = pool.submit(fast.synchronise, zeros)
             slow.synchronise(zeros)
             third.result(WAIT)
-        assert [member.clock for member in cluster.status().members] == [3, 1]
+        assert cluster.clocks() == [3, 1]
         fast.leave()
         slow.leave()
 
@@ -267,7 +262,7 @@ def test_an_update_is_added_from_where_a_vw_on_the_servers_host_wrote_it(shared_
     ):
         client.join([torch.ones(size // 4)])
         for wave in range(3):
-            (room,) = client.room()
+            (room,) = client.update_buffers()
             room.fill_(wave)
             (weights,) = client.synchronise([room] if wave % 2 else [room.clone()])
             assert torch.equal(weights, torch.full_like(weights, 1 + sum(range(wave + 1))))

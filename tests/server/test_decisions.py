@@ -18,10 +18,10 @@ from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.decisions import (
     CutClosed,
-    CutHeld,
     Decision,
     GenerationBegan,
     ReadGranted,
+    ReadHeld,
     UpdateCommitted,
     UpdatePushed,
     line,
@@ -40,7 +40,7 @@ def run_ahead(distance: int) -> tuple[list[Decision], list[int]]:
 
     def note(decision: Decision) -> None:
         log.append(decision)
-        if isinstance(decision, CutHeld) and decision.vw == 0 and not held.is_set():
+        if isinstance(decision, ReadHeld) and decision.vw == 0 and not held.is_set():
             # Not where it waits for the other to take w_0.
             too_far = decision.slowest is not None and decision.slowest < decision.clock - distance
             if too_far:
@@ -126,10 +126,10 @@ def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     all_at_once([lambda: train(0), lambda: train(1)])
     rooms.close()
     told = [json.loads(each) for each in log.read_text().splitlines()]
-    assert {each["room"] for each in told} == {"fit-1"}
+    assert {each["session"] for each in told} == {"fit-1"}
     assert [each["vw"] for each in told if each["decision"] == "UpdateCommitted"] == [0, 1]
     assert json.loads(line("fit-2", UpdatePushed(1, 2, 3))) == {
-        "room": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
+        "session": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
     }  # fmt: skip
     with pytest.raises(SettingError, match="cannot be written"):
         Sessions(30.0, str(tmp_path / "nowhere" / "log"))

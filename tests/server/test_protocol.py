@@ -87,7 +87,7 @@ class Deaths(Restarts):
     """And VWs die, or are silent for too long. Once one holds weights, the others can go on without any."""
 
     def survivors(self) -> list[int]:
-        return [vw for vw, one in self.world.vws.items() if one.member.point is not None]
+        return [vw for vw, one in self.world.vws.items() if one.member.commit_index is not None]
 
     @precondition(lambda self: len(self.survivors()) == len(self.world.vws) > 1)
     @rule(data=st.data())

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_hetpipe.server.protocol.actions import MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, UpdateId
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.leases import FORGOTTEN
-from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet, Refused
+from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
 from tests.server.world import LEASE, World
 
@@ -36,7 +36,7 @@ def test_who_comes_back_after_all_have_gone_is_told_so() -> None:
     assert finished(world)
     world.server[0].coordinator = Coordinator("later", LEASE, gone=world.server[0].coordinator.gone)
     answer = ask(world, stopped.heartbeat())
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, RemoteFault)
     assert answer.refusal is Refusal.LEFT_OUT
     assert world.server[0].coordinator.unused
     begin_anew(world, 0)  # but a new launch is as welcome as the first one
@@ -72,17 +72,17 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     until(world, 0, MemberState.JOIN)
     world.step(0)
     answer = ask(world, Join(0, 1, 1, world.signature, NOTHING, ("epoch1.1", "epoch1.1")))
-    assert answer == NotYet("epoch1", "a cut at which VWs may join")
+    assert answer == NotYet("a cut at which VWs may join")
     begin_anew(world, 1)
     all_idle(world)
-    assert {one.member.point.included for one in world.vws.values() if one.member.point} == {()}
+    assert {one.member.commit_index.included for one in world.vws.values() if one.member.commit_index} == {()}
     wave(world, 0, 1)
     late = ask(world, Heartbeat(1, 0, "epoch1.1"))
-    assert isinstance(late, Refused)
+    assert isinstance(late, RemoteFault)
     assert late.refusal is Refusal.FENCED
-    assert ask(world, Leave(1, 0, "")) != Done("epoch1")  # nor does its end say anything of the new one
-    assert world.server[0].coordinator.order is not None
-    assert UpdateId(1, 1, -1) in world.server[0].coordinator.order.members
+    assert ask(world, Leave(1, 0, "")) != Done()  # nor does its end say anything of the new one
+    assert world.server[0].coordinator.log is not None
+    assert UpdateId(1, 1, -1) in world.server[0].coordinator.log.members
 
 
 def test_a_launch_that_takes_another_ones_place_gathers_for_itself() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.rejections import EVERY, MOST, Rejections, host_of
 from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
@@ -17,6 +16,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, ONE, SERVICE, TOKEN, GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.rejections import EVERY, MOST, Rejections, host_of
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 
@@ -61,7 +61,7 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pyte
         for token in (None, "wrong"):
             with closing(GrpcChannel(server.address, Security(token=token))) as stranger, pytest.raises(CallRefused):
                 stranger.call("talk-1/coordinator", b"")
-        opening = Opening("status", b"", 0, 0).pack()
+        opening = Opening("status", 0, 0).pack(b"")
         with grpc.insecure_channel(server.address) as channel:
             call = channel.unary_unary(f"/{SERVICE}/{ONE}")
             with pytest.raises(grpc.RpcError):

@@ -64,7 +64,7 @@ def test_the_status_tells_of_every_room() -> None:
         one.join([torch.ones(3)])
         one.synchronise([torch.ones(3)])
         status: Any = json.loads(channel.call("status", b""))
-        assert status["rooms"] == 1
+        assert status["sessions"] == 1
         member = status["fit-1"]["members"][0]
         assert (member["vw"], member["clock"], member["lag"], member["waits_at_cut"]) == (0, 1, 0, False)
         assert status["fit-1"]["slowest"] == 1
@@ -92,7 +92,7 @@ def test_a_room_that_all_have_left_gives_its_memory_back_and_can_be_entered_agai
             with client(channel, "fit-1", size, incarnation) as one:
                 assert torch.equal(one.join([torch.ones(size)])[0], torch.ones(size))
                 assert room_of(channel)["fit-1"]["held_bytes"] >= size
-            assert room_of(channel).keys() == {"rooms", "lease"}
+            assert room_of(channel).keys() == {"sessions", "lease"}
 
 
 def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> None:
@@ -122,7 +122,7 @@ def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
             with Client(through, signature, [[0], [1]], 0, incarnation, lease=10.0, timeout=20.0) as one:
                 one.join([torch.ones(1000), torch.ones(1000)])
                 one.synchronise([torch.ones(1000), torch.ones(1000)])
-                assert room_of(channels[1]).keys() == {"rooms", "lease", fit}
+                assert room_of(channels[1]).keys() == {"sessions", "lease", fit}
                 assert held(beside) <= 2 * 4096
 
 
@@ -134,7 +134,7 @@ def held(rooms: Sessions) -> int:
 def test_closing_wakes_who_waits() -> None:
     """A server that was told to end waited for the requests that waited in it."""
     rooms = Sessions(3000.0)
-    service = rooms._room("fit-1")
+    service = rooms._service_of("fit-1")
     service._patience = PATIENCE * 10
     signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
     join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
@@ -146,4 +146,4 @@ def test_closing_wakes_who_waits() -> None:
 
 
 def room_is_entered(rooms: Sessions) -> bool:
-    return not rooms._room("fit-1").unused
+    return not rooms._service_of("fit-1").unused

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lightning_hetpipe.server.transport import shared_memory
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, memory, place_of, shared
-from tests.server.transports import Desk, eventually
+from tests.server.transports import Desk, Shelf, eventually
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")
 
@@ -70,7 +71,7 @@ def test_a_block_that_its_owner_gives_up_goes_when_nothing_refers_to_it() -> Non
 
 def test_only_one_piece_of_one_block_has_a_place() -> None:
     one, other, small = memory(LEAST), memory(LEAST), memory(LEAST - 1)
-    assert place_of([one[1:3], one[3:9]]) == place(one)._replace(start=1, size=8)
+    assert place_of([one[1:3], one[3:9]]) == replace(place(one), start=1, size=8)
     assert place_of([one[1:3], one[4:9]]) is None
     assert place_of([one, other]) is None
     assert place_of([small]) is None
@@ -92,18 +93,19 @@ def test_what_is_no_block_is_not_taken_for_one(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb+") as file, socket.socket() as open_socket, closing(Views()) as views:
         other = os.memfd_create("hetpipe", os.MFD_ALLOW_SEALING)
         wrong = {
-            "is in another network namespace": [right._replace(network=right.network + 1)],
+            "is in another network namespace": [replace(right, network=right.network + 1)],
             "is not where it is said to be": [
-                right._replace(descriptor=file.fileno(), inode=os.fstat(file.fileno()).st_ino),
-                right._replace(descriptor=open_socket.fileno()),
+                replace(right, descriptor=file.fileno(), inode=os.fstat(file.fileno()).st_ino),
+                replace(right, descriptor=open_socket.fileno()),
             ],
-            "cannot be seen": [right._replace(descriptor=999_999), right._replace(pid=2**32 - 1)],
+            "cannot be seen": [replace(right, descriptor=999_999), replace(right, pid=2**32 - 1)],
             "is not a sealed block": [
-                right._replace(inode=right.inode + 1),
-                right._replace(descriptor=other, inode=os.fstat(other).st_ino),
+                replace(right, inode=right.inode + 1),
+                replace(right, descriptor=other, inode=os.fstat(other).st_ino),
             ],
-            "does not hold the secret": [right._replace(secret=bytes(16))],
-            "is smaller than": [right._replace(size=SIZE + 1), right._replace(start=1), right._replace(start=2**63)],
+            "does not hold the secret": [replace(right, secret="0" * 32), replace(right, secret="")],
+            "is malformed": [replace(right, start=-1), replace(right, size=-1)],
+            "is smaller than": [replace(right, size=SIZE + 1), replace(right, start=1), replace(right, start=2**63)],
         }
         for says, places in wrong.items():
             for each in places:
@@ -112,11 +114,7 @@ def test_what_is_no_block_is_not_taken_for_one(tmp_path: Path) -> None:
         os.close(other)
         assert views.look(right) == block
         with pytest.raises(NoBlock, match="does not hold"):  # also once the right one is known
-            views.look(right._replace(secret=bytes(16)))
-    for malformed in (b"", right.pack()[:-1], right.pack() + b"x", b"../../dev/mem"):
-        with pytest.raises(NoBlock, match="is malformed"):
-            Place.unpack(malformed)
-    assert Place.unpack(right.pack()) == right
+            views.look(replace(right, secret="0" * 32))
 
 
 def test_blocks_of_clients_that_are_gone_are_let_go_of_at_anybodys_next_call() -> None:
@@ -143,10 +141,10 @@ def test_without_shared_memory_grpc_carries_and_it_is_said_once(
     monkeypatch.setattr(shared_memory, "_said", set())
     if where == "allocation":
         monkeypatch.setattr(os, "posix_fallocate", full)
-    desk = Desk()
+    shelf = Shelf(SIZE)
     with (
         caplog.at_level(logging.WARNING),
-        GrpcServer(desk) as server,
+        GrpcServer(shelf) as server,
         closing(GrpcChannel(server.address)) as channel,
     ):
         look = Views.look
@@ -161,10 +159,11 @@ def test_without_shared_memory_grpc_carries_and_it_is_said_once(
         for fill in range(3):
             body, back = memory(SIZE), bytearray(SIZE)
             body[:] = bytes([fill]) * SIZE
-            channel.call("echo", b"", [body], [memoryview(back)])
+            channel.call("write", b"", [body])
+            channel.call("read", b"", (), [memoryview(back)])
             assert back == body
             del body
-    assert desk.ran() == ["echo"] * 3
+    shelf.weights = memoryview(b"")
     (said,) = [record.getMessage() for record in caplog.records]
     assert "by gRPC, which is slower" in said
     assert ("No space left" if where == "allocation" else "Permission denied") in said

@@ -24,7 +24,7 @@ Heard = SimpleQueue[tuple[str, str]]
 
 
 class Mortal(ServerProcess):
-    """Starts as ``starts`` says, in turn: None: well. Runs until `die`."""
+    """Starts as ``starts`` says, in read_lease: None: well. Runs until `die`."""
 
     def __init__(self, starts: Sequence[Exception | None]) -> None:
         super().__init__("nothing:Here", address="127.0.0.1:1")

@@ -16,12 +16,11 @@ import pytest
 
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply, Server
-from lightning_hetpipe.server.transport.memory_transport import MemoryChannel, MemoryServer
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import memory
 
-KINDS = ("memory", "grpc", "tls", "block")
+KINDS = ("grpc", "tls", "block")
 PATIENCE = 30.0
 """Seconds after which a test fails that waits for something."""
 
@@ -40,7 +39,6 @@ class Desk:
         self.go = threading.Event()
         self.kept: list[memoryview] = []
         self.abandonments = threading.Semaphore(0)
-        self.done = threading.Semaphore(0)
         self._lock = threading.Lock()
 
     def _note(self, what: str, method: str, size: int) -> None:
@@ -70,7 +68,7 @@ class Desk:
             raise ValueError("a bug")
         if method == "hold":
             self._hold()
-        return Reply(header[::-1], [body[:7], body[7:7], body[7:]], self.done.release)
+        return Reply(header[::-1], [body[:7], body[7:7], body[7:]])
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
         self._note("abandoned", method, body.nbytes)
@@ -81,17 +79,34 @@ class Desk:
         return [method for what, method, _ in self.calls if what == "run"]
 
 
-def serve(kind: str, handler: Handler, address: str | None = None, calls: int = 64) -> Server:
+class Shelf:
+    """A handler whose replies have a body that lies in shared memory, or in its own."""
+
+    def __init__(self, size: int) -> None:
+        self.weights = memory(size)
+        self.runs = 0
+
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
+        return memory(size) if offered is None else offered
+
+    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        self.runs += 1
+        if method == "write":
+            self.weights[:] = body
+            return Reply(b"")
+        return Reply(b"there", [self.weights])
+
+    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
+        """Nothing to give back."""
+
+
+def serve(kind: str, handler: Handler, address: str | None = None, calls: int = 64) -> GrpcServer:
     """A server of this kind, to be entered; ``address`` as an earlier one's."""
-    if kind == "memory":
-        return MemoryServer(handler, address, calls)
     return GrpcServer(handler, address or "127.0.0.1:0", security(kind), calls)
 
 
 def connect(kind: str, address: str) -> Channel:
     """A channel to a server of this kind."""
-    if kind == "memory":
-        return MemoryChannel(address)
     return GrpcChannel(address, security(kind), shared_memory=kind == "block")
 
 

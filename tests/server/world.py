@@ -21,7 +21,6 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Granted,
     Parameter,
-    Refused,
     Request,
     ShardRequest,
     StageUpdate,
@@ -130,10 +129,10 @@ class World:
         """An idle VW ends a wave, or comes to a cut."""
         one = self.vws[vw]
         if update:
-            mark = UpdateId(vw, one.member.incarnation, one.member.clock)
-            assert mark not in self.updates
-            self.updates[mark] = [self._random(layout) for layout in self.layouts]
-            for block, values in zip(one.update, self.updates[mark], strict=True):
+            update_id = UpdateId(vw, one.member.incarnation, one.member.clock)
+            assert update_id not in self.updates
+            self.updates[update_id] = [self._random(layout) for layout in self.layouts]
+            for block, values in zip(one.update, self.updates[update_id], strict=True):
                 block.copy_(values)  # the same memory in every wave: what a server still needs of it would be lost
             one.waves += 1
         if cut:
@@ -164,19 +163,19 @@ class World:
                 self._check_grant(vw, answer)
             before, cut = one.member.newest, one.member.cut
             if isinstance(action, AskShards):
-                if action.body is Body.INCOMING and not isinstance(answer, Refused):
+                if action.body is Body.INCOMING and not isinstance(answer, RemoteFault):
                     one.weights[1 - before][server] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
                 one.member.heard_from(server, answer)
             else:
-                if action.body is Body.RESULT and not isinstance(answer, Refused):
+                if action.body is Body.RESULT and not isinstance(answer, RemoteFault):
                     one.kept = body
                 one.member.heard(answer)
             if one.member.newest != before:
                 self._check_pull(vw)
                 if one.member.cut != cut and not self.lossy:
-                    assert one.member.point is not None
-                    count = self.cuts.setdefault(one.member.cut, one.member.point.count)
-                    assert one.member.point.count == count, "VWs take different weights at a cut"
+                    assert one.member.commit_index is not None
+                    count = self.cuts.setdefault(one.member.cut, one.member.commit_index.count)
+                    assert one.member.commit_index.count == count, "VWs take different weights at a cut"
 
     def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes | memoryview:
         match action.body:
@@ -193,7 +192,7 @@ class World:
 
     def _send(
         self, server: int, message: Request | ShardRequest, body: bytes | memoryview, fault: Fault
-    ) -> tuple[Answer | None, bytes]:
+    ) -> tuple[Answer | RemoteFault | None, bytes]:
         self.sent.append((server, message, body))
         if fault is Fault.LOST_REQUEST:
             return None, b""
@@ -204,12 +203,16 @@ class World:
 
     def deliver(
         self, server: int, message: Request | ShardRequest, body: bytes | memoryview, half: bool = False
-    ) -> tuple[Answer, bytes]:
+    ) -> tuple[Answer | RemoteFault, bytes]:
         """A request arrives at a server."""
-        message = decode(encode(message))
+        decoded = decode(encode(message))
+        assert decoded == message
         one = self.server[server]
         if not isinstance(message, ShardRequest):
-            answer, parts = one.coordinator.handle(message, self.now, bytes(body))
+            try:
+                answer, parts = one.coordinator.handle(message, self.now, bytes(body))
+            except RemoteFault as fault:
+                return fault, b""
             return answer, b"".join(parts)
         try:
             memory = one.shard.open(message, len(body), body if isinstance(body, memoryview) else None)
@@ -217,14 +220,14 @@ class World:
                 if memory is not body:
                     memory[: len(body) // 2] = body[: len(body) // 2]
                 one.shard.abandoned(message)
-                return Refused("", Refusal.BUSY, "half of it came"), b""
+                return RemoteFault(Refusal.BUSY, "half of it came"), b""
             if memory is not body:
                 memory[:] = body
             if isinstance(message, StageUpdate):
                 one.shard.examine(message, memory)
-        except RemoteFault as refused:
-            return Refused("", refused.refusal, str(refused)), b""
-        held, views = one.shard.run(message, memory)
+            held, views = one.shard.run(message, memory)
+        except RemoteFault as fault:
+            return fault, b""
         size = self.layouts[server].size
         assert one.shard.bytes_held <= (1 + self.n) * size, "a shard keeps more than one update per VW"
         return held, b"".join(bytes(view) for view in views)
@@ -254,7 +257,11 @@ class World:
     def heartbeat(self, vw: int) -> None:
         member = self.vws[vw].member
         answer, _ = self.deliver(COORDINATOR, member.heartbeat(), b"")
-        if isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION and member.state is MemberState.IDLE:
+        if (
+            isinstance(answer, RemoteFault)
+            and answer.refusal is Refusal.GENERATION
+            and member.state is MemberState.IDLE
+        ):
             member.lose()
 
     def finish(self) -> None:
@@ -287,35 +294,35 @@ class World:
     def _check_grant(self, vw: int, granted: Granted) -> None:
         one = self.vws[vw].member
         assert granted.clock - granted.slowest <= self.distance
-        live = [(self.vws[mark.vw].member, mark) for mark in granted.point.members if mark.vw in self.vws]
+        live = [(self.vws[each.vw].member, each) for each in granted.commit_index.members if each.vw in self.vws]
         if one.goal is Goal.WAVE:  # and by what the VWs themselves know, who may have pushed and not heard so
-            for other, mark in live:
-                if other.incarnation == mark.incarnation and other.goal is not Goal.CUT and other.cut == one.cut:
+            for other, each in live:
+                if other.incarnation == each.incarnation and other.goal is not Goal.CUT and other.cut == one.cut:
                     assert one.clock - other.clock <= self.distance + (other.goal is Goal.WAVE)
         if self.distance == 0:
-            marks = [commit.update for commit in granted.tail]
-            assert all((a.clock, a.vw) < (b.clock, b.vw) for a, b in pairwise(marks)), marks
-        mine = [mark for mark in self.updates if mark.vw == vw and mark.incarnation == one.incarnation]
-        assert all(granted.point.includes(mark) for mark in mine), "a pull includes the VW's own updates"
+            ids = [commit.update for commit in granted.tail]
+            assert all((a.clock, a.vw) < (b.clock, b.vw) for a, b in pairwise(ids)), ids
+        mine = [each for each in self.updates if each.vw == vw and each.incarnation == one.incarnation]
+        assert all(granted.commit_index.includes(each) for each in mine), "a pull includes the VW's own updates"
 
     def _check_pull(self, vw: int) -> None:
         one = self.vws[vw]
-        point = one.member.point
-        assert point is not None
+        commit_index = one.member.commit_index
+        assert commit_index is not None
         if self.aggregate == "mean" and self.lossy:
             return
-        expected = self.expected([mark for mark in self.updates if point.includes(mark)])
+        expected = self.expected([each for each in self.updates if commit_index.includes(each)])
         got = one.weights[one.member.newest]
         for server in range(self.servers):
             assert torch.equal(got[server].view(torch.float32), expected[server].view(torch.float32)), (
-                f"VW {vw} got other weights from server {server} than the sum of what {point} includes"
+                f"VW {vw} got other weights from server {server} than the sum of what {commit_index} includes"
             )
 
-    def expected(self, marks: Sequence[UpdateId]) -> list[Tensor]:
+    def expected(self, ids: Sequence[UpdateId]) -> list[Tensor]:
         """w_0 plus these updates, wave after wave in VW order."""
         total = [block.clone() for block in self.w0]
-        for mark in sorted(marks, key=lambda mark: (mark.clock, mark.vw)):
-            add_blocks(self.layouts, total, self.updates[mark], self.n if self.aggregate == "mean" else 1)
+        for each in sorted(ids, key=lambda each: (each.clock, each.vw)):
+            add_blocks(self.layouts, total, self.updates[each], self.n if self.aggregate == "mean" else 1)
         return total
 
     def check_end(self) -> None:
@@ -336,6 +343,6 @@ def add_blocks(layouts: Sequence[ShardLayout], total: Sequence[Tensor], update: 
             add(weight, [(each, divisor)])
 
 
-def commits(*marks: tuple[int, int]) -> tuple[Commit, ...]:
+def commits(*ids: tuple[int, int]) -> tuple[Commit, ...]:
     """The commits of (VW, clock), of incarnation 0."""
-    return tuple(Commit(UpdateId(vw, 0, clock), 1) for vw, clock in marks)
+    return tuple(Commit(UpdateId(vw, 0, clock), 1) for vw, clock in ids)

@@ -25,6 +25,7 @@ from lightning_hetpipe.server.transport.frames import Answer
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import TIMEOUT
 from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
 
@@ -151,35 +152,43 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             until(there, f"the others are not yet {what}")
 
-    class Exchange(grpc_channel._Exchange):
-        """The fault comes when half of the request's body has been sent, or has been shown to the server where it lies;
-        or when none of the reply's has been read."""
+        def _look(self, place: Place) -> memoryview | None:
+            befall()  # before the reply's body is read where it lies
+            return super()._look(place)
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._what: str = getattr(now, "what", None) or ""
+    def befall() -> None:
+        what, now.what = getattr(now, "what", None), None
+        if what is not None:
+            do(what)
 
-        def requests(self) -> Iterator[bytes]:
-            befalls = self._what != "" and self._opening.size > 0
-            for number, message in enumerate(super().requests()):
-                if number == 1 and befalls and self._body:
-                    half = len(message) // 2
+    sent, read = grpc_channel.requests, grpc_channel.received
+
+    def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
+        """The fault comes when half of the request's body has been sent."""
+        what = getattr(now, "what", None)
+        if not body or what is None:
+            return sent(opening, body)
+        now.what = None  # the messages are sent by another thread
+
+        def befallen() -> Iterator[bytes]:
+            for number, message in enumerate(sent(opening, body)):
+                half = len(message) // 2 if number == 1 else 0
+                if half:
                     yield message[:half]
-                    do(self._what)
-                    yield message[half:]
-                    continue
+                    do(what)
+                yield message[half:]
+
+        return befallen()
+
+    def received(replies: Iterator[bytes], into: Sequence[memoryview]) -> tuple[Answer, bytes]:
+        """The fault comes when none of the reply's body has been read."""
+
+        def befallen() -> Iterator[bytes]:
+            for message in replies:
+                befall()
                 yield message
-                if befalls and not self._body:
-                    do(self._what)
 
-        def take(self, replies: Iterator[bytes]) -> Answer:
-            def befallen() -> Iterator[bytes]:
-                for number, message in enumerate(replies):
-                    if number == 0 and self._what and self._opening.room:
-                        do(self._what)
-                    yield message
-
-            return super().take(befallen())
+        return read(befallen(), into)
 
     vars(join_handshake)["GrpcChannel"] = Channel
-    vars(grpc_channel)["_Exchange"] = Exchange
+    vars(grpc_channel).update(requests=requests, received=received)

@@ -20,11 +20,11 @@ from tests.wsp.launch import Job, run_all
 IN_FLIGHT = 2
 
 
-def read(log: Path, room: str) -> list[Decision]:
-    """What was decided in ``room``."""
+def read(log: Path, session: str) -> list[Decision]:
+    """What was decided in ``session``."""
     kinds: dict[str, Any] = {name: kind for name, kind in vars(decisions).items() if isinstance(kind, type)}
     lines = [json.loads(each) for each in log.read_text().splitlines()]
-    return [kinds[each.pop("decision")](**each) for each in lines if each.pop("room") == room]
+    return [kinds[each.pop("decision")](**each) for each in lines if each.pop("session") == session]
 
 
 @pytest.mark.slow

@@ -101,16 +101,16 @@ class Costs:
         take[self._backwards] = NEVER
         return take
 
-    def bottleneck(self, kinds: Sequence[int], cuts: Sequence[int]) -> int:
-        """T_max in ticks of stages that start at ``cuts``."""
-        return max(self.takes(kinds, cuts))
+    def bottleneck(self, kinds: Sequence[int], splits: Sequence[int]) -> int:
+        """T_max in ticks of stages that start at ``splits``."""
+        return max(self.takes(kinds, splits))
 
-    def takes(self, kinds: Sequence[int], cuts: Sequence[int]) -> list[int]:
-        """Ticks of each stage, where they start at ``cuts``."""
+    def takes(self, kinds: Sequence[int], splits: Sequence[int]) -> list[int]:
+        """Ticks of each stage, where they start at ``splits``."""
         groups = [self.kinds[kind].group for kind in kinds]
-        ends = [*cuts[1:], self.layers]
+        ends = [*splits[1:], self.layers]
         found = []
-        for index, (start, end) in enumerate(zip(cuts, ends, strict=True)):
+        for index, (start, end) in enumerate(zip(splits, ends, strict=True)):
             own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
             take = int(own[end] - own[start])
             take += int(self.hop(groups[index - 1], groups[index])[start]) if index else 0

@@ -87,7 +87,7 @@ def estimate(
     profile: Profile,
     cluster: Cluster,
     slots: Sequence[DeviceSlot],
-    cuts: Sequence[int],
+    splits: Sequence[int],
     in_flight: int,
     *,
     state: float = 0.0,
@@ -95,7 +95,7 @@ def estimate(
     synchronise: float = 0.0,
     watched: bool = True,
 ) -> Estimate:
-    """Estimate stages on ``slots`` that start at the layers ``cuts``.
+    """Estimate stages on ``slots`` that start at the layers ``splits``.
 
     Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side. Where
     forwards are computed again, a backward takes that much longer, but for the last stage's.
@@ -104,7 +104,7 @@ def estimate(
         profile: The model's.
         cluster: Whose links connect the devices.
         slots: The device of each stage.
-        cuts: The first layer of each stage.
+        splits: The first layer of each stage.
         in_flight: Nm.
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
@@ -114,16 +114,16 @@ def estimate(
     Raises:
         SettingError: where the profile has no times of a device.
     """
-    times = stage_times_on(profile, cluster, slots, cuts, recompute)
-    ends = [*cuts[1:], len(profile.layers)]
+    times = stage_times_on(profile, cluster, slots, splits, recompute)
+    ends = [*splits[1:], len(profile.layers)]
     step = max(
         sum(each.update for each in profile.times_on(slot.device)[first:after])
-        for slot, first, after in zip(slots, cuts, ends, strict=True)
+        for slot, first, after in zip(slots, splits, ends, strict=True)
     )
     waves = max(WAVES, -(-MINIBATCHES // in_flight))
     run = simulate(times, in_flight, waves * in_flight, step=step, synchronise=synchronise)
     stages = []
-    for index, (slot, first, after) in enumerate(zip(slots, cuts, ends, strict=True)):
+    for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
         taken = {
             load: stage_memory(sizes, in_flight, [load], state=state, recompute=recompute)
@@ -140,11 +140,11 @@ def estimate(
 
 
 def stage_times_on(
-    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], cuts: Sequence[int], recompute: bool = False
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int], recompute: bool = False
 ) -> list[StageTimes]:
-    """Times of stages on ``slots`` that start at the layers ``cuts``; see :func:`estimate`."""
+    """Times of stages on ``slots`` that start at the layers ``splits``; see :func:`estimate`."""
     found = []
-    for index, (slot, first, after) in enumerate(zip(slots, cuts, [*cuts[1:], len(profile.layers)], strict=True)):
+    for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
         own = profile.times_on(slot.device)[first:after]
         forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
         last = index + 1 == len(slots)

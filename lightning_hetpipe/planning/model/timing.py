@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 ROUNDS = 5
 """Timed rounds for each layer, after one that warms up.
 
-*Measured* beside other programs, on a model with two cuts of which one is 2% better: of three rounds' medians 3 in 10
-choose the other one, of five rounds' least times 1 in 14.
+*Measured* beside other programs, on a model with two partitions of which one is 2% better: of three rounds' medians
+3 in 10 choose the other one, of five rounds' least times 1 in 14.
 """
 
 

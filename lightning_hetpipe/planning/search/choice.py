@@ -1,20 +1,22 @@
-"""Choice of the plan of one virtual worker: which layers run on which device, how many minibatches are in flight.
+"""Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
-The two are chosen together: for each Nm, the division with the least T_max that fits, and of these the one with the
-smallest Nm that is fast enough. How many minibatches a stage holds, and so how much memory it takes, is known once the
-whole is simulated; a division is looked for under a bound for each distance from the last stage. The bounds begin with
-what every pipeline holds, one minibatch. Where the simulation of the division that is best under them shows more, and
-that does not fit, what was seen there becomes part of the bound, and the division is looked for anew. So:
+For each Nm = 1, 2, ... the search goes like this:
+
+1. Divide the layers with the least T_max under a memory bound (``divider``): split points by dynamic programming, the
+   order of the devices by kind (``device_order``). At first the bound is what every pipeline holds, one minibatch.
+2. Simulate that division. How many minibatches a stage holds, and so how much memory it takes, is known only now.
+   Where it does not fit, raise the bound by what was seen, for each distance from the last stage, and divide anew.
+3. Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There,
+   and where no division was found, search locally (``local_search``).
+
+Of all Nm the smallest within 1% of the best throughput is chosen. So:
 
 - a plan that is found fits as simulated (a last stage holds one minibatch, the others Nm at the most, whatever the
   timing);
-- under its bounds no cut, subset or order of the devices has a smaller T_max, and if none had to be raised, none has at
-  all;
+- under its bounds no split points, subset or order of the devices have a smaller T_max, and if none had to be raised,
+  none have at all;
 - where a bound was raised, a division in which that stage holds less than the bound, and that lacks room for more, is
   not seen.
-
-Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There, and
-where no division was found, :class:`~lightning_hetpipe.planning.search.local_search.LocalSearch` looks on.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
-from lightning_hetpipe.planning.search.division import LIGHTEST, Divider, Division
+from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider, Division
 from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 ENOUGH = 0.99
 """Choose the smallest Nm within 1% of the best throughput."""
@@ -128,35 +131,17 @@ def best_plan(
             " each stage has one at least; ask for no more than there are"
         )
     state = optimizer_state(optimizer)
-    search = _Search(profile, cluster, slots, ordered, state, recompute, synchronise, stages, watched)
+    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, watched, synchronise)
+    search = _Search(problem)
     return search.choose() if in_flight is None else search.at(in_flight)
 
 
-@dataclass
 class _Search:
-    """The search for the arguments of :func:`best_plan`."""
+    """The search for the plan of ``problem``."""
 
-    _profile: Profile
-    _cluster: Cluster
-    _slots: Sequence[DeviceSlot]
-    _ordered: bool
-    _state: float
-    _recompute: bool
-    _synchronise: float
-    _stages: int | None
-    _watched: bool
-
-    def __post_init__(self) -> None:
-        self._divider = Divider(
-            self._profile,
-            self._cluster,
-            self._slots,
-            ordered=self._ordered,
-            state=self._state,
-            recompute=self._recompute,
-            stages=self._stages,
-            watched=self._watched,
-        )
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
+        self._divider = Divider(problem)
         self._found: dict[int, Estimate] = {}
         self._seen: dict[int, list[Division]] = {}
         self._searched: set[int] = set()
@@ -165,7 +150,7 @@ class _Search:
         """Choose Nm too."""
         tried, best, better = [], 0.0, 1
         short = False  # of memory
-        for in_flight in range(1, 4 * len(self._slots) + 5):
+        for in_flight in range(1, 4 * len(self._problem.slots) + 5):
             found = self.plan(in_flight)
             tried.append(in_flight)
             if not found.fits:
@@ -190,9 +175,9 @@ class _Search:
         plans = [self._found[in_flight] for in_flight in fitting]
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
         if len(chosen.stages) == 1 < chosen.in_flight:  # as above
-            chosen = plans[0] = self._found[1] = self._estimate([chosen.stages[0].slot], [0], 1)
+            chosen = plans[0] = self._found[1] = self._problem.estimate([chosen.stages[0].slot], [0], 1)
         reasons = _why(chosen, plans, tried[-1], unfit)
-        if unfit is not None and not self._recompute:
+        if unfit is not None and not self._problem.recompute:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
             most = other.most(max(unfit, len(self._unlimited.slots) + 1), chosen.in_flight)
@@ -237,12 +222,12 @@ class _Search:
 
     def _divided(self, in_flight: int) -> Estimate:
         """Raise the bounds until the division with the least T_max fits; the last one seen where none does."""
-        loads = [set(LIGHTEST) for _ in self._slots]
+        loads = [set(LIGHTEST) for _ in self._problem.slots]
         division: Division | None = self._unlimited
         seen = self._seen[in_flight] = []
         while division is not None:
             seen.append(division)
-            found = self._estimate(division.slots, division.cuts, in_flight)
+            found = self._problem.estimate(division.slots, division.splits, in_flight)
             if found.fits:
                 break
             for distance, stage in enumerate(reversed(found.stages)) if len(seen) > 1 else ():
@@ -258,13 +243,7 @@ class _Search:
         It begins with the best of each order, under the lightest bound or, if not ``limited``, under none.
         """
         if in_flight not in self._searched or not limited:
-            search = LocalSearch(
-                self._divider.costs,
-                self._ordered,
-                in_flight,
-                lambda slots, cuts: self._estimate(slots, cuts, in_flight),
-                self._stages,
-            )
+            search = LocalSearch(self._problem, self._divider.costs, in_flight)
             orders = self._divider.in_each_order(in_flight, (LIGHTEST,), limited)
             found = search.best(chain(reversed(self._seen[in_flight]), orders), floor)
             if found is not None and is_better(found, self._found[in_flight], 1 + NEGLIGIBLE):
@@ -272,19 +251,6 @@ class _Search:
             if not floor:
                 self._searched.add(in_flight)
         return self._found[in_flight]
-
-    def _estimate(self, slots: Sequence[DeviceSlot], cuts: Sequence[int], in_flight: int) -> Estimate:
-        return estimate(
-            self._profile,
-            self._cluster,
-            slots,
-            cuts,
-            in_flight,
-            state=self._state,
-            recompute=self._recompute,
-            synchronise=self._synchronise,
-            watched=self._watched,
-        )
 
     @cached_property
     def _unlimited(self) -> Division:
@@ -299,7 +265,7 @@ class _Search:
         if found.fits:
             return self.at(in_flight) if asked else self.choose()
         again = None
-        if not self._recompute:
+        if not self._problem.recompute:
             other = self._with_recompute()
             if asked:
                 again = other.most(in_flight)
@@ -310,7 +276,7 @@ class _Search:
         return self._choice(found, [in_flight], reasons, Help(self.most(in_flight - 1), again, lacking))
 
     def _with_recompute(self) -> _Search:
-        return replace(self, _recompute=True)
+        return _Search(replace(self._problem, recompute=True))
 
     def _choice(
         self, found: Estimate, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
@@ -324,7 +290,7 @@ class _Search:
             found.recompute,
             found.rate,
             found.simulation,
-            idle=tuple(slot for slot in self._slots if slot not in used),
+            idle=tuple(slot for slot in self._problem.slots if slot not in used),
             tried=tuple(self._tried(in_flight) for in_flight in tried),
             reasons=tuple(reasons),
             help=help_,

@@ -1,17 +1,17 @@
-"""Device order: which device holds which stage, so that the slowest stage can be as fast as possible.
+"""Device order: the kind of device for each stage, so that the slowest stage can be as fast as possible.
 
-Devices of one kind are interchangeable, so that an arrangement is a sequence of kinds. It is built from the last stage
-to the first. A *state* is what is left of each kind, and which kind (of group) was placed last. For a given T, a state
-knows for each boundary b the least that its foremost stage takes if it starts at b, all stages behind it take T at the
-most, and every stage has room: what this stage will receive from the one before it comes on top, and is not known until
-that one's device is. Placing another device needs only that least. So whether there is an arrangement for T is found in
-(states x kinds x layers) steps, and the least T by bisection over whole ticks: exactly.
+Devices of one kind are interchangeable, so that an order is a sequence of kinds. It is built from the last stage to the
+first. A *state* is what is left of each kind, and the group of the kind that was placed last. For a given T, a state
+knows for each boundary b the least time of its foremost stage if that starts at b, all stages behind it take T at the
+most, and every stage has room; what this stage will receive from the one before it comes on top, once that one's device
+is known. Placing another device needs only that least. So an order for T is found in (states x kinds x layers) steps,
+and the least T by bisection over whole ticks: exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,18 +35,20 @@ ANY = NEVER // 4
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """The ``kinds`` of the stages, from the first on, the first layer of each, and T_max in ticks."""
+class OrderedKinds:
+    """The ``kinds`` of the stages' devices, from the first stage on, and a T_max in ticks that they reach."""
 
     kinds: tuple[int, ...]
-    cuts: tuple[int, ...]
     bottleneck: int
 
 
 class Rules:
-    """Which devices may stand where. ``start`` is what is left before any is placed."""
+    """Rules of the order of devices. ``start`` is what is left before any is placed."""
 
     start: Any
+
+    def __init__(self, costs: Costs) -> None:
+        raise NotImplementedError
 
     def next(self, state: State) -> Iterable[tuple[int, Any]]:
         """The kinds that may stand before ``state``, and what is left then."""
@@ -93,8 +95,8 @@ class GivenOrder(Rules):
             yield kind, kind
 
 
-class Fixed(Rules):
-    """These kinds, from the first stage on; of the first some may be left out."""
+class FixedOrder(Rules):
+    """The order of ``kinds``, from the first stage on; some of the first may be left out."""
 
     def __init__(self, kinds: Sequence[int]) -> None:
         self.start = tuple(kinds)
@@ -108,16 +110,23 @@ class TooMany(Exception):
     """There are more states than can be looked through."""
 
 
-@dataclass
-class _Step:
-    """Placements of a device of ``kind`` before the states of one depth."""
+@dataclass(frozen=True)
+class _Placements:
+    """Placements of a device of ``kind`` before the states of one depth, sorted by the devices that are left then.
+
+    Attributes:
+        kind: Of the device.
+        behind: The row of the state behind each placement.
+        groups: The group of that state's foremost device, by its position among all groups.
+        first: The first placement for each rest of devices.
+        after: The row of the next depth for each rest of devices.
+    """
 
     kind: int
-    width: int = 0
-    sources: dict[int, list[tuple[Rows, Rows]]] = field(default_factory=dict)
-    """Rows and their places among ``width``, by the group behind; twice to one place in different pairs only."""
-    targets: list[tuple[Rows, Rows]] = field(default_factory=list)
-    """Which of these goes to which row of the next depth."""
+    behind: Rows
+    groups: Rows
+    first: Rows
+    after: Rows
 
 
 class DeviceOrders:
@@ -131,31 +140,30 @@ class DeviceOrders:
         self.costs = costs
         self.stages = stages
         self._rules = rules
-        groups = [kind.group for kind in costs.kinds]
+        self._groups = [kind.group for kind in costs.kinds]
+        each = sorted(set(self._groups))
+        self._hops = {group: np.stack([costs.hop(group, other) for other in each]) for group in each}
         rows: dict[State, int] = {}
-        first: list[tuple[int, int]] = []
-        for kind, left in rules.next((rules.start, -1)):
-            first.append((kind, rows.setdefault((left, groups[kind]), len(rows))))
-        self._first = first
+        self._last = [
+            (kind, rows.setdefault((left, self._groups[kind]), len(rows)))
+            for kind, left in rules.next((rules.start, -1))
+        ]
         self._depths = [rows]
-        self._steps: list[list[_Step]] = []
-        count = len(rows)
+        self._placements: list[list[_Placements]] = []
         while len(self._depths) != stages:
-            steps, after = _steps(rows, rules, groups)
-            if not after:
+            placements, rows = self._before(rows)
+            if not rows:
                 break
-            count += len(after)
-            if count * (costs.layers + 1) > MOST:
+            self._placements.append(placements)
+            self._depths.append(rows)
+            if sum(map(len, self._depths)) * (costs.layers + 1) > MOST:
                 raise TooMany
-            self._steps.append(steps)
-            self._depths.append(after)
-            rows = after
 
-    def find(self, most: int, room: Room) -> Ordered | None:
+    def find(self, most: int, room: Room) -> OrderedKinds | None:
         """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
         n = self.costs.layers
         own = np.full((len(self._depths[0]), n + 1), NEVER)
-        for kind, row in self._first:
+        for kind, row in self._last:
             before = self.costs.before_last[kind]
             take = before[-1] - before
             reach = room.reach(kind, 0)
@@ -166,7 +174,7 @@ class DeviceOrders:
         for depth in range(len(self._depths)):
             if self.stages in (None, depth + 1) and (found[-1][:, 0] <= most).any():
                 return self._trace(found, most, room)
-            if depth == len(self._steps) or not (found[-1] <= most).any():
+            if depth == len(self._placements) or not (found[-1] <= most).any():
                 return None
             found.append(self._placed(found[-1], depth, most, room))
         return None
@@ -174,18 +182,30 @@ class DeviceOrders:
     def _placed(self, behind: Ticks, depth: int, most: int, room: Room) -> Ticks:
         costs = self.costs
         own = np.full((len(self._depths[depth + 1]), costs.layers + 1), NEVER)
-        for step in self._steps[depth]:
-            ends = np.full((step.width, costs.layers + 1), NEVER)
-            for group, pairs in step.sources.items():
-                hop = costs.hop(costs.kinds[step.kind].group, group)
-                here = costs.before[step.kind] + hop
-                for sources, places in pairs:
-                    take = np.where(behind[sources] <= most - hop, here, NEVER)
-                    ends[places] = np.minimum(ends[places], take)
-            starts = self._starts(ends, step.kind, depth + 1, most, room)
-            for places, targets in step.targets:
-                own[targets] = np.minimum(own[targets], starts[places])
+        for each in self._placements[depth]:
+            hops = self._hops[self._groups[each.kind]][each.groups]
+            take = np.where(behind[each.behind] <= most - hops, costs.before[each.kind] + hops, NEVER)
+            ends = np.minimum.reduceat(take, each.first)
+            starts = self._starts(ends, each.kind, depth + 1, most, room)
+            own[each.after] = np.minimum(own[each.after], starts)
         return own
+
+    def _before(self, rows: dict[State, int]) -> tuple[list[_Placements], dict[State, int]]:
+        """Placements of one more device before the states ``rows``, and the states that there are then."""
+        by_kind: dict[int, dict[Any, list[tuple[int, int]]]] = {}
+        for state, row in rows.items():
+            for kind, left in self._rules.next(state):
+                by_kind.setdefault(kind, {}).setdefault(left, []).append((row, state[1]))
+        after: dict[State, int] = {}
+        placements = []
+        position = {group: index for index, group in enumerate(self._hops)}
+        for kind, by_rest in by_kind.items():
+            pairs = [(row, position[group]) for each in by_rest.values() for row, group in each]
+            first = np.cumsum([0, *map(len, by_rest.values())])[:-1]
+            targets = [after.setdefault((left, self._groups[kind]), len(after)) for left in by_rest]
+            behind, groups = np.array(pairs).T
+            placements.append(_Placements(kind, behind, groups, first, np.array(targets)))
+        return placements, after
 
     def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
         """Least ticks of a stage by its start, over all ends that it may have."""
@@ -201,28 +221,27 @@ class DeviceOrders:
         take[take > most] = NEVER
         return take
 
-    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> Ordered:
+    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> OrderedKinds:
         """The way to a state whose foremost stage starts at 0."""
-        groups = [kind.group for kind in self.costs.kinds]
         row, start = int(np.argmin(found[-1][:, 0])), 0
-        kinds, cuts = [], [0]
+        kinds, splits = [], [0]
         for depth in range(len(found) - 1, 0, -1):
             here, take = list(self._depths[depth])[row], int(found[depth][row, start])
             kind, row, start = next(
                 (kind, source, end)
                 for state, source in self._depths[depth - 1].items()
                 for kind, left in self._rules.next(state)
-                if (left, groups[kind]) == here
+                if (left, self._groups[kind]) == here
                 for end in [self._end(found[depth - 1][source], kind, state[1], start, depth, take, most, room)]
                 if end is not None
             )
             kinds.append(kind)
-            cuts.append(start)
+            splits.append(start)
         take, before = int(found[0][row, start]), self.costs.before_last
-        kinds.append(next(k for k, place in self._first if place == row and before[k][-1] - before[k][start] == take))
-        bottleneck = self.costs.bottleneck(kinds, cuts)
+        kinds.append(next(k for k, place in self._last if place == row and before[k][-1] - before[k][start] == take))
+        bottleneck = self.costs.bottleneck(kinds, splits)
         assert bottleneck <= most, "what was found takes what was asked for"
-        return Ordered(tuple(kinds), tuple(cuts), bottleneck)
+        return OrderedKinds(tuple(kinds), bottleneck)
 
     def _end(
         self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
@@ -235,36 +254,6 @@ class DeviceOrders:
         good = (behind[window] <= most - hop[window]) & (before[window] + hop[window] - before[start] == take)
         ends = np.flatnonzero(good)
         return start + 1 + int(ends[0]) if len(ends) else None
-
-
-def _steps(rows: dict[State, int], rules: Rules, groups: Sequence[int]) -> tuple[list[_Step], dict[State, int]]:
-    """Placements of one more device before the states ``rows``, and the states that there are then."""
-    after: dict[State, int] = {}
-    by_kind: dict[int, tuple[dict[Any, int], dict[int, list[tuple[int, int]]]]] = {}
-    for state, source in rows.items():
-        for kind, left in rules.next(state):
-            places, pairs = by_kind.setdefault(kind, ({}, {}))
-            place = places.setdefault(left, len(places))
-            pairs.setdefault(state[1], []).append((source, place))
-    steps = []
-    for kind, (places, pairs) in by_kind.items():
-        targets = [(place, after.setdefault((left, groups[kind]), len(after))) for left, place in places.items()]
-        sources = {group: list(_apart(each)) for group, each in pairs.items()}
-        steps.append(_Step(kind, len(places), sources, list(_apart(targets))))
-    return steps, after
-
-
-def _apart(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[Rows, Rows]]:
-    """``pairs`` of rows as arrays, in none of which two go to the same row."""
-    rounds: list[dict[int, int]] = []
-    seen: dict[int, int] = {}
-    for source, target in pairs:
-        number = seen[target] = seen.get(target, -1) + 1
-        if number == len(rounds):
-            rounds.append({})
-        rounds[number][target] = source
-    for each in rounds:
-        yield np.array(list(each.values()), dtype=np.intp), np.array(list(each), dtype=np.intp)
 
 
 def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
@@ -283,8 +272,8 @@ def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
         level, width = level + 1, 2 * width
 
 
-def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> Ordered | None:
-    """Find the order and cuts with the least T_max, by bisection; None if no stages have room.
+def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> OrderedKinds | None:
+    """Find the order with the least T_max, by bisection; None if no stages have room.
 
     Whenever an order is found, its own least T_max is looked for first, which is 30 times cheaper than all orders. The
     best of an order is often the best of all, so that near the lower bound that is asked before the middle.
@@ -309,9 +298,9 @@ def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> Ord
             low = most
 
 
-def _best_of_order(orders: DeviceOrders, room: Room, low: int, best: Ordered) -> Ordered:
-    """Improve the cuts of ``best`` in its own order, where more than ``low`` ticks are needed."""
-    own = DeviceOrders(orders.costs, Fixed(best.kinds), orders.stages)
+def _best_of_order(orders: DeviceOrders, room: Room, low: int, best: OrderedKinds) -> OrderedKinds:
+    """Lower the T_max of ``best`` as far as its own order allows, where more than ``low`` ticks are needed."""
+    own = DeviceOrders(orders.costs, FixedOrder(best.kinds), orders.stages)
     while low + 1 < best.bottleneck:
         middle = (low + best.bottleneck) // 2
         found = own.find(middle, room)

@@ -1,27 +1,27 @@
 """Local search for more throughput than the plan with the least T_max has, where that leaves its devices waiting.
 
-With few minibatches in flight a pipeline has bubbles: no rate exceeds 1 / T_max, nor Nm / (the time of all stages),
-and the second is what counts then. Fewer devices, or other cuts, may be faster; which ones is known once they are
-simulated. So from divisions that are good for some reason it goes uphill, by single changes: a cut moves, two devices
+With few minibatches in flight a pipeline has bubbles: no rate exceeds 1 / T_max, nor Nm / (the time of all stages), and
+the second is what counts then. Fewer devices, or other split points, may be faster; which ones is known once they are
+simulated. So from divisions that are good for some reason it climbs by single changes: a split point moves, two devices
 change places, another is taken, one is left out, or one more is used. What the two bounds say is no faster is not
 simulated.
 
 It finds what is best near where it starts, and no more. Of 100 random problems with little memory (6 and 8 layers on 3
 devices, compared with all plans at every Nm) the chosen plan was within 1% of the best in 98, and 5% slower at worst.
 With the least T_max alone it is slower by more than 1% in 38, and by 28% at worst; without the best of each order as
-starts in 20, without climbing in 17, with cuts as the only changes in 6.
+starts in 20, without climbing in 17, with split points as the only changes in 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.costs import Costs
 from lightning_hetpipe.planning.model.estimate import MINIBATCHES, Estimate
-from lightning_hetpipe.planning.search.division import Division
+from lightning_hetpipe.planning.search.divider import Division
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The kind of each stage's device, and its first layer."""
@@ -37,29 +37,18 @@ UPHILL = 1.0005
 
 
 class LocalSearch:
-    """Hill climbing over devices and cuts, for ``in_flight`` minibatches.
+    """Hill climbing over devices and split points.
 
     Args:
-        costs: Costs of stages on the devices.
-        ordered: Whether kinds are to stay in their order.
+        problem: Whose plans are estimated.
+        costs: Costs of stages on its devices.
         in_flight: Nm.
-        look: Estimates devices and cuts.
-        stages: Their number; None for as many as are of use.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        ordered: bool,
-        in_flight: int,
-        look: Callable[[Sequence[DeviceSlot], Sequence[int]], Estimate],
-        stages: int | None = None,
-    ) -> None:
-        self._stages = stages
+    def __init__(self, problem: PlanningProblem, costs: Costs, in_flight: int) -> None:
+        self._problem = problem
         self._costs = costs
-        self._ordered = ordered
         self._in_flight = in_flight
-        self._look = look
         self._known: dict[Place, Estimate] = {}
         self._work = 0
         self._kind = {slot: index for index, kind in enumerate(costs.kinds) for slot in kind.slots}
@@ -76,7 +65,7 @@ class LocalSearch:
             None where all were passed over.
         """
         best: Estimate | None = None
-        places = dict.fromkeys((tuple(self._kind[slot] for slot in each.slots), each.cuts) for each in starts)
+        places = dict.fromkeys((tuple(self._kind[slot] for slot in each.slots), each.splits) for each in starts)
         looks = []
         for place in places:
             if self._bound(place) >= floor and self._work < WORK // 2 and (look := self._estimate(place)) is not None:
@@ -108,9 +97,9 @@ class LocalSearch:
         if place not in self._known:
             if self._work > WORK:
                 return None
-            kinds, cuts = place
+            kinds, splits = place
             self._work += MINIBATCHES * 2 * len(kinds)
-            self._known[place] = self._look(self._costs.slots(kinds), cuts)
+            self._known[place] = self._problem.estimate(self._costs.slots(kinds), splits, self._in_flight)
         return self._known[place]
 
     def _bound(self, place: Place) -> float:
@@ -118,37 +107,37 @@ class LocalSearch:
         ticks = self._costs.takes(*place)
         return 1 / max(self._costs.tick * max(max(ticks), sum(ticks) / self._in_flight), 1e-300)
 
-    def _changes(self, kinds: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Place]:
+    def _changes(self, kinds: tuple[int, ...], splits: tuple[int, ...]) -> Iterator[Place]:
         """Places that differ from it by one change."""
-        ends = (*cuts[1:], self._costs.layers)
-        for index in range(1, len(cuts)):
+        ends = (*splits[1:], self._costs.layers)
+        for index in range(1, len(splits)):
             for step in self._steps:
-                for cut in (cuts[index] - step, cuts[index] + step):
-                    if cuts[index - 1] < cut < ends[index]:
-                        yield kinds, (*cuts[:index], cut, *cuts[index + 1 :])
-        for other in self._placements(kinds, cuts, ends):
-            if self._stages in (None, len(other[0])) and (not self._ordered or _is_rising(other[0])):
+                for split in (splits[index] - step, splits[index] + step):
+                    if splits[index - 1] < split < ends[index]:
+                        yield kinds, (*splits[:index], split, *splits[index + 1 :])
+        for other in self._placements(kinds, splits, ends):
+            if self._problem.stages in (None, len(other[0])) and (not self._problem.ordered or _is_rising(other[0])):
                 yield other
 
-    def _placements(self, kinds: tuple[int, ...], cuts: tuple[int, ...], ends: tuple[int, ...]) -> Iterator[Place]:
+    def _placements(self, kinds: tuple[int, ...], splits: tuple[int, ...], ends: tuple[int, ...]) -> Iterator[Place]:
         """Changes of devices, whatever their order."""
         idle = [kind for kind, each in enumerate(self._costs.kinds) if kinds.count(kind) < len(each.slots)]
         for index, kind in enumerate(kinds):
             before, after = kinds[:index], kinds[index + 1 :]
             if after:
-                yield (*before, *after), (*cuts[: index + 1], *cuts[index + 2 :])
+                yield (*before, *after), (*splits[: index + 1], *splits[index + 2 :])
             if before:
-                yield (*before, *after), (*cuts[:index], *cuts[index + 1 :])
+                yield (*before, *after), (*splits[:index], *splits[index + 1 :])
             for other in idle:
                 if other != kind:
-                    yield (*before, other, *after), cuts
-                if ends[index] - cuts[index] > 1:
-                    split = (*cuts[: index + 1], (cuts[index] + ends[index]) // 2, *cuts[index + 1 :])
+                    yield (*before, other, *after), splits
+                if ends[index] - splits[index] > 1:
+                    split = (*splits[: index + 1], (splits[index] + ends[index]) // 2, *splits[index + 1 :])
                     yield (*before, other, kind, *after), split
                     yield (*before, kind, other, *after), split
             for second in range(index):
                 if kinds[second] != kind:
-                    yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), cuts
+                    yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), splits
 
 
 def _is_rising(kinds: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
-"""A VW's connection to the servers: blocking calls that can be cancelled, all shards at once, and a heartbeat.
+"""Client of a VW: blocking calls to the servers that can be cancelled, all shards at once, and a heartbeat.
 
-Bounds: in host memory lie two blocks of weights (the last pull, and the one that arrives) and one of an update: three
+Bounds: host memory holds two blocks of weights (the last pull, and the one that arrives) and one of an update: three
 times the model's bytes. A server on the same host adds the update from there, so it changes only once a pull of the
 VW's own includes it.
 """
@@ -24,10 +24,8 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Departed,
     Done,
-    Failed,
     NotYet,
     Parameter,
-    Refused,
     Request,
     ShardRequest,
     TrainingSignature,
@@ -38,18 +36,18 @@ from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
 PATIENCE = 3600.0
-"""Seconds of a wait for other VWs that live, unless set otherwise: long, as they may be in user code."""
+"""Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
 
 ATTEMPTS_TO_LEAVE = 3
-"""A VW that cannot say that it leaves is missed when its lease runs out."""
+"""Attempts to tell the coordinator that the VW leaves; after that, its lease runs out."""
 
 
 class Cancelled(Exception):
-    """``Client.cancel`` ended a call."""
+    """A call was ended by ``Client.cancel``."""
 
 
 class ServersSilent(RuntimeError):
-    """A wait for servers, or through them for other VWs, ran into its timeout; the message says who waited for whom."""
+    """A wait for servers, or through them for other VWs, timed out; the message says who waited for whom."""
 
 
 class ServersUnheard(ServersSilent):
@@ -57,7 +55,7 @@ class ServersUnheard(ServersSilent):
 
 
 class NotJoined(ServersSilent):
-    """VWs, of which ``missing`` are the numbers, have not joined within ``join_timeout``."""
+    """The VWs ``missing`` have not joined within ``join_timeout``."""
 
     def __init__(self, message: str, missing: Sequence[int]) -> None:
         super().__init__(message)
@@ -65,7 +63,7 @@ class NotJoined(ServersSilent):
 
 
 class Client:
-    """One VW's way to train with others. Its calls are made by one thread at a time; ``cancel`` by any.
+    """Membership of one VW in a session. Its calls are made by one thread at a time; ``cancel`` by any.
 
     Args:
         channels: one per server; the first is the coordinator's.
@@ -73,14 +71,14 @@ class Client:
         placement: for each server, the indices of its parameters.
         vw: i.
         incarnation: larger than that of any earlier process of this VW.
-        lease: seconds, the servers' own; a heartbeat goes out three times in it.
-        timeout: seconds for which servers may be unreachable, and for which one request may take; may be set anew.
-        patience: seconds to wait for other VWs, as long as they live; may be set anew.
+        lease: seconds, equal to the servers'; a heartbeat goes out three times in it.
+        timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
+        patience: seconds to wait for other VWs, as long as they live; may be changed.
         join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``patience``.
-        name: of the threads.
-        lost: why the servers will not come back, once somebody knows that; the call under way raises it, and all later
-            ones.
-        departed: told once of each other VW that was left out or has left, from any thread.
+        name: prefix of the threads' names.
+        lost: returns the error by which the servers are known not to come back, once there is one; the call under way
+            and all later ones raise it.
+        departed: called once for each other VW that was left out or has left, from any thread.
     """
 
     def __init__(
@@ -105,9 +103,9 @@ class Client:
         ]
         self.member = Member(vw, incarnation, signature, owned)
         self.failure: Exception | None = None
-        """What the heartbeat has learnt: nothing can go on. The next call raises it."""
+        """Fatal error that the heartbeat has received. The next call raises it."""
         self.waits_for = ""
-        """For whom or what the call under way waits, as far as the coordinator has said."""
+        """What the call under way waits for, in the coordinator's words."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
@@ -117,7 +115,7 @@ class Client:
         self._weights = [[block_of(layout.size) for layout in self._weight_layouts] for _ in range(2)]
         self._update = [block_of(layout.size) for layout in self._update_layouts]
         self._silence = ""
-        """Why the last call had no answer, in the transport's words: it says which server."""
+        """The transport's error of the last call without an answer; it names the server."""
         self._part = b""
         self._kept = b""
         self._result = bytearray()
@@ -128,10 +126,10 @@ class Client:
         self._on_departed = departed
         self._departed: set[Departed] = set()
         self._hears = threading.Lock()
-        # One for each server, and one to join again.
+        # One thread for each server, and one to join again.
         self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
         self._busy = threading.Lock()
-        """Held by whoever drives the member."""
+        """Held while the member makes requests."""
         self._stopped = threading.Event()
         self._left = False
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
@@ -143,93 +141,93 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves, if that was not done: with an exception, the others are told and end as well."""
+        """Leave, unless that was done: with an exception, the others are told and end as well."""
         if not self._left:
             self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
         self.close()
 
     def close(self) -> None:
-        """Ends the threads, without a word to the servers: they miss the VW when its lease runs out."""
+        """End the threads without telling the servers, for which the VW's lease runs out."""
         self._left = True
         self._stopped.set()
         if self._heart.is_alive():
             self._heart.join(timeout=self._lease)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    # What a VW does.
+    # Calls of the VW.
 
     def join(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Becomes a member; returns w_0, which are VW 0's ``weights``, or where a new incarnation comes in.
+        """Become a member; return w_0, which are VW 0's ``weights``, or the present weights for a new incarnation.
 
-        The tensors that this and the other calls return are of this object; they hold until the next call.
+        The tensors that this and the other calls return belong to this object and are valid until the next call.
 
         Raises:
-            RemoteFault: the VW differs from the others, and in what; or is not wanted any more.
+            RemoteFault: the VW differs from the others, or was left out or replaced.
             PeerFailed: another VW has failed.
             ServersSilent: after ``timeout`` or ``patience``; ``NotJoined`` after ``join_timeout``.
-            Cancelled: by ``cancel``.
+            Cancelled: after ``cancel``.
         """
         self._write(self._weight_layouts, self._weights[self.member.newest], weights)
         return self._do(self.member.join)
 
     def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
-        """Ends a wave: pushes ``update`` and returns w_global, which includes it. Raises as ``join`` does; and
+        """End a wave: push ``update`` and return w_global, which includes it. Raises as ``join`` does; and
 
         Raises:
-            LocalFault: ``update`` has a NaN or infinity, in the parameter that it names. Nothing was pushed.
+            LocalFault: ``update`` has a NaN or infinity, in the parameter that the message names. Nothing was pushed.
         """
         with self._busy:
             self._take(update)
         return self._do(lambda: self.member.synchronise(cut=cut))
 
-    def room(self) -> list[Tensor]:
-        """Where an update may be written, before ``synchronise`` or ``arrive`` is given it: then nothing is copied."""
+    def update_buffers(self) -> list[Tensor]:
+        """Tensors for the next update; given to ``synchronise`` or ``arrive``, they are not copied."""
         with self._busy:
             self.member.check_idle()
         return self._in_order(self._update_layouts, self._update)
 
     def arrive(self, cut: int, update: Sequence[Tensor] | None = None, *, admit: bool = False) -> list[Tensor]:
-        """Waits at a cut for all others, after pushing a short wave's ``update``; returns the weights that all get."""
+        """Wait at a cut for all others, after pushing a short wave's ``update``; return the weights that all get."""
         with self._busy:
             if update is not None:
                 self._take(update)
         return self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
 
     def gather(self, ordinal: int, part: bytes) -> dict[int, bytes]:
-        """Everyone's part, by VW, in the ``ordinal``-th gather since the last cut."""
+        """Return everyone's part, by VW, in the ``ordinal``-th gather since the last cut."""
 
         def begin() -> None:
             self.member.gather(ordinal)
             self._part = part
 
         self._do(begin)
-        collected = self.member.gathered
-        assert collected is not None
+        gathered = self.member.gathered
+        assert gathered is not None
         self._kept = bytes(self._result)
         found, start = {}, 0
-        for each in collected.parts:
+        for each in gathered.parts:
             found[each.vw] = self._kept[start : start + each.size]
             start += each.size
         return found
 
     def leave(self) -> None:
-        """Ends the membership cleanly."""
+        """End the membership."""
         self._leave("")
 
     def fail(self, reason: str) -> None:
-        """Ends the membership, and tells the others why all must end."""
+        """End the membership because of a failure, with which the others end too."""
         self._leave(reason)
 
     def cancel(self) -> None:
-        """Ends the call that is under way, and all later ones, as ``Cancelled``."""
+        """End the call that is under way, and all later ones, as ``Cancelled``."""
         self._stopped.set()
 
     def check(self) -> None:
-        """Raises what the heartbeat has learnt, if anything: call it where nothing else is called for long."""
+        """Raise the error that the heartbeat has received, if any; to be called where nothing else is for long."""
         if (failure := self.failure or self._lost()) is not None:
             raise failure
 
-    # How.
+    # Requests.
 
     def _write(self, layouts: Sequence[ShardLayout], blocks: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
@@ -260,7 +258,7 @@ class Client:
             return self._in_order(self._weight_layouts, self._weights[self.member.newest])
 
     def _drive(self) -> None:
-        """Lets the member have its way until it has nothing more to do."""
+        """Make the member's requests until it has nothing more to do."""
         began = heard = self._now()
         while (action := self.member.next()) is not None:
             if self._stopped.is_set():
@@ -275,7 +273,7 @@ class Client:
                 answers = self._ask_shards(action)
             for server, answer in answers.items():
                 if self.member.state is not state:
-                    break  # another server's answer has changed everything
+                    break  # another server's answer has changed the state
                 if isinstance(action, AskShards):
                     self.member.heard_from(server, answer)
                 else:
@@ -300,7 +298,7 @@ class Client:
             if not why:
                 self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
 
-    def _ask(self, action: Ask) -> Answer | None:
+    def _ask(self, action: Ask) -> Answer | RemoteFault | None:
         body: Sequence[memoryview] = ()
         into: Sequence[memoryview] = ()
         if action.body is Body.PART:
@@ -309,14 +307,14 @@ class Client:
             body = [memoryview(self._kept)]
         elif action.body is Body.RESULT:
             assert self.member.gathered is not None
-            self._result = bytearray(sum(part.size for part in self.member.gathered.parts))
+            self._result = bytearray(self.member.gathered.size)
             into = [memoryview(self._result)]
         return self._call(COORDINATOR, COORDINATOR_METHOD, action.message, body, into)
 
-    def _ask_shards(self, action: AskShards) -> dict[int, Answer]:
+    def _ask_shards(self, action: AskShards) -> dict[int, Answer | RemoteFault]:
         newest = self.member.newest
 
-        def ask(item: tuple[int, ShardRequest]) -> tuple[int, Answer | None]:
+        def ask(item: tuple[int, ShardRequest]) -> tuple[int, Answer | RemoteFault | None]:
             server, message = item
             body: Sequence[memoryview] = ()
             into: Sequence[memoryview] = ()
@@ -331,7 +329,7 @@ class Client:
             return server, self._call(server, SHARD_METHOD, message, body, into)
 
         items: Mapping[int, ShardRequest] = action.messages
-        # One server is asked from here: on busy cores, each thread that has to wake up is a wait for all VWs.
+        # A single server is asked from this thread: on busy cores, each thread that has to wake up delays all VWs.
         answers = list((self._pool.map if len(items) > 1 else map)(ask, items.items()))
         return {server: answer for server, answer in answers if answer is not None}
 
@@ -343,24 +341,25 @@ class Client:
         body: Sequence[memoryview],
         into: Sequence[memoryview],
         timeout: float | None = None,
-    ) -> Answer | None:
-        """The answer; ``None`` if none came."""
+    ) -> Answer | RemoteFault | None:
+        """Return the answer; ``None`` if none came."""
         try:
             header = self._channels[server].call(method, encode(message), body, into, timeout or self.timeout)
         except Unreachable as silence:
             self._silence = str(silence)
             return None
         except CallRefused as refused:
-            fault = RemoteFault.parse(str(refused))
-            return Refused("", fault.refusal, str(fault))
-        answer: Answer = decode(header)
+            return RemoteFault.parse(str(refused))
+        answer = decode(header)
+        if not isinstance(answer, Answer):
+            raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
         if isinstance(answer, Done) and answer.departed:
             self._hear(answer.departed)
         return answer
 
     def _hear(self, departed: Sequence[Departed]) -> None:
         with self._hears:
-            # Of itself this one is told otherwise.
+            # Its own departure is an error of its calls.
             news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
             self._departed.update(news)
         for each in news:
@@ -381,22 +380,23 @@ class Client:
             while not self._stopped.wait(self._lease / 3):
                 if self.member.state is not MemberState.OUTSIDE:
                     self._say_alive()
-        except Exception as error:  # travels as a value: `check`, and the next call, raise it
+        except Exception as error:  # `check` and the next call raise it
             self.failure = error
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
         answer = self._call(COORDINATOR, COORDINATOR_METHOD, heartbeat, (), (), self._lease / 3)
-        if isinstance(answer, Failed):
-            self.failure = PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
-        elif isinstance(answer, Refused) and answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT):
-            if not self._stopped.is_set():
-                self.failure = RemoteFault(answer.refusal, answer.why)
-        elif isinstance(answer, Refused) and answer.refusal is Refusal.GENERATION:
-            self._pool.submit(self._rejoin, heartbeat.generation)  # it may take long, and the heart has to go on
+        if not isinstance(answer, RemoteFault):
+            return
+        if answer.refusal is Refusal.FAILED:
+            self.failure = PeerFailed(str(answer))
+        elif answer.refusal in (Refusal.FENCED, Refusal.LEFT_OUT) and not self._stopped.is_set():
+            self.failure = answer
+        elif answer.refusal is Refusal.GENERATION:
+            self._pool.submit(self._rejoin, heartbeat.generation)  # it may take long, and heartbeats have to go on
 
     def _rejoin(self, lost: str) -> None:
-        """A server was lost while the VW computes: its report is needed now. A call that is under way sees to it."""
+        """Join again while the VW computes, as a server was lost; a call that is under way does so by itself."""
         if not self._busy.acquire(blocking=False):
             return
         try:

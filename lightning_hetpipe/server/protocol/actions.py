@@ -1,4 +1,4 @@
-"""The states of a VW's side of the protocol, and what it can have to do next: requests, as values."""
+"""States of a VW's side of the protocol, and its next requests, as values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemberState(Enum):
 
 
 class Goal(Enum):
-    """What the VW's owner asked for last, and has not got yet."""
+    """Unfinished call of the VW's owner."""
 
     NONE = "none"
     START = "start"
@@ -38,19 +38,19 @@ class Goal(Enum):
 
 
 class Body(Enum):
-    """What travels with a request."""
+    """Body of a request or of its answer."""
 
     NONE = "none"
     UPDATE = "update"
     WEIGHTS = "weights"
-    """Those of the last pull: sent."""
+    """Sent: those of the last pull."""
     INCOMING = "incoming"
-    """Weights: received."""
+    """Received: weights."""
     PART = "part"
     RESULT = "result"
-    """Of a gather: received."""
+    """Received: the result of a gather."""
     KEPT = "kept"
-    """The result of the last gather: sent."""
+    """Sent: the result of the last gather."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""The order of commits in one generation: clocks, waves, turns and cuts of the live members (laws L3, L4 and L6).
+"""Log of commits in one generation: clocks, waves, read leases and cuts of the members (laws L3, L4 and L6).
 
-    a VW       pushed        its update is the last one of the VW's, and of clock c_local; c_local grows
+    an update is   pushed      it is the last one of its VW, and of clock c_local; c_local grows
       |
-      |        committed     D = 0: once the whole wave is there, in VW order; D > 0: in order of arrival. Not while a
-      |                      turn runs, nor while somebody has still to take the final weights of a cut
+      |            committed   D = 0: once the whole wave is there, in VW order; D > 0: in order of arrival. Not during
+      |                        a read lease, nor while somebody has still to take the final weights of a cut
       v
-               pulled        in a turn, at the head of the order, which includes the VW's own update; c_global is at
-                             least c_local - D. No turn is given while a commit waits for others to end
+                   pulled      with a read lease at the end of the log, which includes the VW's own update; c_global is
+                               at least c_local - D. None is given while a commit waits for others to end
 
-A VW that waits at a cut has no turn until all have come, nothing is left to commit, and the cut closes. Then all clocks
-become the largest, and everyone takes the head, which does not move before they have.
+A VW that waits at a cut gets no read lease until all have come, nothing is left to commit, and the cut closes. Then all
+clocks become the largest, and everyone pulls the end of the log, which does not move before they have.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
 from lightning_hetpipe.server.protocol.decisions import (
     CutClosed,
-    CutHeld,
     MemberLeft,
     Note,
     ReadGranted,
+    ReadHeld,
     UpdateCommitted,
     UpdatePushed,
     ignore,
@@ -36,37 +36,38 @@ from lightning_hetpipe.server.protocol.identifiers import (
     UpdateId,
     with_commits,
 )
-from lightning_hetpipe.server.protocol.messages import MemberStatus, Status
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Where a member stands when a generation begins."""
+    """State of a member when a generation begins.
+
+    Attributes:
+        cut: the last one that it has passed.
+        owes: it has an update that the base lacks, and pushes it again before anyone pulls.
+        unpulled: its last update is in the base, but in none of its own pulls.
+        behind: it has still to take the weights of the last cut.
+    """
 
     incarnation: int
     clock: int
     cut: int
-    """The last one that it has passed."""
     owes: bool
-    """It has an update that the base lacks, and pushes it again before anyone pulls."""
     unpulled: bool
-    """Its last update is in the base, but in none of its own pulls."""
     behind: bool
-    """It has still to take the weights of the last cut."""
 
 
 class CommitLog:
-    """One generation's commits.
-
+    """
     Args:
-        base: what the generation begins with.
+        base: the commit index that the generation begins with.
         members: by VW.
         distance: D.
-        mean: whether an update is divided by the number of members that its wave began with. A member that dies, or
-            waits at a cut, adds zero to the sum: what the others add does not depend on when it did.
-        cut, cut_clock: the last one that somebody has passed.
+        mean: divide an update by the number of members that its wave began with. A member that dies, or waits at a
+            cut, adds zero to the sum, so that the others' share does not depend on when it did.
+        cut, cut_clock: the last cut that somebody has passed, and the clock there.
         cut_at: the clock at which VW 0 wants to cut, -1 for none.
-        note: told every decision.
+        note: receives every decision.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class CommitLog:
         self.cut_at = cut_at
         self.clock = {vw: each.clock for vw, each in members.items()}
         self.waits: dict[int, int] = {}
-        """The cuts at which VWs wait."""
+        """By VW, the cut at which it waits."""
         self.start = 0
-        """Every shard has added at least so many of this generation's commits."""
+        """Commits of this generation that every shard has added."""
         self.tail: list[Commit] = []
         """The commits after those."""
         self._note = note
         self._held: dict[int, tuple[int, str]] = {}
-        """The last turn for which it was noted that a VW has to wait, and why."""
+        """By VW, the last read lease for which a wait was noted, and its reason."""
         self._distance = distance
         self._mean = mean
         self._cut_clock = cut_clock
@@ -107,10 +108,10 @@ class CommitLog:
         self._queue: list[UpdateId] = []
         """Pushed and not committed, in order of arrival."""
         self._included = base.included
-        self._turns: dict[int, int] = {}
+        self._read_leases: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        """Of each open wave, how many members it began with."""
+        """By open wave, the number of members that it began with."""
         self._advance()
 
     @property
@@ -119,12 +120,12 @@ class CommitLog:
 
     @property
     def slowest(self) -> int | None:
-        """c_global, ``None`` where everyone waits at a cut."""
+        """c_global; ``None`` if everyone waits at a cut."""
         return slowest(None if vw in self.waits else clock for vw, clock in self.clock.items())
 
     @property
     def head(self) -> CommitIndex:
-        return CommitIndex(self.base.era, self.base.count + self.commits, self._included, self.members)
+        return CommitIndex(self.base.term, self.base.count + self.commits, self._included, self.members)
 
     @property
     def commits(self) -> int:
@@ -132,48 +133,48 @@ class CommitLog:
 
     @property
     def newest(self) -> tuple[UpdateId, ...]:
-        """The last update that each VW has pushed, dead ones too."""
-        return with_commits(self._included, [Commit(mark, 1) for mark in sorted([*self._repushed, *self._queue])])
+        """Last update of each VW that was pushed, also of those that are gone."""
+        return with_commits(self._included, [Commit(update, 1) for update in sorted([*self._repushed, *self._queue])])
 
     def confirm(self, vw: int) -> None:
-        """The VW knows of the generation, so that what it reported for it was its last report, and true.
+        """Note that the VW knows of the generation: its report for it was its last one.
 
         Until all do, nobody may pull: a report that came late, of a pull that was not its VW's last, would lead to
-        weights that lack what others have seen.
+        weights that lack updates that others have seen.
         """
         self._unconfirmed.discard(vw)
 
     def push(self, vw: int, clock: int, cut: bool) -> None:
-        """All shards hold the VW's update of ``clock``."""
+        """Take the VW's update of ``clock``, which all shards hold, into the log."""
         if clock < self.clock[vw]:
-            return  # said before
+            return  # a repetition
         if clock > self.clock[vw] or vw in self.waits or vw in self._unpulled or vw in self._behind:
             raise RemoteFault(Refusal.MALFORMED, f"VW {vw} cannot push wave {clock} now")
-        mark = UpdateId(vw, self._incarnation[vw], clock)
-        (self._repushed if vw in self._owing else self._queue).append(mark)
+        update = UpdateId(vw, self._incarnation[vw], clock)
+        (self._repushed if vw in self._owing else self._queue).append(update)
         self._owing.discard(vw)
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
-        self._note(UpdatePushed(vw, mark.incarnation, clock))
+        self._note(UpdatePushed(vw, update.incarnation, clock))
         if cut:
             self.cut_at = max(self.cut_at, cut_after(clock, self._distance))
         self._advance()
 
-    def pull(self, vw: int, turn: int) -> str | None:
-        """Gives the VW a turn, at ``head``; or says what it has to wait for."""
-        if turn <= self._ended.get(vw, -1) or turn < self._turns.get(vw, turn):
-            raise RemoteFault(Refusal.STALE, f"turn {turn} of VW {vw} is over")
+    def pull(self, vw: int, read_lease: int) -> str | None:
+        """Give the VW a read lease, at ``head``; or return what it has to wait for."""
+        if read_lease <= self._ended.get(vw, -1) or read_lease < self._read_leases.get(vw, read_lease):
+            raise RemoteFault(Refusal.STALE, f"read lease {read_lease} of VW {vw} is over")
         if vw in self.waits:
             raise RemoteFault(Refusal.MALFORMED, f"VW {vw} waits at cut {self.waits[vw]} and cannot pull")
-        if vw not in self._turns:
+        if vw not in self._read_leases:
             if (why := self._not_yet(vw)) is not None:
-                if self._held.get(vw) != (turn, why):
-                    self._held[vw] = turn, why
-                    self._note(CutHeld(vw, turn, self.clock[vw], self.slowest, why))
+                if self._held.get(vw) != (read_lease, why):
+                    self._held[vw] = read_lease, why
+                    self._note(ReadHeld(vw, read_lease, self.clock[vw], self.slowest, why))
                 return why
             slowest = None if vw in self._behind else self.slowest
-            self._note(ReadGranted(vw, turn, self.clock[vw], slowest, self.head.count))
-        self._turns[vw] = turn
+            self._note(ReadGranted(vw, read_lease, self.clock[vw], slowest, self.head.count))
+        self._read_leases[vw] = read_lease
         return None
 
     def _not_yet(self, vw: int) -> str | None:
@@ -187,26 +188,26 @@ class CommitLog:
             least = self.clock[vw] - self._distance
             late = [other for other, clock in self.clock.items() if clock < least and other not in self.waits]
             return f"{_named(late)} to finish wave {least - 1}"
-        if self._ready() or any(mark.vw == vw for mark in self._queue):
-            return f"{_named({*self._turns, *self._behind})} to take weights"
+        if self._ready() or any(update.vw == vw for update in self._queue):
+            return f"{_named({*self._read_leases, *self._behind})} to take weights"
         return None
 
-    def pulled(self, vw: int, turn: int) -> None:
-        """The VW has the weights of its turn, from all shards."""
-        if self._turns.get(vw) != turn:
-            if self._ended.get(vw) == turn:
-                return  # said before
-            raise RemoteFault(Refusal.STALE, f"turn {turn} of VW {vw} is over")
-        self._ended[vw] = self._turns.pop(vw)
+    def pulled(self, vw: int, read_lease: int) -> None:
+        """End the read lease: the VW has the weights, from all shards."""
+        if self._read_leases.get(vw) != read_lease:
+            if self._ended.get(vw) == read_lease:
+                return  # a repetition
+            raise RemoteFault(Refusal.STALE, f"read lease {read_lease} of VW {vw} is over")
+        self._ended[vw] = self._read_leases.pop(vw)
         self._behind.discard(vw)
         self._unpulled.discard(vw)
-        # The head has not moved since the turn was given, and every shard has been read at it.
+        # The log has not grown since the read lease was given, and every shard has been read at it.
         self.start += len(self.tail)
         self.tail.clear()
         self._advance()
 
     def arrive(self, vw: int, cut: int) -> int | None:
-        """The clock after the cut, if it has closed; else the VW waits there."""
+        """Return the clock after the cut, if it has closed; else the VW waits there."""
         if cut > self._passed[vw]:
             if cut > self.cut:
                 if vw in self._owing:
@@ -221,44 +222,45 @@ class CommitLog:
         return None if self._passed[vw] < cut else self._cut_clock
 
     def drop(self, vw: int, why: str = "") -> None:
-        """The VW is no member any more, as it has left, or ``why`` else. What it has pushed counts."""
+        """End a VW's membership: it has left, or was left out for the reason ``why``. Its pushed updates count."""
         self._note(MemberLeft(vw, self.clock[vw], why))
-        for each in (self.clock, self.waits, self._turns, self._ended, self._passed, self._incarnation):
+        for each in (self.clock, self.waits, self._read_leases, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
             group.discard(vw)
         self._advance()
 
     def admit(self, newcomers: Mapping[int, int]) -> None:
-        """New members, with their incarnations, join those who have just passed a cut."""
+        """Add members, given with their incarnations, where a cut has just closed."""
         for vw, incarnation in newcomers.items():
             self._incarnation[vw] = incarnation
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
             self._behind.add(vw)
 
     def _ready(self) -> list[UpdateId]:
-        """What is to be committed next, were it not for turns."""
+        """Updates to commit next, as soon as no read lease is out."""
         if not self._queue or self._owing:
             return []
         if self._distance > 0:
             return self._queue[:1]
-        wave = min(mark.clock for mark in self._queue)
-        return sorted(mark for mark in self._queue if mark.clock == wave) if may_commit(wave, self.slowest) else []
+        wave = min(update.clock for update in self._queue)
+        complete = may_commit(wave, self.slowest)
+        return sorted(update for update in self._queue if update.clock == wave) if complete else []
 
     def _advance(self) -> None:
-        """Commits what can be, and closes the cut once all wait."""
+        """Commit all that can be, and close the cut once all wait."""
         if not self._owing and self._repushed:
             self._queue[:0] = sorted(self._repushed)
             self._repushed.clear()
         self._count()
-        while not self._turns and not self._behind:
+        while not self._read_leases and not self._behind:
             if ready := self._ready():
-                for mark in ready:
-                    self._queue.remove(mark)
-                    self.tail.append(Commit(mark, self._sizes[mark.clock] if self._mean else 1))
+                for update in ready:
+                    self._queue.remove(update)
+                    self.tail.append(Commit(update, self._sizes[update.clock] if self._mean else 1))
                     self._included = with_commits(self._included, self.tail[-1:])
-                    place = self.base.count + self.commits
-                    self._note(UpdateCommitted(mark.vw, mark.incarnation, mark.clock, self.tail[-1].divisor, place))
+                    made = (self.tail[-1].divisor, self.base.count + self.commits)
+                    self._note(UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
                 self._count()
             elif self.clock and self.clock.keys() == self.waits.keys() and not self._queue and not self._owing:
                 self._close()
@@ -266,17 +268,17 @@ class CommitLog:
                 break
 
     def _count(self) -> None:
-        """A wave's size is fixed when it begins: when the one before it closes, or (D > 0) with its first update."""
+        """Fix the size of waves that have begun: when the one before closes, or (D > 0) with the first update."""
         least = self.slowest
-        begun = {mark.clock for mark in self._queue} | ({least} if least is not None else set())
+        begun = {update.clock for update in self._queue} | ({least} if least is not None else set())
         open_ = {wave for wave in self._sizes if begun and wave >= min(begun)}
         self._sizes = {wave: self._sizes.get(wave, len(self.clock)) for wave in begun | open_}
 
     def _close(self) -> None:
-        """All have come to a cut: the earliest closes, and those who wait at later ones go on waiting."""
+        """Close the earliest cut, as all wait at one; those at later ones go on waiting."""
         self.cut = min(self.waits.values())
-        # Dead VWs' clocks count: no wave has updates from both sides of a cut.
-        self._cut_clock = max(*self.clock.values(), *(mark.clock + 1 for mark in self._included), 0)
+        # The clocks of VWs that are gone count: no wave has updates from both sides of a cut.
+        self._cut_clock = max(*self.clock.values(), *(update.clock + 1 for update in self._included), 0)
         here = [vw for vw, cut in self.waits.items() if cut == self.cut]
         self._note(CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
         for vw in here:
@@ -285,30 +287,6 @@ class CommitLog:
             self._behind.add(vw)
             self._unpulled.add(vw)
         self._count()
-
-
-def status_of(
-    epoch: str,
-    phase: str,
-    generation: str,
-    order: CommitLog | None,
-    incarnations: Mapping[int, int],
-    silent: Mapping[int, float],
-) -> Status:
-    """What ``AskStatus`` is answered; ``silent`` says for how many seconds each VW that is alive has been."""
-    members = tuple(
-        MemberStatus(
-            vw,
-            incarnations[vw],
-            order.clock.get(vw, 0) if order else 0,
-            order.waits.get(vw, -1) if order else -1,
-            round(1000 * seconds),
-        )
-        for vw, seconds in sorted(silent.items())
-    )
-    slowest = -1 if order is None or order.slowest is None else order.slowest
-    commits = 0 if order is None else order.commits
-    return Status(epoch, phase, generation, slowest, commits, members)
 
 
 def _named(vws: Iterable[int]) -> str:

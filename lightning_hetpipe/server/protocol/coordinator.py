@@ -1,11 +1,11 @@
-"""The coordinator: membership and leases, and one generation of weights after the other. Pure: time is an argument.
+"""Coordinator: membership, leases and one generation of weights after the other. Pure: time is an argument.
 
     phase     goes to    when
     --------------------------------------------------------------------------------------------------------------
-    FORMING   LOADING    the VWs have reported what they hold (``forming`` says whose reports are needed)
+    JOINING   LOADING    the VWs have reported what they hold (``recovery`` says whose reports are needed)
     LOADING   RUNNING    the holder of the newest weights has loaded them into all shards
-    LOADING   FORMING    the holder is gone, or a VW joins with a new report (a server was lost, again)
-    RUNNING   FORMING    a member joins with a new report: a server was lost; or all are gone, and others come
+    LOADING   JOINING    the holder is gone, or a VW joins with a new report (a server was lost, again)
+    RUNNING   JOINING    a member joins with a new report: a server was lost; or all are gone, and others come
     any       FAILED     a VW has failed: everybody is told, and ends
 
 Every message of a VW renews its lease; a VW that is silent for longer is no member any more (``leases``).
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
-from lightning_hetpipe.server.protocol.commit_log import CommitLog, status_of
+from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
@@ -25,14 +26,11 @@ from lightning_hetpipe.server.protocol.leases import Leases
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Arrive,
-    AskStatus,
     Closed,
     Departed,
     Done,
-    Failed,
     Fetch,
     Gather,
-    Gathered,
     Granted,
     Heartbeat,
     Join,
@@ -44,9 +42,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Pull,
     Pulled,
     Pushed,
-    Refused,
     Request,
-    Status,
     TrainingSignature,
 )
 from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
@@ -57,7 +53,7 @@ MAX_FAILURE = 4000
 
 
 class Phase(Enum):
-    FORMING = "forming"
+    JOINING = "joining"
     LOADING = "loading"
     RUNNING = "running"
     FAILED = "failed"
@@ -66,12 +62,11 @@ class Phase(Enum):
 class Coordinator:
     """
     Args:
-        epoch: the server's.
+        epoch: random id of the server's start.
         lease: seconds of silence after which a VW is left out.
-        gather_limit: bytes that a VW may give to a gather.
-        gone: incarnations of VWs that were left out, or have left, before this coordinator took over. Older ones than
-            those are gone as well.
-        note: told every decision about weights.
+        gather_limit: bytes of one VW's part of a gather.
+        gone: of VWs that have left or were left out before this coordinator took over, the last incarnation.
+        note: receives every decision about weights.
     """
 
     def __init__(
@@ -83,9 +78,9 @@ class Coordinator:
         note: Note = ignore,
     ) -> None:
         self.epoch = epoch
-        self.phase = Phase.FORMING
-        self.order: CommitLog | None = None
-        """Of the running generation; while another one is formed, of the one that ended."""
+        self.phase = Phase.JOINING
+        self.log: CommitLog | None = None
+        """Of the running generation; until the next one runs, of the one that ended."""
         self.generation = ""
         self._leases = Leases(lease)
         self._note = note
@@ -94,60 +89,60 @@ class Coordinator:
         self._incarnation: dict[int, int] = {}
         """The newest of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone or {})
-        """Incarnations that were left out, or have left."""
+        """Of each VW that has left or was left out, the last incarnation that did."""
         self._departed: dict[tuple[int, int], Departed] = {}
         """Those of them that were members, by VW and incarnation."""
         self._joins: dict[int, Join] = {}
-        """What was reported for the generation to come."""
+        """Reports for the next generation."""
         self._newcomers: dict[int, Join] = {}
-        """Who waits for a cut to join at."""
+        """VWs that wait for a cut to join at."""
         self._attempts: dict[int, int] = {}
         """The reports with which the members became members."""
         self._reports: dict[int, int] = {}
         """The last report of each VW."""
-        self._formation: Recovery | None = None
+        self._recovery: Recovery | None = None
         self._lost_at: float | None = None
-        self._failure: tuple[int, str] | None = None
+        self._failure = ""
         self._failed_at = 0.0
         self._forgotten = False
         self._admits: set[int] = set()
-        self._standstill = DeadlockDetector()
+        self._deadlocks = DeadlockDetector()
 
     @property
     def unused(self) -> bool:
-        """Whether no VW has come."""
+        """No VW has come yet."""
         return not self._incarnation
 
     @property
     def finished(self) -> bool:
-        """Whether there were VWs, and all are gone. After a failure those who come late are told for one lease."""
+        """There were VWs, and all are gone; after a failure, those who come late are told for one lease."""
         if self.unused or self._leases.seen:
             return False
         number = 0 if self._signature is None else self._signature.virtual_workers
-        return self._failure is None or self._forgotten or len(self._incarnation) >= number
+        return not self._failure or self._forgotten or len(self._incarnation) >= number
 
     def next_expiry(self) -> float | None:
-        """When the next lease runs out, if nothing is heard until then."""
+        """Time at which something changes if nobody is heard until then."""
         times = self._leases.ends()
-        if self.phase is Phase.FORMING and self._lost_at is not None:
+        if self.phase is Phase.JOINING and self._lost_at is not None:
             times.append(self._lost_at + self._leases.seconds)
         return min(times, default=None)
 
     def tick(self, now: float) -> None:
-        """Leases run out."""
+        """Leave out the VWs whose leases have run out."""
         for vw in self._leases.expired(now):
             self._remove(vw, self._silent)
-        if self.phase is Phase.FORMING:
-            self._form(now)
-        self._forgotten = self._failure is not None and now - self._failed_at > self._leases.seconds
+        if self.phase is Phase.JOINING:
+            self._recover(now)
+        self._forgotten = bool(self._failure) and now - self._failed_at > self._leases.seconds
 
     def check(self, message: Request, size: int) -> None:
-        """Refuses a body before it is taken."""
+        """Refuse a body before memory is taken for it."""
         if isinstance(message, Gather):
             self._gathers.check(size)
         elif isinstance(message, Join):
-            collected = message.report.collected
-            if size != (sum(part.size for part in collected.parts) if collected else 0):
+            gathered = message.report.gathered
+            if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
             self._gathers.check(size // max(1, message.signature.virtual_workers))
         elif size:
@@ -156,35 +151,51 @@ class Coordinator:
     def handle(
         self, message: Request, now: float, body: bytes = b"", *, again: bool = False
     ) -> tuple[Answer, Sequence[bytes]]:
-        """The answer, and its body. ``again``: the same request is tried once more, and is no sign of life."""
+        """Return the answer and its body.
+
+        Args:
+            again: the same request is tried once more, and is no sign of life.
+
+        Raises:
+            RemoteFault: if the request is refused.
+        """
         if not again:
             excess = self._leases.hear(now)
             self._lost_at = None if self._lost_at is None else self._lost_at + excess
         self.tick(now)
-        try:
-            if isinstance(message, AskStatus):
-                return self._status(now), ()
-            self.check(message, len(body))
-            self._identify(message, now, again)
-            if self._failure is not None and not isinstance(message, Leave):
-                return Failed(self.epoch, *self._failure), ()
-            if isinstance(message, Join):
-                return self._join(message, body, now), ()
-            if isinstance(message, Leave):
-                return self._leave(message, now), ()
-            answer, parts = self._serve(message, body)
-            members = self.order.clock if self.order is not None and self.phase is Phase.RUNNING else ()
-            why = self._standstill.after(message.vw, message, answer, members, self._serve)
-            if why is not None:
-                self._fail(message.vw, why, now)
-            return answer, parts
-        except RemoteFault as fault:
-            return Refused(self.epoch, fault.refusal, str(fault)), ()
+        self.check(message, len(body))
+        self._identify(message, now, again)
+        if isinstance(message, Leave):
+            return self._leave(message, now), ()
+        if self._failure:
+            raise RemoteFault(Refusal.FAILED, self._failure)
+        if isinstance(message, Join):
+            return self._join(message, body, now), ()
+        answer, parts = self._serve(message, body)
+        members = self.log.clock if self.log is not None and self.phase is Phase.RUNNING else ()
+        why = self._deadlocks.after(message.vw, message, answer, members, self._serve)
+        if why is not None:
+            self._fail(message.vw, why, now)
+        return answer, parts
 
-    # Who is there.
+    def status(self, now: float) -> dict[str, Any]:
+        """Phase, clocks and members, as JSON has them; lag is None where there is nothing to be behind of."""
+        log = self.log if self.phase is Phase.RUNNING else None
+        slowest = None if log is None else log.slowest
+        members = []
+        for vw, seen in sorted(self._leases.seen.items()):
+            clock = log.clock.get(vw, 0) if log else 0
+            waits = log is not None and vw in log.waits
+            lag = None if waits or slowest is None else clock - slowest
+            member = {"vw": vw, "clock": clock, "lag": lag, "waits_at_cut": waits}
+            members.append({**member, "silent_ms": round(1000 * (now - seen)), "incarnation": self._incarnation[vw]})
+        commits = 0 if log is None else log.commits
+        status = {"epoch": self.epoch, "phase": self.phase.value, "generation": self.generation}
+        return {**status, "slowest": slowest, "commits": commits, "members": members}
+
+    # Membership.
 
     def _identify(self, message: Request, now: float, again: bool) -> None:
-        assert not isinstance(message, AskStatus)
         vw, incarnation = message.vw, message.incarnation
         if isinstance(message, Join):
             check(message)
@@ -217,213 +228,207 @@ class Coordinator:
         return f"silent for longer than its lease of {lease} (raise WSPCallback(lease=...) if it may be)"
 
     def _remove(self, vw: int, why: str = "") -> None:
-        """The VW is gone: it has left; or it was left out, and ``why``."""
+        """End a VW's membership: it has left, or was left out for the reason ``why``."""
         del self._leases.seen[vw]
-        self._standstill.forget(vw)
+        self._deadlocks.forget(vw)
         self._joins.pop(vw, None)
         self._newcomers.pop(vw, None)
         member = self._attempts.pop(vw, None) is not None
         if not member:
             return
         self.gone[vw] = self._incarnation[vw]
-        clocks = self.order.clock if self.order is not None else {}
-        assert self._formation is not None
-        self._depart(vw, clocks[vw] if vw in clocks else self._formation.members[vw].clock, why)
-        if self.phase is Phase.RUNNING and self.order is not None:
-            self.order.drop(vw, why)
+        clocks = self.log.clock if self.log is not None else {}
+        assert self._recovery is not None
+        self._depart(vw, clocks[vw] if vw in clocks else self._recovery.members[vw].clock, why)
+        if self.phase is Phase.RUNNING and self.log is not None:
+            self.log.drop(vw, why)
             self._admit()
-        elif self.phase is Phase.LOADING and self._formation is not None and self._formation.holder == vw:
-            self.phase = Phase.FORMING
+        elif self.phase is Phase.LOADING and self._recovery.holder == vw:
+            self.phase = Phase.JOINING
 
     def _depart(self, vw: int, clock: int, why: str) -> None:
         key = vw, self.gone[vw]
         self._departed.setdefault(key, Departed(*key, clock, why))
 
     def _done(self) -> Done:
-        return Done(self.epoch, tuple(self._departed.values()))
+        return Done(tuple(self._departed.values()))
 
     def _fail(self, vw: int, why: str, now: float) -> None:
-        self._failure, self._failed_at, self.phase = (vw, why[:MAX_FAILURE]), now, Phase.FAILED
+        self._failure, self._failed_at = f"VW {vw} failed: {why[:MAX_FAILURE]}", now
+        self.phase = Phase.FAILED
 
     def _leave(self, message: Leave, now: float) -> Answer:
-        left_out = message.incarnation <= self.gone.get(message.vw, -1)  # what befalls it is no matter of the others'
-        if message.failure and self._failure is None and not left_out:
+        left_out = message.incarnation <= self.gone.get(message.vw, -1)  # its failure does not concern the others
+        if message.failure and not self._failure and not left_out:
             self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
             self._remove(message.vw)
         self.gone[message.vw] = message.incarnation
         return self._done()
 
-    # How a generation begins.
+    # Beginning of a generation.
 
     def _join(self, message: Join, body: bytes, now: float) -> Answer:
         vw = message.vw
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
         self._reports[vw] = message.attempt
-        if self.phase is Phase.RUNNING and self.order is not None and not self.order.clock:
+        if self.phase is Phase.RUNNING and self.log is not None and not self.log.clock:
             self._newcomers.clear()  # they ask again
-            self.phase, self.order = Phase.FORMING, None
-        if self.phase is not Phase.FORMING and vw in self._attempts:
+            self.phase, self.log = Phase.JOINING, None
+        if self.phase is not Phase.JOINING and vw in self._attempts:
             if message.attempt == self._attempts[vw]:
                 return self._joined(vw)
             if self.phase is Phase.RUNNING:
                 self._joins.clear()
                 self._attempts.clear()
                 self._lost_at = None
-            self.phase = Phase.FORMING
-        if self.phase is not Phase.FORMING:
-            if message.report.point is not None:
+            self.phase = Phase.JOINING
+        if self.phase is not Phase.JOINING:
+            if message.report.commit_index is not None:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
             self._newcomers[vw] = message
-            return NotYet(self.epoch, "a cut at which VWs may join")
-        if message.report.collected is not None:
-            self._gathers.restore(message.report.collected, body)
+            return NotYet("a cut at which VWs may join")
+        if message.report.gathered is not None:
+            self._gathers.restore(message.report.gathered, body)
         self._joins[vw] = message
-        if message.report.point is not None and self._lost_at is None:
+        if message.report.commit_index is not None and self._lost_at is None:
             self._lost_at = now
-        missing = self._form(now)
+        missing = self._recover(now)
         if missing:
-            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} to join", tuple(missing))
+            return NotYet(f"VW {', '.join(map(str, missing))} to join", tuple(missing))
         if vw not in self._attempts:
             return self._join(message, body, now)
         return self._joined(vw)
 
-    def _form(self, now: float) -> list[int]:
+    def _recover(self, now: float) -> list[int]:
+        """Begin the next generation; or return the VWs whose reports are still needed."""
         if not self._joins:
             return []
         waited = self._lost_at is not None and now - self._lost_at > self._leases.seconds
-        era = self.order.base.era if self.order is not None else 0
-        if self._formation is not None:
-            era = max(era, self._formation.base.era)
-        found = decide(self._joins, self._leases.seen, self.gone, self.order, era, waited)
+        term = self.log.base.term if self.log is not None else 0
+        if self._recovery is not None:
+            term = max(term, self._recovery.base.term)
+        found = decide(self._joins, self._leases.seen, self.gone, self.log, term, waited)
         if isinstance(found, list):
             return found
-        if all(join.report.collected is None for join in self._joins.values()):
-            self._gathers = Gathers(self._gathers.limit)  # what is left there is another launch's, or given anew
+        if all(join.report.gathered is None for join in self._joins.values()):
+            self._gathers = Gathers(self._gathers.limit)  # an older result is another launch's, or is given anew
         assert self._signature is not None
-        for each in found.missing if self._signature.parameters else ():  # from other rooms it may have gone by itself
+        for each in found.missing if self._signature.parameters else ():  # other sessions may be left silently
             if self.gone.get(each.vw, -1) < each.incarnation:
                 self.gone[each.vw] = each.incarnation
                 self._depart(each.vw, each.clock, self._silent)
-        self._formation = found
+        self._recovery = found
         self._attempts = {vw: self._joins[vw].attempt for vw in found.members}
         for vw in [vw for vw in self._joins if vw not in found.members]:
-            if (join := self._joins.pop(vw)).report.point is None:
+            if (join := self._joins.pop(vw)).report.commit_index is None:
                 self._newcomers[vw] = join
-        self.generation = f"{self.epoch}.{found.base.era}"
+        self.generation = f"{self.epoch}.{found.base.term}"
         self.phase = Phase.LOADING
         return []
 
     def _joined(self, vw: int) -> Answer:
-        found = self._formation
-        assert found is not None
+        recovery = self._recovery
+        assert recovery is not None
         if self.phase is Phase.RUNNING:
-            assert self.order is not None
-            standing = found.members.get(vw)
-            was_there = standing is not None and standing.incarnation == self._incarnation[vw]
-            clock = standing.clock if standing is not None and was_there else self.order.clock[vw]
-            return Joined(self.epoch, self.generation, found.base, clock, self.order.cut, found.lost)
-        if vw == found.holder:
-            return LoadNow(self.epoch, self.generation, found.base, self._joins[vw].contents)
-        return NotYet(self.epoch, f"VW {found.holder} to load the weights")
+            assert self.log is not None
+            membership = recovery.members.get(vw)
+            was_there = membership is not None and membership.incarnation == self._incarnation[vw]
+            clock = membership.clock if membership is not None and was_there else self.log.clock[vw]
+            return Joined(self.generation, recovery.base, clock, self.log.cut, recovery.lost)
+        if vw == recovery.holder:
+            return LoadNow(self.generation, recovery.base, self._joins[vw].contents)
+        return NotYet(f"VW {recovery.holder} to load the weights")
 
     def _loaded(self, message: Loaded) -> None:
         if self.phase is not Phase.LOADING:
             return
-        found, signature = self._formation, self._signature
-        assert found is not None
+        recovery, signature = self._recovery, self._signature
+        assert recovery is not None
         assert signature is not None
-        if message.vw != found.holder:
+        if message.vw != recovery.holder:
             raise RemoteFault(Refusal.MALFORMED, f"VW {message.vw} was not asked to load weights")
-        members = tuple((vw, each.incarnation, each.clock) for vw, each in sorted(found.members.items()))
-        self._note(GenerationBegan(found.base.era, found.base.count, members))
-        self.order = CommitLog(
-            found.base,
-            found.members,
+        members = tuple((vw, each.incarnation, each.clock) for vw, each in sorted(recovery.members.items()))
+        self._note(GenerationBegan(recovery.base.term, recovery.base.count, members))
+        self.log = CommitLog(
+            recovery.base,
+            recovery.members,
             signature.clock_distance,
             mean=signature.aggregate == "mean",
-            cut=found.cut,
-            cut_clock=found.cut_clock,
-            cut_at=found.cut_at,
+            cut=recovery.cut,
+            cut_clock=recovery.cut_clock,
+            cut_at=recovery.cut_at,
             note=self._note,
         )
         self._joins.clear()
         self._lost_at = None
         self.phase = Phase.RUNNING
-        for vw in [vw for vw in found.members if vw not in self._attempts]:  # gone while the weights were loaded
-            self.order.drop(vw)
+        for vw in [vw for vw in recovery.members if vw not in self._attempts]:  # gone while the weights were loaded
+            self.log.drop(vw)
 
     def _admit(self) -> None:
-        """Newcomers join where a cut has just closed that lets them."""
-        assert self.order is not None
-        if self._newcomers and self.order.cut in self._admits:
-            self.order.admit({vw: join.incarnation for vw, join in self._newcomers.items()})
+        """Make newcomers members where a cut has just closed that admits them."""
+        assert self.log is not None
+        if self._newcomers and self.log.cut in self._admits:
+            self.log.admit({vw: join.incarnation for vw, join in self._newcomers.items()})
             self._attempts.update({vw: join.attempt for vw, join in self._newcomers.items()})
             self._newcomers.clear()
-        self._admits = {cut for cut in self._admits if cut > self.order.cut}
+        self._admits = {cut for cut in self._admits if cut > self.log.cut}
 
-    # While it runs.
+    # Requests of members.
 
     def _serve(
         self, message: Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat, body: bytes
     ) -> tuple[Answer, Sequence[bytes]]:
-        if message.generation != self.generation or self.phase is Phase.FORMING:
+        if message.generation != self.generation or self.phase is Phase.JOINING:
             raise RemoteFault(Refusal.GENERATION, "a server was lost; the VW has to join again")
         if message.vw not in self._attempts:
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {message.vw} is not a member")
         if isinstance(message, Loaded):
             self._loaded(message)
-        order, vw = self.order, message.vw
+        log, vw = self.log, message.vw
         if isinstance(message, Heartbeat | Loaded):
-            if isinstance(message, Heartbeat) and self.phase is Phase.RUNNING and order is not None:
-                order.confirm(vw)
+            if isinstance(message, Heartbeat) and self.phase is Phase.RUNNING and log is not None:
+                log.confirm(vw)
             return self._done(), ()
-        if self.phase is not Phase.RUNNING or order is None:
+        if self.phase is not Phase.RUNNING or log is None:
             raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
-        order.confirm(vw)
+        log.confirm(vw)
         if isinstance(message, Pushed):
-            order.push(vw, message.clock, message.cut)
+            log.push(vw, message.clock, message.cut)
         elif isinstance(message, Pulled):
-            order.pulled(vw, message.turn)
+            log.pulled(vw, message.read_lease)
         elif isinstance(message, Pull):
-            why = order.pull(vw, message.turn)  # by which it has its turn, or has to wait
-            return self._granted(order, message) if why is None else NotYet(self.epoch, why), ()
+            why = log.pull(vw, message.read_lease)
+            return self._granted(log, message) if why is None else NotYet(why), ()
         elif isinstance(message, Arrive):
-            return self._arrive(order, message), ()
+            return self._arrive(log, message), ()
         elif isinstance(message, Gather | Fetch):
-            return self._gather(order, message, body)
+            return self._gather(log, message, body)
         self._admit()
         return self._done(), ()
 
-    def _granted(self, order: CommitLog, message: Pull) -> Granted:
-        clock = order.clock[message.vw]
-        slowest = clock if order.slowest is None else order.slowest
-        return Granted(
-            self.epoch, message.turn, order.head, order.start, tuple(order.tail), clock, slowest, order.cut_at
-        )
+    def _granted(self, log: CommitLog, message: Pull) -> Granted:
+        clock = log.clock[message.vw]
+        slowest = clock if log.slowest is None else log.slowest
+        return Granted(message.read_lease, log.head, log.start, tuple(log.tail), clock, slowest, log.cut_at)
 
-    def _arrive(self, order: CommitLog, message: Arrive) -> Answer:
-        if message.admit and message.cut > order.cut:
+    def _arrive(self, log: CommitLog, message: Arrive) -> Answer:
+        if message.admit and message.cut > log.cut:
             self._admits.add(message.cut)
-        clock = order.arrive(message.vw, message.cut)
+        clock = log.arrive(message.vw, message.cut)
         self._admit()
         if clock is not None:
-            return Closed(self.epoch, message.cut, clock)
-        late = [vw for vw in sorted(order.clock) if vw not in order.waits]
-        return NotYet(self.epoch, f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
+            return Closed(message.cut, clock)
+        late = [vw for vw in sorted(log.clock) if vw not in log.waits]
+        return NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 
-    def _gather(self, order: CommitLog, message: Gather | Fetch, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def _gather(self, log: CommitLog, message: Gather | Fetch, body: bytes) -> tuple[Answer, Sequence[bytes]]:
         name = (message.cut, message.ordinal)
         if isinstance(message, Fetch):
-            collected, parts = self._gathers.result(name)
-            return Gathered(self.epoch, collected), parts
-        self._gathers.give(message.vw, name, body, order.clock.keys(), order.waits)
-        if missing := self._gathers.missing(name, order.clock.keys(), order.waits):
-            return NotYet(self.epoch, f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-        return Gathered(self.epoch, self._gathers.result(name)[0]), ()
-
-    def _status(self, now: float) -> Status:
-        order = self.order if self.phase is Phase.RUNNING else None
-        silent = {vw: now - seen for vw, seen in self._leases.seen.items()}
-        return status_of(self.epoch, self.phase.value, self.generation, order, self._incarnation, silent)
+            return self._gathers.result(name)
+        self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
+        if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
+            return NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
+        return self._gathers.result(name)[0], ()

@@ -1,7 +1,7 @@
-"""Finds VWs that wait for each other in a circle: then nobody will ever go on, and all are told so.
+"""Deadlock detector: finds VWs that wait for each other in a circle, so that all can be told.
 
-It happens where a program asks all VWs something (a gather) at different minibatches: one waits in the gather for the
-other, which waits for the first one's wave.
+A deadlock arises where a program calls a collective (a gather) at different minibatches: one VW waits in the gather for
+the other, which waits for the first one's wave.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lightning_hetpipe.server.protocol.messages import Answer, Heartbeat, NotYet
 Serve = Callable[[Any, bytes], tuple[Answer, Sequence[bytes]]]
 
 CIRCLE = (
-    "all wait for each other; what one asks all of, as a metric with sync_dist=True or a checkpoint does, has to come"
-    " after the same minibatch of each"
+    "all virtual workers wait for each other; call what needs all of them, such as a metric with sync_dist=True or a"
+    " checkpoint, after the same minibatch on each"
 )
 
 
 class DeadlockDetector:
-    """What each VW has asked last, if it waits for the answer."""
+    """Keeps the last request of each VW that waits for its answer."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Request] = {}
 
     def after(self, vw: int, message: Request, answer: Answer, members: Collection[int], serve: Serve) -> str | None:
-        """Says who waits for whom, where all ``members`` do, and will for ever.
+        """Return who waits for whom, if all ``members`` do and nothing can change that.
 
         Args:
-            vw: Who has asked.
-            message: What it has asked.
-            answer: What it was answered.
-            members: All who could change anything.
-            serve: Answers what was asked, once more; a gather's part has come before.
+            vw: sender of the request.
+            message: its request.
+            answer: to the request.
+            members: all whose requests could change anything.
+            serve: answers a request once more; the part of a gather is known already.
         """
         if isinstance(message, Heartbeat):
             return None
@@ -55,5 +55,5 @@ class DeadlockDetector:
         return f"{CIRCLE}: {'; '.join(told)}"
 
     def forget(self, vw: int) -> None:
-        """The VW is gone."""
+        """Drop a VW that is gone."""
         self._waiting.pop(vw, None)

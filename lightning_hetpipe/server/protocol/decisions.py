@@ -1,4 +1,4 @@
-"""What a coordinator decides, as values: from a list of them it can be checked that it kept the laws L3 to L6."""
+"""Decisions of a coordinator, as values, from which the laws L3 to L6 can be checked."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class GenerationBegan:
-    """A generation: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
+    """A generation began: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
 
-    era: int
+    term: int
     count: int
     members: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class UpdatePushed:
-    """All shards hold an update, which is not added yet."""
+    """All shards hold an update, which is not committed yet."""
 
     vw: int
     incarnation: int
@@ -27,7 +27,7 @@ class UpdatePushed:
 
 @dataclass(frozen=True)
 class UpdateCommitted:
-    """An update got its place in the order: it is the ``count``-th since the run's start."""
+    """An update got its place in the log: it is the ``count``-th since the run's start."""
 
     vw: int
     incarnation: int
@@ -38,24 +38,24 @@ class UpdateCommitted:
 
 @dataclass(frozen=True)
 class ReadGranted:
-    """A VW that has pushed ``clock`` waves takes weights with the first ``count`` updates.
+    """A VW that has pushed ``clock`` waves reads weights with the first ``count`` updates.
 
     ``slowest`` is c_global; None if everyone waits at a cut, or has just passed it.
     """
 
     vw: int
-    turn: int
+    read_lease: int
     clock: int
     slowest: int | None
     count: int
 
 
 @dataclass(frozen=True)
-class CutHeld:
-    """A VW may not take weights yet, and why; told once for each reason."""
+class ReadHeld:
+    """A VW may not read weights yet, for the reason ``why``; noted once for each reason."""
 
     vw: int
-    turn: int
+    read_lease: int
     clock: int
     slowest: int | None
     why: str
@@ -72,21 +72,21 @@ class CutClosed:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """A VW is no member any more: ``why`` it was left out, after ``clock`` waves; or it has left, and why is empty."""
+    """A VW is no member any more, after ``clock`` waves; ``why`` it was left out is empty if it has left by itself."""
 
     vw: int
     clock: int
     why: str
 
 
-Decision = GenerationBegan | UpdatePushed | UpdateCommitted | ReadGranted | CutHeld | CutClosed | MemberLeft
+Decision = GenerationBegan | UpdatePushed | UpdateCommitted | ReadGranted | ReadHeld | CutClosed | MemberLeft
 Note = Callable[[Decision], None]
 
 
 def ignore(decision: Decision) -> None:
-    """For who wants to know of none."""
+    """Drop a decision."""
 
 
-def line(room: str, decision: Decision) -> str:
-    """``decision``, of a room, as a line of JSON."""
-    return json.dumps({"room": room, "decision": type(decision).__name__, **asdict(decision)}) + "\n"
+def line(session: str, decision: Decision) -> str:
+    """Write a session's ``decision`` as a line of JSON."""
+    return json.dumps({"session": session, "decision": type(decision).__name__, **asdict(decision)}) + "\n"

@@ -1,6 +1,6 @@
-"""The one collective among live VWs: everyone gives some bytes, and gets everyone's.
+"""Gather: the one collective of the live VWs. Everyone gives some bytes, and gets everyone's.
 
-A gather is known by (cut, ordinal). Its members are those who are live when it starts and do not wait at a later cut;
+A gather is named by (cut, ordinal). Its members are those who are live when it starts and do not wait at a later cut;
 it is complete when each of them has given its part, has left, or has come to a later cut meanwhile. The last result is
 kept until the next one is complete: then everyone who needs it has it, since it had to go on from there.
 
@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Collected, GatherPart
+from lightning_hetpipe.server.protocol.messages import Gathered, GatherPart
 
 Name = tuple[int, int]
 
 LIMIT = 64 << 20
-"""Bytes of a part, unless set otherwise; who has more to give gives it in several gathers."""
+"""Default limit of a part, in bytes; more is gathered in several gathers."""
 
 
 class Gathers:
+    """Gathers of one generation after the other; ``limit`` is the largest part, in bytes."""
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._open: dict[Name, dict[int, bytes]] = {}
@@ -34,7 +36,7 @@ class Gathers:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes in a gather are more than the {self.limit} allowed")
 
     def give(self, vw: int, name: Name, part: bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
-        """Takes the VW's part, once; ``waits`` are the cuts at which VWs wait."""
+        """Take the VW's part, once; ``waits`` says at which cut a VW waits."""
         self.check(len(part))
         if name == self._name and vw in self._parts:
             return
@@ -50,7 +52,7 @@ class Gathers:
         self._given[vw] = name
 
     def missing(self, name: Name, live: Collection[int], waits: Mapping[int, int]) -> list[int]:
-        """Whose parts are still to come; where nobody's are, the gather is complete."""
+        """VWs whose parts are still to come; the gather is complete if there are none."""
         if name == self._name:
             return []
         missing = [
@@ -63,22 +65,22 @@ class Gathers:
             self._name, self._parts = name, self._open.pop(name)
         return missing
 
-    def result(self, name: Name) -> tuple[Collected, list[bytes]]:
-        """What all gave, and the parts themselves, in VW order."""
+    def result(self, name: Name) -> tuple[Gathered, list[bytes]]:
+        """Result, and the parts in VW order."""
         if name != self._name:
             raise RemoteFault(Refusal.STALE, f"the result of gather {name} is not kept any more")
         parts = tuple(GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
-        return Collected(*name, parts), [self._parts[part.vw] for part in parts]
+        return Gathered(*name, parts), [self._parts[part.vw] for part in parts]
 
-    def restore(self, collected: Collected, body: bytes) -> None:
-        """Takes over a result that a VW has kept, if it is newer; what was open is given anew."""
+    def restore(self, gathered: Gathered, body: bytes) -> None:
+        """Take over a result that a VW has kept, if it is newer; open gathers begin anew."""
         self._open.clear()
         self._members.clear()
-        name = (collected.cut, collected.ordinal)
-        if sum(part.size for part in collected.parts) != len(body) or any(part.size < 0 for part in collected.parts):
+        name = (gathered.cut, gathered.ordinal)
+        if gathered.size != len(body) or any(part.size < 0 for part in gathered.parts):
             raise RemoteFault(Refusal.MALFORMED, f"gather {name} is reported with {len(body)} bytes")
         if name > self._name:
             self._name, self._parts, start = name, {}, 0
-            for part in collected.parts:
+            for part in gathered.parts:
                 self._parts[part.vw] = body[start : start + part.size]
                 start += part.size

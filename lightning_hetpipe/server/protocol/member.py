@@ -1,4 +1,4 @@
-"""A VW's side of the protocol: what it has to send next, given what happened. Pure.
+"""A VW's side of the protocol, a state machine that says what to send next. Pure.
 
     state     sends                              goes to
     -----------------------------------------------------------------------------------------------------------------
@@ -8,18 +8,18 @@
     CONFIRM   Heartbeat                          on with what it was doing, see below
     LOAD      Load + last pull       to shards   LOADED
     LOADED    Loaded                             JOIN
-    STAGE     Stage + update         to shards   PUSH
+    STAGE     StageUpdate + update   to shards   PUSH
     PUSH      Pushed                             PULL; ARRIVE at a cut
     ARRIVE    Arrive                             PULL, when the cut has closed
-    PULL      Pull                               READ, when it gets a turn
+    PULL      Pull                               READ, when it gets a read lease
     READ      Read                   to shards   PULLED
-    PULLED    Pulled                             IDLE; the weights that came are the last pull now
+    PULLED    Pulled                             IDLE; the weights that were read are the last pull now
     GATHER    Gather + part                      FETCH, when all have given theirs
     FETCH     Fetch                              IDLE
     IDLE      nothing
 
-A server that was lost shows in any state, by a refusal (``Refusal.GENERATION``): then the way leads through HELLO and
-JOIN back to what the VW was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE;
+A lost server refuses a request in any state (``Refusal.GENERATION``). Then the VW goes through HELLO and JOIN back to
+what it was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE;
 to GATHER; or to IDLE. Requests without an answer are sent again.
 """
 
@@ -40,9 +40,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Arrive,
     Closed,
-    Collected,
     Done,
-    Failed,
     Fetch,
     Gather,
     Gathered,
@@ -63,7 +61,6 @@ from lightning_hetpipe.server.protocol.messages import (
     Pulled,
     Pushed,
     Read,
-    Refused,
     Report,
     ShardRequest,
     StageUpdate,
@@ -93,14 +90,14 @@ class Member:
         self.slowest = 0
         """c_global, at the last pull."""
         self.cut = 0
-        """The last one that was passed."""
+        """The last one that it has passed."""
         self.cut_at = -1
-        self.point: CommitIndex | None = None
-        """Where the last pull was."""
+        self.commit_index: CommitIndex | None = None
+        """Of the last pull."""
         self.newest = 0
-        """Which of two blocks of weights, 0 or 1, holds the last pull; the other one takes the next."""
+        """Index, 0 or 1, of the block of weights that holds the last pull; the other one takes the next."""
         self.lost: list[Lost] = []
-        """What nobody holds any more, as generations began."""
+        """Updates that were lost with servers."""
         self._signature = signature
         self._placement = placement
         self._pending: int | None = None
@@ -109,11 +106,11 @@ class Member:
         self._arrival = (0, False)
         self._closed = 0
         self._name = (0, 0)
-        self._collected: Collected | None = None
-        self.gathered: Collected | None = None
-        self._era = 0
+        self._kept: Gathered | None = None
+        self.gathered: Gathered | None = None
+        self._term = 0
         self._attempt = 0
-        self.turn = 0
+        self.read_lease = 0
         self._joining: Join | None = None
         self._load: LoadNow | None = None
         self._base: CommitIndex | None = None
@@ -121,7 +118,7 @@ class Member:
         self._unanswered: set[int] = set()
         self._holdings: dict[int, Holding] = {}
 
-    # What the VW's owner asks for.
+    # Calls of the VW's owner.
 
     def join(self) -> None:
         if self.state is not MemberState.OUTSIDE:
@@ -130,14 +127,14 @@ class Member:
         self._hello()
 
     def synchronise(self, *, cut: bool = False) -> None:
-        """The update of the wave that ends now is pushed, then weights are pulled. ``cut``: as in ``Pushed``."""
+        """Push the update of the wave that ends now, then pull weights. ``cut``: as in ``Pushed``."""
         self._begin(Goal.WAVE)
         self._take_update()
         self._wants_cut = cut
         self._resume(None)
 
     def arrive(self, cut: int, *, update: bool, admit: bool = False) -> None:
-        """Waits at ``cut``, with an update of a short wave or without."""
+        """Wait at ``cut``, with an update of a short wave or without."""
         if cut <= self.cut:
             raise LocalFault(f"cut {cut} comes after cut {self.cut}")
         self._begin(Goal.CUT)
@@ -152,9 +149,9 @@ class Member:
         self._resume(None)
 
     def lose(self) -> None:
-        """A heartbeat was answered that the generation is lost."""
+        """Join again: a heartbeat was answered that the generation is lost."""
         if self.state is not MemberState.IDLE:
-            raise LocalFault("what is under way finds out by itself")
+            raise LocalFault("a call that is under way joins again by itself")
         self._hello()
 
     def heartbeat(self) -> Heartbeat:
@@ -165,7 +162,7 @@ class Member:
         return Leave(self.vw, self.incarnation, failure)
 
     def check_idle(self) -> None:
-        """Raises a ``LocalFault`` while something is under way, or before the VW has joined."""
+        """Raise a ``LocalFault`` while a call is under way, or before the VW has joined."""
         if self.state is not MemberState.IDLE:
             raise LocalFault(f"the VW is in state '{self.state.value}', and must be idle for that")
 
@@ -177,10 +174,10 @@ class Member:
         self._pending = self.clock
         self._wants_cut = False
 
-    # What to send.
+    # Requests.
 
     def next(self) -> Ask | AskShards | None:
-        """What to send now; ``None`` when there is nothing to do."""
+        """Next request; ``None`` if there is nothing to do."""
         me = (self.vw, self.incarnation)
         here = (*me, self.generation)
         shards: Mapping[MemberState, tuple[type[Hello] | type[Load] | type[StageUpdate] | type[Read], Body]] = {
@@ -196,7 +193,7 @@ class Member:
         match self.state:
             case MemberState.JOIN:
                 assert self._joining is not None
-                return Ask(self._joining, Body.KEPT if self._joining.report.collected else Body.NONE)
+                return Ask(self._joining, Body.KEPT if self._joining.report.gathered else Body.NONE)
             case MemberState.CONFIRM:
                 return Ask(self.heartbeat())
             case MemberState.LOADED:
@@ -208,9 +205,9 @@ class Member:
             case MemberState.ARRIVE:
                 return Ask(Arrive(*here, *self._arrival))
             case MemberState.PULL:
-                return Ask(Pull(*here, self.turn))
+                return Ask(Pull(*here, self.read_lease))
             case MemberState.PULLED:
-                return Ask(Pulled(*here, self.turn))
+                return Ask(Pulled(*here, self.read_lease))
             case MemberState.GATHER:
                 return Ask(Gather(*here, *self._name), Body.PART)
             case MemberState.FETCH:
@@ -233,18 +230,16 @@ class Member:
         assert granted is not None
         return Read(*me, self.generation, granted.start, granted.tail)
 
-    # What was answered.
+    # Answers.
 
-    def heard(self, answer: Answer) -> None:
-        """The coordinator's answer to what ``next`` said.
+    def heard(self, answer: Answer | RemoteFault) -> None:
+        """Take the coordinator's answer to the request of ``next``.
 
         Raises:
             PeerFailed: all must end.
-            RemoteFault: the servers will have nothing more to do with this VW, or broke the protocol.
+            RemoteFault: the servers refuse this VW for good, or broke the protocol.
         """
-        if isinstance(answer, Failed):
-            raise PeerFailed(f"VW {answer.vw} failed: {answer.failure}")
-        if isinstance(answer, Refused):
+        if isinstance(answer, RemoteFault):
             self._refused(answer)
             return
         if isinstance(answer, NotYet):
@@ -261,7 +256,7 @@ class Member:
             case MemberState.LOADED, Done():
                 assert self._load is not None
                 # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
-                self.point = self.point or self._load.base
+                self.commit_index = self.commit_index or self._load.base
                 self.state = MemberState.JOIN
             case MemberState.PUSH, Done():
                 assert self._pending is not None
@@ -273,30 +268,30 @@ class Member:
             case MemberState.ARRIVE, Closed():
                 self._closed = answer.clock
                 self._to_pull()
-            case MemberState.PULL, Granted(turn=turn) if turn == self.turn:
+            case MemberState.PULL, Granted(read_lease=read_lease) if read_lease == self.read_lease:
                 self._granted = answer
                 self._ask_shards(MemberState.READ)
             case MemberState.PULLED, Done():
                 self._pulled()
-            case MemberState.GATHER, Gathered(collected=collected):
-                self.gathered = collected
+            case MemberState.GATHER, Gathered():
+                self.gathered = answer
                 self.state = MemberState.FETCH
-            case MemberState.FETCH, Gathered(collected=collected) if collected == self.gathered:
-                self._collected = collected
+            case MemberState.FETCH, Gathered() if answer == self.gathered:
+                self._kept = answer
                 self._done()
             case _:
                 raise RemoteFault(
-                    Refusal.MALFORMED, f"a {type(answer).__name__} was answered to a VW that is {self.state.value}"
+                    Refusal.MALFORMED, f"a {type(answer).__name__} was answered to a VW in state '{self.state.value}'"
                 )
 
-    def heard_from(self, server: int, answer: Answer) -> None:
-        """A shard's answer to what ``next`` said. Raises as ``heard`` does."""
+    def heard_from(self, server: int, answer: Answer | RemoteFault) -> None:
+        """Take a shard's answer to the request of ``next``. Raises as ``heard`` does."""
         if server not in self._unanswered:
             return
-        had = isinstance(answer, Refused) and answer.refusal is Refusal.STALE
+        had = isinstance(answer, RemoteFault) and answer.refusal is Refusal.STALE
         if had and self.state in (MemberState.STAGE, MemberState.LOAD):
             pass  # an earlier request arrived, and its answer did not
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, RemoteFault):
             self._refused(answer)
             return
         elif isinstance(answer, Holding):
@@ -316,16 +311,16 @@ class Member:
             case MemberState.READ:
                 self.state = MemberState.PULLED
 
-    def _refused(self, answer: Refused) -> None:
-        overtaken = answer.refusal is Refusal.STALE and self.state not in (MemberState.GATHER, MemberState.FETCH)
-        if answer.refusal is Refusal.GENERATION or overtaken:
+    def _refused(self, fault: RemoteFault) -> None:
+        overtaken = fault.refusal is Refusal.STALE and self.state not in (MemberState.GATHER, MemberState.FETCH)
+        if fault.refusal is Refusal.GENERATION or overtaken:
             self._hello()
-        elif answer.refusal is Refusal.FAILED:
-            raise PeerFailed(answer.why)
-        elif answer.refusal is not Refusal.BUSY:
-            raise RemoteFault(answer.refusal, answer.why)
+        elif fault.refusal is Refusal.FAILED:
+            raise PeerFailed(str(fault))
+        elif fault.refusal is not Refusal.BUSY:
+            raise fault
 
-    # From state to state.
+    # Transitions.
 
     def _ask_shards(self, state: MemberState) -> None:
         self.state = state
@@ -344,14 +339,14 @@ class Member:
             self._attempt,
             self._signature,
             Report(
-                self._era,
-                self.point,
+                self._term,
+                self.commit_index,
                 self.clock if self._pending is None else self._pending,
                 pending,
                 self.cut,
                 self._cut_clock,
                 self.cut_at,
-                self._collected,
+                self._kept,
             ),
             tuple(self._holdings[server].content for server in range(len(self._placement))),
         )
@@ -359,7 +354,7 @@ class Member:
 
     def _joined(self, answer: Joined) -> None:
         self.generation = answer.generation
-        self._era = answer.base.era
+        self._term = answer.base.term
         self.clock = answer.clock
         self.lost += answer.lost
         if self.goal is Goal.START:
@@ -368,10 +363,10 @@ class Member:
         self.state = MemberState.CONFIRM
 
     def _resume(self, base: CommitIndex | None) -> None:
-        """On with the goal; ``base`` is that of a generation that has just begun."""
-        mark = None if self._pending is None else UpdateId(self.vw, self.incarnation, self._pending)
-        owes = mark is not None and not (base is not None and base.includes(mark))
-        if self.goal is Goal.NONE or (self.goal is Goal.START and self.point is not None):
+        """Go on with the goal; ``base`` is that of a generation that has just begun."""
+        update = None if self._pending is None else UpdateId(self.vw, self.incarnation, self._pending)
+        owes = update is not None and not (base is not None and base.includes(update))
+        if self.goal is Goal.NONE or (self.goal is Goal.START and self.commit_index is not None):
             self._done()
         elif owes:
             self._ask_shards(MemberState.STAGE)
@@ -383,14 +378,14 @@ class Member:
             self._to_pull()
 
     def _to_pull(self) -> None:
-        self.turn += 1
+        self.read_lease += 1
         self.state = MemberState.PULL
 
     def _pulled(self) -> None:
         granted = self._granted
         assert granted is not None
         self.newest = 1 - self.newest
-        self.point = granted.point
+        self.commit_index = granted.commit_index
         self.slowest, self.cut_at = granted.slowest, granted.cut_at
         self._pending = None
         if self.goal is Goal.CUT:

@@ -1,15 +1,24 @@
-"""The messages: what a VW may ask of the coordinator and of the shards, and what they answer.
+"""Messages: the requests of a VW to the coordinator and to the shards, and their answers.
 
-Every request names its sender (``vw``, ``incarnation``) and the ``generation`` of the weights that it is about. An
-incarnation is a number that grows with every start of the VW. Every reply carries the server's ``epoch``.
+Every request names its sender (``vw``, ``incarnation``), and most the ``generation`` of the weights that they are
+about. An incarnation is a number that grows with every start of the VW. A request that cannot be granted is answered
+with a `RemoteFault`, which the transport carries as text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hetpipe.server.protocol.identifiers import Commit, CommitIndex, Refusal, UpdateId
-from lightning_hetpipe.server.transport.codec import Codec
+from lightning_hetpipe.server.protocol.identifiers import (
+    Commit,
+    CommitIndex,
+    LocalFault,
+    Refusal,
+    RemoteFault,
+    UpdateId,
+)
+from lightning_hetpipe.server.transport.codec import Codec, Malformed
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
 
 
 @dataclass(frozen=True)
@@ -24,9 +33,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class TrainingSignature:
-    """What must be the same on all VWs, because the servers compute with it.
+    """Everything that must be the same on all VWs, because the servers compute with it.
 
-    ``settings`` are pairs "name=value", compared one by one, that the protocol itself has no use for.
+    ``settings`` are pairs "name=value" that the protocol only compares.
     """
 
     version: str
@@ -47,51 +56,69 @@ class GatherPart:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The result of a gather. The parts stand in the body one after the other."""
+class Gathered:
+    """A complete gather. Its parts follow each other in the body of the answer to ``Fetch``."""
 
     cut: int
     ordinal: int
     parts: tuple[GatherPart, ...]
 
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Report:
-    """What a VW holds, from which lost servers can be rebuilt (L5).
+    """State of a VW, from which lost servers are rebuilt (L5).
 
     Attributes:
-        era: of the last generation that it was a member of; 0 if of none.
-        point: where its last pull was; ``None`` if it has none.
+        term: of the last generation that it was a member of; 0 for none.
+        commit_index: of its last pull; ``None`` without one.
         clock: c_local; that of the pending update, if there is one.
         pending: whether it has an update that none of its pulls includes.
         cut, cut_clock: the last cut it has passed, and the clock there.
-        cut_at: the clock at which VW 0 wants to cut, as far as it knows; -1 if it does not.
-        collected: the last gather of which it has the result, whose parts come in the body.
+        cut_at: the clock at which VW 0 wants to cut, as far as it knows; -1 for none.
+        gathered: the last gather of which it has the result, which is the request's body.
     """
 
-    era: int
-    point: CommitIndex | None
+    term: int
+    commit_index: CommitIndex | None
     clock: int
     pending: bool
     cut: int
     cut_clock: int
     cut_at: int
-    collected: Collected | None
+    gathered: Gathered | None
 
 
 NOTHING = Report(0, None, 0, False, 0, 0, -1, None)
-"""The report of a VW that has just begun. Cut 0 is the start."""
+"""Report of a VW that has just started. Cut 0 is the start."""
+
+
+@dataclass(frozen=True)
+class FromMember:
+    vw: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class InGeneration(FromMember):
+    generation: str
 
 
 # Requests to the coordinator.
 
 
 @dataclass(frozen=True)
-class Join:
-    """``attempt`` grows with every new report; ``contents`` are what the shards hold, as ``Holding`` says."""
+class Join(FromMember):
+    """Ask to become a member.
 
-    vw: int
-    incarnation: int
+    Attributes:
+        attempt: grows with every new report.
+        contents: of each shard, as ``Holding`` says.
+    """
+
     attempt: int
     signature: TrainingSignature
     report: Report
@@ -99,150 +126,109 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(InGeneration):
     """All shards hold the weights that ``LoadNow`` asked for."""
-
-    vw: int
-    incarnation: int
-    generation: str
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """All shards hold the update of ``clock``. ``cut``: VW 0 wants all to cut as soon as they can at one clock."""
+class Pushed(InGeneration):
+    """All shards hold the update of ``clock``. ``cut``: VW 0 wants all to cut at one clock, as soon as they can."""
 
-    vw: int
-    incarnation: int
-    generation: str
     clock: int
     cut: bool
 
 
 @dataclass(frozen=True)
-class Pull:
-    """Asks for a turn; a VW numbers its turns, upwards."""
+class Pull(InGeneration):
+    """Ask for a read lease; a VW numbers its read leases, upwards."""
 
-    vw: int
-    incarnation: int
-    generation: str
-    turn: int
+    read_lease: int
 
 
 @dataclass(frozen=True)
-class Pulled:
-    vw: int
-    incarnation: int
-    generation: str
-    turn: int
+class Pulled(InGeneration):
+    """The weights have been read; the read lease ends."""
+
+    read_lease: int
 
 
 @dataclass(frozen=True)
-class Arrive:
-    """The VW waits at ``cut``, having pushed what it had. ``admit``: those who want to join may do so there."""
+class Arrive(InGeneration):
+    """The VW waits at ``cut``, and has pushed its update. ``admit``: new VWs may join there."""
 
-    vw: int
-    incarnation: int
-    generation: str
     cut: int
     admit: bool
 
 
 @dataclass(frozen=True)
-class Gather:
-    """The part of a gather, as the body. ``cut`` is the last one that the VW has passed; ``ordinal`` counts upwards."""
+class Gather(InGeneration):
+    """Give a part of a gather, the body. ``cut`` is the last one that the VW has passed; ``ordinal`` counts upwards."""
 
-    vw: int
-    incarnation: int
-    generation: str
     cut: int
     ordinal: int
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """The result of a gather; asked for when ``Gathered`` has told its size."""
+class Fetch(InGeneration):
+    """Ask for the result of a gather, whose size ``Gathered`` has told."""
 
-    vw: int
-    incarnation: int
-    generation: str
     cut: int
     ordinal: int
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    vw: int
-    incarnation: int
-    generation: str
+class Heartbeat(InGeneration):
+    """The VW is alive."""
 
 
 @dataclass(frozen=True)
-class Leave:
-    """The VW is done; or has failed, for a ``failure`` that the others are told and end with."""
+class Leave(FromMember):
+    """The VW is done; or has failed, if ``failure`` says why, and the others must end too."""
 
-    vw: int
-    incarnation: int
     failure: str
-
-
-@dataclass(frozen=True)
-class AskStatus:
-    """Anybody may ask; the answer is ``Status``."""
 
 
 # Requests to a shard.
 
 
 @dataclass(frozen=True)
-class Hello:
-    """Asks what the shard holds."""
-
-    vw: int
-    incarnation: int
+class Hello(FromMember):
+    """Ask what the shard holds."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """Weights, as the body: all of ``parameters``, one after the other.
+class Load(InGeneration):
+    """Store weights, the body: all of ``parameters``, one after the other.
 
-    They replace what the shard holds only if that is ``over``, so a request that comes late replaces nothing.
+    They replace the content ``over`` only, so a request that comes late replaces nothing.
     """
 
-    vw: int
-    incarnation: int
-    generation: str
     over: str
     included: tuple[UpdateId, ...]
     parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
-class StageUpdate:
-    """An update, as the body, to be kept until it is its turn to be added."""
+class StageUpdate(InGeneration):
+    """Keep an update, the body, until it is committed."""
 
-    vw: int
-    incarnation: int
-    generation: str
     clock: int
 
 
 @dataclass(frozen=True)
-class Read:
-    """Asks for the weights after ``tail``, the commits that follow the first ``start`` ones of the generation."""
+class Read(InGeneration):
+    """Ask for the weights after ``tail``, the commits that follow the first ``start`` ones of the generation."""
 
-    vw: int
-    incarnation: int
-    generation: str
     start: int
     tail: tuple[Commit, ...]
 
 
-# Replies.
+# Answers.
 
 
 @dataclass(frozen=True)
 class Departed:
-    """A member that the others go on without, after ``clock`` waves of its; ``why`` is empty where it has left."""
+    """A member that the others go on without, after ``clock`` waves; ``why`` is empty where it has left by itself."""
 
     vw: int
     incarnation: int
@@ -252,41 +238,25 @@ class Departed:
 
 @dataclass(frozen=True)
 class Done:
-    """``departed``: the coordinator tells of all so far."""
+    """``departed``: all members that the coordinator has seen go."""
 
-    epoch: str
     departed: tuple[Departed, ...] = ()
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """Ask again. ``waits_for`` says for whom or what; ``missing`` are VWs that have to join before anybody can."""
+    """Ask again. ``waits_for`` names what is awaited; ``missing`` are VWs that have to join before anybody can."""
 
-    epoch: str
     waits_for: str
     missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Refused:
-    epoch: str
-    refusal: Refusal
-    why: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A VW has failed: all end."""
-
-    epoch: str
-    vw: int
-    failure: str
-
-
-@dataclass(frozen=True)
 class Lost:
-    """Updates of a VW that nobody holds any more: ``first`` to ``last``. A ``last`` of -1 says that the coordinator was
-    restarted, too, and cannot know whether there were any."""
+    """Updates of a VW that nobody holds any more, from clock ``first`` to ``last``.
+
+    -1 for ``last``: the coordinator was restarted, too, and cannot know whether there were any.
+    """
 
     vw: int
     incarnation: int
@@ -299,13 +269,12 @@ class Joined:
     """The VW is a member.
 
     Attributes:
-        base: the point that the generation began with.
+        base: the commit index with which the generation began.
         clock: the VW's c_local, without its pending update unless ``base`` includes that.
         cut: the last one that somebody has passed.
-        lost: what the servers that were lost took with them.
+        lost: updates that the lost servers took with them.
     """
 
-    epoch: str
     generation: str
     base: CommitIndex
     clock: int
@@ -315,9 +284,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class LoadNow:
-    """The VW's weights are the newest that survive: it shall load them into all shards, over ``contents``."""
+    """The VW holds the newest surviving weights: it has to load them into all shards, over ``contents``."""
 
-    epoch: str
     generation: str
     base: CommitIndex
     contents: tuple[str, ...]
@@ -325,15 +293,14 @@ class LoadNow:
 
 @dataclass(frozen=True)
 class Granted:
-    """A turn: the shards may be read at ``point``, which is ``tail`` after ``start``.
+    """A read lease: the shards may be read at ``commit_index``, which is ``tail`` after ``start``.
 
-    ``clock`` and ``slowest`` are c_local and c_global (the same, if everyone waits at a cut); ``cut_at`` the clock at
-    which all shall cut, or -1.
+    ``clock`` and ``slowest`` are c_local and c_global (the same, if everyone waits at a cut); ``cut_at`` is the clock
+    at which all have to cut, or -1.
     """
 
-    epoch: str
-    turn: int
-    point: CommitIndex
+    read_lease: int
+    commit_index: CommitIndex
     start: int
     tail: tuple[Commit, ...]
     clock: int
@@ -345,57 +312,44 @@ class Granted:
 class Closed:
     """All have arrived at the cut; the clock is now the same everywhere."""
 
-    epoch: str
     cut: int
     clock: int
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The gather is complete. The parts come as the body of the answer to ``Fetch``."""
-
-    epoch: str
-    collected: Collected
-
-
-@dataclass(frozen=True)
 class Holding:
-    """What a shard holds: its epoch if it is fresh, else the generation; and the last update that it has of the VW."""
+    """Content of a shard: a generation, or the epoch of a server that has just started."""
 
-    epoch: str
     content: str
-    loaded: bool
-    last: UpdateId | None
 
 
-@dataclass(frozen=True)
-class MemberStatus:
-    vw: int
-    incarnation: int
-    clock: int
-    waits_at: int
-    """The cut; -1 if it does not wait at one."""
-    silent_ms: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """``slowest`` is c_global, -1 if everyone waits at a cut; ``commits`` counts this generation's."""
-
-    epoch: str
-    phase: str
-    generation: str
-    slowest: int
-    commits: int
-    members: tuple[MemberStatus, ...]
-
-
-Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave | AskStatus
-"""What the coordinator answers."""
+Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave
+"""Requests to the coordinator."""
 ShardRequest = Hello | Load | StageUpdate | Read
-Answer = Done | NotYet | Refused | Failed | Joined | LoadNow | Granted | Closed | Gathered | Holding | Status
+Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding
 Message = Request | ShardRequest | Answer
 
-CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__))
-encode = CODEC.encode
-decode = CODEC.decode
+_CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__), HEADER_LIMIT)
+
+
+def encode(message: object) -> bytes:
+    """
+    Raises:
+        LocalFault: if the other side would not accept ``message``.
+    """
+    try:
+        return _CODEC.encode(message)
+    except ValueError as error:
+        raise LocalFault(str(error)) from error
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """
+    Raises:
+        RemoteFault: if ``data`` is not exactly one well-formed message.
+    """
+    try:
+        message: Message = _CODEC.decode(data)
+    except Malformed as error:
+        raise RemoteFault(Refusal.MALFORMED, str(error)) from error
+    return message

@@ -1,12 +1,12 @@
-"""How a generation begins: from what the VWs report, whose weights are loaded, and who stands where (law L5).
+"""Beginning of a generation: whose weights are loaded and what each member has to do, from the VWs' reports (law L5).
 
     nobody has pulled yet      all VWs must have joined; VW 0's weights are w_0
     somebody has               the newest surviving pull is the base. Its members are expected, and whoever is alive;
                                who is not heard of within a lease is left out. The lowest VW that holds that pull loads
                                it; each pushes again what it lacks.
 
-A VW that was no member at the base holds nothing that counts: it may join at a cut if it is new, and is left out if it
-comes from a history that the others have left behind.
+The reports of VWs that were no members at the base do not count: a new VW may join at a cut, and one of a generation
+that the others have left behind is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_hetpipe.server.protocol.messages import Join, Lost
 
 @dataclass(frozen=True)
 class Recovery:
-    """A generation's beginning; ``holder`` loads the weights at ``base``."""
+    """Beginning of a generation; ``holder`` loads the weights at ``base``."""
 
     base: CommitIndex
     holder: int
@@ -35,21 +35,21 @@ class Recovery:
 
 
 def check(join: Join) -> None:
-    """A report that cannot be is refused before anything is concluded from it.
+    """Refuse a report that contradicts itself.
 
     Raises:
-        RemoteFault: it says why.
+        RemoteFault: with the contradiction.
     """
     report, me = join.report, UpdateId(join.vw, join.incarnation, -1)
     if not 0 <= join.vw < join.signature.virtual_workers:
         raise RemoteFault(Refusal.MALFORMED, f"there is no VW {join.vw}")
     if len(join.contents) != join.signature.servers or join.signature.clock_distance < 0:
         raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} contradicts itself")
-    if min(report.era, report.clock, report.cut, report.cut_clock) < 0 or join.incarnation < 0:
+    if min(report.term, report.clock, report.cut, report.cut_clock) < 0 or join.incarnation < 0:
         raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports what cannot be")
-    if report.point is not None and (me not in report.point.members or min(report.point.age) < 0):
+    if report.commit_index is not None and (me not in report.commit_index.members or min(report.commit_index.age) < 0):
         raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports a pull that it cannot have made")
-    if report.point is None and report.pending:
+    if report.commit_index is None and report.pending:
         raise RemoteFault(Refusal.MALFORMED, f"VW {join.vw} reports an update to weights that it has not")
 
 
@@ -58,21 +58,21 @@ def decide(
     alive: Collection[int],
     gone: Mapping[int, int],
     former: CommitLog | None,
-    era: int,
+    term: int,
     waited: bool,
 ) -> Recovery | list[int]:
-    """The generation that follows from ``joins``, or whose joins it needs first.
+    """Return the generation that follows from ``joins``, or the VWs that have to join first.
 
     Args:
-        joins: by VW, each of its newest incarnation.
+        joins: by VW, those of the newest incarnations.
         alive: VWs whose lease has not run out.
-        gone: incarnations that will not come: they have left, or were left out.
-        former: the generation that ended, if this coordinator has seen it.
-        era: the last one that this coordinator knows of.
+        gone: of each VW that has left or was left out, the last incarnation that did.
+        former: the log of the generation that ended, if this coordinator has it.
+        term: the last one that this coordinator knows.
         waited: a lease has passed since the first VW came back from a generation that was lost.
     """
-    points = [join.report.point for join in joins.values() if join.report.point is not None]
-    last = max(points, key=lambda point: point.age, default=None)
+    pulls = [join.report.commit_index for join in joins.values() if join.report.commit_index is not None]
+    last = max(pulls, key=lambda commit_index: commit_index.age, default=None)
     if last is None:
         if absent := [vw for vw in range(_number(joins)) if vw not in joins]:
             return absent
@@ -80,31 +80,33 @@ def decide(
         holder, count = 0, 0
         included: tuple[UpdateId, ...] = ()
     else:
-        expected = {mark.vw for mark in last.members if gone.get(mark.vw, -1) < mark.incarnation}
+        expected = {member.vw for member in last.members if gone.get(member.vw, -1) < member.incarnation}
         missing = ((set() if waited else expected) | set(alive)) - joins.keys()
         if missing:
             return sorted(missing)
-        were = {(mark.vw, mark.incarnation) for mark in last.members}
+        were = {(member.vw, member.incarnation) for member in last.members}
         belongs = {vw: (vw, join.incarnation) in were for vw, join in joins.items()}
-        at_base = [vw for vw, join in joins.items() if join.report.point is not None and join.report.point == last]
+        at_base = [vw for vw, join in joins.items() if join.report.commit_index == last]
         holder, count, included = min(at_base), last.count, last.included
 
     members = {vw: join for vw, join in joins.items() if belongs[vw]}
-    era = 1 + max(era, *(join.report.era for join in members.values()), last.era if last else 0)
-    base = CommitIndex(era, count, included, tuple(UpdateId(vw, members[vw].incarnation, -1) for vw in sorted(members)))
+    term = 1 + max(term, *(join.report.term for join in members.values()), last.term if last else 0)
+    base = CommitIndex(
+        term, count, included, tuple(UpdateId(vw, members[vw].incarnation, -1) for vw in sorted(members))
+    )
     cut, cut_clock = max((join.report.cut, join.report.cut_clock) for join in members.values())
     return Recovery(
         base,
         holder,
-        {vw: _standing(join, base, cut, cut_clock, holder) for vw, join in members.items()},
+        {vw: _membership(join, base, cut, cut_clock, holder) for vw, join in members.items()},
         cut,
         cut_clock,
         max(join.report.cut_at for join in members.values()),
         _lost(members, base, former, last),
         tuple(
-            UpdateId(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation))
-            for mark in (last.members if last else ())
-            if mark.vw not in members
+            UpdateId(member.vw, member.incarnation, _waves(base, member))
+            for member in (last.members if last else ())
+            if member.vw not in members
         ),
     )
 
@@ -113,7 +115,7 @@ def _number(joins: Mapping[int, Join]) -> int:
     return next((join.signature.virtual_workers for join in joins.values()), 1)
 
 
-def _standing(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder: int) -> Membership:
+def _membership(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder: int) -> Membership:
     report = join.report
     has = report.pending and base.includes(UpdateId(join.vw, join.incarnation, report.clock))
     owes = report.pending and not has
@@ -125,25 +127,26 @@ def _standing(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder: i
         cut=report.cut,
         owes=owes,
         unpulled=has,
-        behind=report.cut < cut or (report.point is None and join.vw != holder),
+        behind=report.cut < cut or (report.commit_index is None and join.vw != holder),
     )
 
 
 def _lost(
     members: Mapping[int, Join], base: CommitIndex, former: CommitLog | None, last: CommitIndex | None
 ) -> tuple[Lost, ...]:
-    """Updates that were pushed, as far as anyone knows, and are neither in the base nor pushed again."""
+    """Updates that are known to have been pushed, and are neither in the base nor pushed again."""
     if former is not None:
         held = {vw for vw, join in members.items() if join.report.pending}
         return tuple(
-            Lost(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation), mark.clock)
-            for mark in former.newest
-            if mark.vw not in held and not base.includes(mark)
+            Lost(update.vw, update.incarnation, _waves(base, update), update.clock)
+            for update in former.newest
+            if update.vw not in held and not base.includes(update)
         )
-    gone = [mark for mark in (last.members if last else ()) if mark.vw not in members]
-    return tuple(Lost(mark.vw, mark.incarnation, _waves(base, mark.vw, mark.incarnation), -1) for mark in gone)
+    gone = [member for member in (last.members if last else ()) if member.vw not in members]
+    return tuple(Lost(member.vw, member.incarnation, _waves(base, member), -1) for member in gone)
 
 
-def _waves(base: CommitIndex, vw: int, incarnation: int) -> int:
-    """The number of waves of this incarnation that ``base`` includes."""
-    return next((mark.clock + 1 for mark in base.included if (mark.vw, mark.incarnation) == (vw, incarnation)), 0)
+def _waves(base: CommitIndex, member: UpdateId) -> int:
+    """Number of waves of the member's incarnation that ``base`` includes."""
+    mine = (member.vw, member.incarnation)
+    return next((last.clock + 1 for last in base.included if (last.vw, last.incarnation) == mine), 0)

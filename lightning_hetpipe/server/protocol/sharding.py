@@ -1,4 +1,4 @@
-"""Which server owns which parameter. A parameter is never divided."""
+"""Placement of parameters on servers. A parameter is never divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hetpipe.server.protocol.shard import dtype_of
 
 
 def place(parameters: Sequence[Parameter], servers: int, how: str) -> list[list[int]]:
-    """The indices of the parameters on each server, ascending.
+    """Return the indices of the parameters on each server, ascending.
 
     Args:
         how: "size" gives each parameter, the largest first, to the server that has the fewest bytes, so that each

@@ -1,4 +1,4 @@
-"""Whether two VWs train the same thing; if not, what differs, by name."""
+"""Comparison of two VWs' training signatures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignat
 
 
 def difference(first: TrainingSignature, other: TrainingSignature) -> str | None:
-    """Names the first thing in which ``other`` differs from what the VW that came first has; ``None`` if nothing."""
+    """Describe the first difference of ``other`` from that of the VW that came first; ``None`` if they are equal."""
     for mine, theirs in zip(first.settings, other.settings, strict=False):
         if mine != theirs:
             return f"'{theirs}' instead of '{mine}'"

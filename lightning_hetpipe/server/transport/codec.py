@@ -1,10 +1,10 @@
-"""Messages to bytes and back: a small, versioned, length-checked schema. Nothing is unpickled.
+"""JSON code of dataclasses, checked to the letter on the way back: the only encoding on the wire. Nothing is unpickled.
 
-    | magic "HPWS" | version, 2 bytes | length, 4 bytes | JSON of that length: {"Kind": {field: value, ...}} |
+    {"Kind": {"field": value, ...}}
 
 A kind is a frozen dataclass; its annotations are the schema. Fields are ``bool``, ``int`` (64 bits), ``str``, enums of
-strings, dataclasses, tuples of these, and ``X | None``. What does not fit to the letter (unknown, missing or repeated
-fields, other types, numbers too large, bytes left over) is a ``RemoteFault``: whoever sent it is at fault.
+strings, dataclasses, tuples of these, and ``X | None``. Unknown, missing or repeated fields, values of other types and
+numbers out of range are `Malformed`. The transport's frames carry length and version (``frames``).
 """
 
 from __future__ import annotations
@@ -12,69 +12,57 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import struct
 import types
 import typing
 from enum import Enum
 from typing import Any, NoReturn
 
-from lightning_hetpipe.server.protocol.identifiers import LocalFault, Refusal, RemoteFault
 
-MAGIC = b"HPWS"
-VERSION = 1
-PREFIX = struct.Struct(">4sHI")
-MAX_LENGTH = (1 << 20) - PREFIX.size
-"""Bytes of JSON in one message; with what precedes it, a transport's limit for headers. The largest message lists the
-parameters of a model: some 100 bytes for each."""
+class Malformed(Exception):
+    """Received bytes are not what this version sends; the sender is at fault."""
 
 
 class Codec:
-    """Encodes and decodes the message classes in ``kinds``, each known by its name."""
+    """Encoder and decoder of the dataclasses in ``kinds``, each known by its name.
 
-    def __init__(self, kinds: typing.Iterable[type[Any]]) -> None:
+    Args:
+        limit: bytes of one encoded message, at most.
+    """
+
+    def __init__(self, kinds: typing.Iterable[type[Any]], limit: int) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
+        self._limit = limit
 
     def encode(self, message: object) -> bytes:
         """
         Raises:
-            LocalFault: if ``message`` would not be understood.
+            ValueError: if the other side would not accept ``message``.
         """
         kind = type(message)
         if self._kinds.get(kind.__name__) is not kind:
-            raise LocalFault(f"{kind.__name__} is not a message")
+            raise ValueError(f"{kind.__name__} is not a message")
         value = {kind.__name__: dataclasses.asdict(message)}  # type: ignore[call-overload]  # the kinds are dataclasses
         try:
             text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_enum).encode()
         except (TypeError, ValueError) as error:
-            raise LocalFault(f"{kind.__name__} cannot be sent: {error}") from error
-        if len(text) > MAX_LENGTH:
-            raise LocalFault(f"a {kind.__name__} of {len(text)} bytes is more than the {MAX_LENGTH} that are allowed")
-        return PREFIX.pack(MAGIC, VERSION, len(text)) + text
+            raise ValueError(f"{kind.__name__} cannot be sent: {error}") from error
+        if len(text) > self._limit:
+            raise ValueError(f"a {kind.__name__} of {len(text)} bytes is more than the {self._limit} that are allowed")
+        return text
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """The message in ``data``, all of it.
-
-        Raises:
-            RemoteFault: if ``data`` is anything but one whole, well-formed message of this version.
         """
-        if len(data) > PREFIX.size + MAX_LENGTH:
+        Raises:
+            Malformed: if ``data`` is not exactly one well-formed message.
+        """
+        if len(data) > self._limit:
             _refuse(f"{len(data)} bytes are too many")
-        data = bytes(data)
-        if len(data) < PREFIX.size:
-            _refuse(f"{len(data)} bytes are too few")
-        magic, version, length = PREFIX.unpack_from(data)
-        if magic != MAGIC:
-            _refuse(f"it begins with {magic!r}")
-        if version != VERSION:
-            _refuse(f"it speaks version {version} of the protocol, and this is version {VERSION}")
-        if length != len(data) - PREFIX.size:
-            _refuse(f"it says {length} bytes and has {len(data) - PREFIX.size}")
         try:
             value = json.loads(
-                data[PREFIX.size :].decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_refuse
+                bytes(data).decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_refuse
             )
         except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of many digits
-            raise RemoteFault(Refusal.MALFORMED, f"a message is malformed: {type(error).__name__}") from error
+            raise Malformed(f"a message is malformed: {type(error).__name__}") from error
         if not isinstance(value, dict) or len(value) != 1:
             _refuse("it is not one object of one kind")
         ((name, fields),) = value.items()
@@ -85,13 +73,13 @@ class Codec:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise RemoteFault(Refusal.MALFORMED, f"a message is malformed: {why}")
+    raise Malformed(f"a message is malformed: {why}")
 
 
 def _enum(value: object) -> str:
     if isinstance(value, Enum):
         return str(value.value)
-    raise TypeError(f"a {type(value).__name__} has no place in a message")
+    raise TypeError(f"a field of type {type(value).__name__} is not supported")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -108,7 +96,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as a ``kind``, to the letter."""
+    """Return ``value`` as a ``kind``, without any conversion that loses information."""
     origin = typing.get_origin(kind)
     if origin is tuple:
         item, more = typing.get_args(kind)

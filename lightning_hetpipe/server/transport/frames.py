@@ -1,120 +1,115 @@
-"""The first messages of a call and of its answer, as bytes: a small, versioned, length-checked schema.
+"""First messages of a call and of its answer, as bytes.
 
-    opening   magic, flags, lengths of method and header, sizes of body and of room for the reply's; method, header, and
-              where the body lies, if it lies in memory that the server may be able to see
-    answer    magic, outcome, length of header, size of body; header, or the sentence that refuses; where the body lies,
-              if the opening said that the client may be able to see that
+    | magic and version, 4 bytes | length, 4 bytes | JSON of an `Opening` or `Answer` of that length | header |
 
-A body of which it is not said where it lies follows in chunks. To an answer that says it the client replies `READ`, or
-`UNSEEN`, and then the chunks follow. A call of one message has no chunks and no such reply.
+The header is the caller's or the handler's, or the sentence of a refusal. A body without a ``place`` follows in chunks;
+a body with one lies in shared memory, and is read there. A call of one message has no chunks.
 """
 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
 
+from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
+from lightning_hetpipe.server.transport.shared_memory import Place
 
 CHUNK = 1 << 20
 """Bytes of a body in one message. Measured: gRPC copies a message several times, and these copies stay in the cache;
 with 4 MiB the same body takes a third more of CPU time."""
 
-READ = b"+"
-"""The reply's body has been copied from where it lies."""
-UNSEEN = b"-"
-"""The client cannot see where the reply's body lies."""
+OVERHEAD = 4096
+"""Bytes that a frame may have beside its header."""
 
-_MAGIC = b"HPT\x02"  # the last byte is the version
-_OPENING = struct.Struct("<4sBHIQQ")
-_ANSWER = struct.Struct("<4sBIQH")
-_MAY_SEE = 1
-_PLACED = 2
-
-OVERHEAD = _OPENING.size + 1024
-"""Bytes that an opening may have beside method and header."""
+_MAGIC = b"HPT\x03"  # the last byte is the version of all that is sent, the protocol's messages included
+_PREFIX = struct.Struct(">4sI")
 
 
-class Malformed(Exception):
-    """These bytes are not what this version of the transport sends."""
+class Outcome(Enum):
+    """Kind of an answer."""
+
+    REPLY = "reply"
+    REFUSED = "refused"
+    UNSEEN = "unseen"
+    """The server cannot see where the body lies, for the reason in the header; the handler was not called."""
+    UNPLACED = "unplaced"
+    """The handler has run, but its reply's body does not lie in shared memory: call again with chunks. Only calls that
+    change nothing when they are repeated may be made like that."""
 
 
-class Outcome(IntEnum):
-    """How an answer begins."""
+@dataclass(frozen=True)
+class Opening:
+    """First message of a call.
 
-    REPLY = 0
-    REFUSED = 1
-    UNSEEN = 2
-    """The server cannot see where the body lies, the header says why; nothing was asked of the handler."""
-    UNPLACED = 3
-    """The handler has done its work, but its reply's body does not fit into a call of one message: ask for it in a call
-    of many. Only what changes nothing when it is done twice may be asked for like that."""
-
-
-class Opening(NamedTuple):
-    """How a call begins."""
+    Attributes:
+        size: bytes of the request's body.
+        room: bytes that the caller has reserved for the reply's body.
+        place: where the request's body lies, if it does not follow.
+        sees: whether the reply may say where its body lies.
+    """
 
     method: str
-    header: bytes
     size: int
     room: int
-    place: bytes = b""
-    """Where the body lies, as the server may see it; empty: it comes in chunks."""
+    place: Place | None = None
     sees: bool = False
-    """Whether the client may see where the reply's body lies."""
 
-    def pack(self) -> bytes:
-        """As bytes. Raises ValueError for a method or a header that is too long."""
-        method = self.method.encode()
-        if len(self.header) > HEADER_LIMIT or len(method) > 255:
-            raise ValueError(f"{len(self.header)} bytes of header, {len(method)} of method are more than a call takes")
-        flags = _MAY_SEE * self.sees | _PLACED * bool(self.place)
-        lengths = (len(method), len(self.header), self.size, self.room)
-        return b"".join((_OPENING.pack(_MAGIC, flags, *lengths), method, self.header, self.place))
+    def pack(self, header: bytes) -> bytes:
+        """Encode, with ``header`` behind. Raises ValueError for a method or a header that is too long."""
+        if len(header) > HEADER_LIMIT or len(self.method) > 255:
+            raise ValueError(f"{len(header)} bytes of header, {len(self.method)} of method are more than a call takes")
+        return _pack(self, header)
 
-    @classmethod
-    def unpack(cls, message: bytes) -> Opening:
-        """From bytes that anybody may have sent. Raises Malformed."""
-        if len(message) < _OPENING.size:
-            raise Malformed(f"an opening of {len(message)} bytes is cut off")
-        magic, flags, method_length, header_length, size, room = _OPENING.unpack_from(message)
-        if magic != _MAGIC:
-            raise Malformed("this is not an opening of this version; client and server must be of one release")
-        if flags & ~(_MAY_SEE | _PLACED) or method_length > 255 or header_length > HEADER_LIMIT:
+    @staticmethod
+    def unpack(message: bytes) -> tuple[Opening, bytes]:
+        """Decode an opening and its header from untrusted bytes. Raises Malformed."""
+        opening, header = _unpack(Opening, message)
+        if min(opening.size, opening.room) < 0 or len(opening.method) > 255:
             raise Malformed("an opening's fields are out of range")
-        header_at = _OPENING.size + method_length
-        place_at = header_at + header_length
-        if len(message) < place_at or (len(message) > place_at) != bool(flags & _PLACED):
-            raise Malformed(f"an opening of {len(message)} bytes is not as long as it says")
-        try:
-            method = message[_OPENING.size : header_at].decode()
-        except UnicodeDecodeError:
-            raise Malformed("a method's name is no text") from None
-        return cls(method, message[header_at:place_at], size, room, message[place_at:], bool(flags & _MAY_SEE))
+        return opening, header
 
 
-class Answer(NamedTuple):
-    """How an answer begins."""
+@dataclass(frozen=True)
+class Answer:
+    """First message of an answer; ``size`` and ``place`` are those of the reply's body."""
 
     outcome: Outcome
-    header: bytes
     size: int = 0
-    place: bytes = b""
-    """Where the body lies; empty: it comes in chunks."""
+    place: Place | None = None
 
-    def pack(self) -> bytes:
-        """As bytes."""
-        lengths = (len(self.header), self.size, len(self.place))
-        return b"".join((_ANSWER.pack(_MAGIC, self.outcome, *lengths), self.header, self.place))
+    def pack(self, header: bytes) -> bytes:
+        """Encode, with ``header`` behind."""
+        return _pack(self, header)
 
-    @classmethod
-    def unpack(cls, message: bytes) -> Answer:
-        """From bytes of a server. Raises Malformed."""
-        if len(message) < _ANSWER.size:
-            raise Malformed(f"an answer of {len(message)} bytes is cut off")
-        magic, outcome, length, size, place_length = _ANSWER.unpack_from(message)
-        place_at = _ANSWER.size + length
-        if magic != _MAGIC or outcome not in tuple(Outcome) or len(message) != place_at + place_length:
-            raise Malformed("this is not an answer of this version; client and server must be of one release")
-        return cls(Outcome(outcome), message[_ANSWER.size : place_at], size, message[place_at:])
+    @staticmethod
+    def unpack(message: bytes) -> tuple[Answer, bytes]:
+        """Decode an answer and its header from a server's bytes. Raises Malformed."""
+        return _unpack(Answer, message)
+
+
+Frame = TypeVar("Frame", Opening, Answer)
+_CODEC = Codec((Opening, Answer), OVERHEAD - _PREFIX.size)
+
+
+def _pack(frame: Opening | Answer, header: bytes) -> bytes:
+    text = _CODEC.encode(frame)
+    return b"".join((_PREFIX.pack(_MAGIC, len(text)), text, header))
+
+
+def _unpack(kind: type[Frame], message: bytes) -> tuple[Frame, bytes]:
+    what = f"an {kind.__name__.lower()}"
+    if len(message) < _PREFIX.size:
+        raise Malformed(f"{what} of {len(message)} bytes is cut off")
+    magic, length = _PREFIX.unpack_from(message)
+    if magic != _MAGIC:
+        raise Malformed(f"this is not {what} of this version; client and server must be of one release")
+    end = _PREFIX.size + length
+    if end > min(len(message), OVERHEAD) or len(message) - end > HEADER_LIMIT:
+        raise Malformed(f"{what} of {len(message)} bytes is not as long as it says")
+    frame = _CODEC.decode(message[_PREFIX.size : end])
+    if not isinstance(frame, kind):
+        raise Malformed(f"this is not {what}")
+    return frame, message[end:]

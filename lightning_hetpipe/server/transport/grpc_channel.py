@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from lightning_hetpipe.server.process.rejections import printable
 from lightning_hetpipe.server.transport.body_buffers import Filling, flat, portions, total
-from lightning_hetpipe.server.transport.frames import CHUNK, READ, UNSEEN, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.transport.codec import Malformed
+from lightning_hetpipe.server.transport.frames import CHUNK, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.transport.interface import TIMEOUT, CallRefused, Unreachable
+from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
-from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place, Views, place_of
+from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
 
 _OPTIONS = (
     *LIMITS,
@@ -68,7 +69,6 @@ class GrpcChannel:
         self._views = Views()
         self._lock = threading.Lock()
         self._shares = shared_memory
-        self._seen = False  # whether the body of a reply has been read where it lay
         if security.encrypted:
             ca, certificate, key = security.read()
             credentials = grpc.ssl_channel_credentials(ca, key, certificate)
@@ -89,19 +89,16 @@ class GrpcChannel:
         """As `Channel.call` says."""
         timeout = min(timeout, LONGEST / 2)  # servers hear nobody who may stay for longer than they let anybody
         deadline = time.monotonic() + timeout
-        opening = Opening(method, header, total(body), total(into))
+        opening = Opening(method, total(body), total(into))
         try:
-            if not opening.size and not opening.room:
-                answer = self._ask(opening, deadline)
-            else:
-                answer = self._with_bodies(opening, flat(body), flat(into), deadline)
+            answer, header = self._answer(opening, header, flat(body), flat(into), deadline)
         except grpc.RpcError as error:
             raise self._meaning(error) from None
         except Malformed as error:
             raise CallRefused(f"the server at {self.address} answered with something else: {error}") from None
-        if answer.outcome != Outcome.REPLY:
-            raise CallRefused(answer.header.decode(errors="replace"))
-        return answer.header
+        if answer.outcome is not Outcome.REPLY:
+            raise CallRefused(header.decode(errors="replace"))
+        return header
 
     def close(self) -> None:
         """Ends the calls that are under way as `Unreachable`, and gives everything back. May be called again."""
@@ -111,66 +108,66 @@ class GrpcChannel:
         closing.join(_CLOSE)
         self._views.close()
 
-    def _ask(self, opening: Opening, deadline: float) -> Answer:
-        message, timeout = opening.pack(), max(0.0, deadline - time.monotonic())
+    def _answer(
+        self, opening: Opening, header: bytes, body: list[memoryview], into: list[memoryview], deadline: float
+    ) -> tuple[Answer, bytes]:
+        """Return the answer with its header, after its body, if it has one, was written ``into``."""
+        place = place_of(body) if self._shares else None
+        if place is not None:
+            placed = replace(opening, place=place)
+            call = self._stream(placed, header, [], into, deadline) if into else self._ask(placed, header, deadline)
+            if call[0].outcome is not Outcome.UNSEEN:
+                return call
+            self._give_up(call[1].decode(errors="replace"))
+        elif not opening.size and (not opening.room or (self._shares and opening.room >= LEAST)):
+            answer, said = self._ask(replace(opening, sees=opening.room > 0), header, deadline)
+            if answer.outcome is not Outcome.UNPLACED and self._filled(answer, into):
+                return answer, said
+        return self._stream(opening, header, body, into, deadline)
+
+    def _ask(self, opening: Opening, header: bytes, deadline: float) -> tuple[Answer, bytes]:
+        """Make a call of one message each way."""
+        message, timeout = opening.pack(header), max(0.0, deadline - time.monotonic())
         try:
             answer: bytes = self._one(message, timeout=timeout, metadata=self._metadata)
         except ValueError:
             raise Unreachable(f"the channel to {self.address} was closed") from None
         return Answer.unpack(answer)
 
-    def _with_bodies(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
-        place = place_of(body) if self._shares else None
-        if place is not None:
-            placed = opening._replace(place=place.pack())
-            answer = self._run(placed, [], into, deadline) if opening.room else self._ask(placed, deadline)
-            if answer.outcome != Outcome.UNSEEN:
-                return answer
-            self._give_up(answer.header.decode(errors="replace"))
-        elif not opening.size and self._shares and self._seen:
-            answer = self._ask(opening._replace(sees=True), deadline)
-            if answer.outcome != Outcome.UNPLACED and self._filled(answer, into):
-                return answer
-        return self._run(opening, body, into, deadline)
-
     def _filled(self, answer: Answer, into: list[memoryview]) -> bool:
-        """Whether the reply's body, if it has any, was seen where it lies, and is where it was wanted."""
-        if answer.outcome != Outcome.REPLY:
+        """Copy the reply's body from where it lies; False where this process cannot see it."""
+        if answer.outcome is not Outcome.REPLY or not into:
             return True
-        if answer.size != total(into) or not answer.place:
+        if answer.size != total(into) or answer.place is None:
             raise Malformed(f"a reply of {answer.size} bytes instead of {total(into)} in one message")
         lies = self._look(answer.place)
         if lies is None:
             return False
-        _copy_seen(lies, answer.size, Filling(into))
+        if lies.nbytes != answer.size:
+            raise Malformed(f"a reply of {answer.size} bytes lies where {lies.nbytes} are")
+        Filling(into).write(lies)
         return True
 
-    def _run(self, opening: Opening, body: list[memoryview], into: list[memoryview], deadline: float) -> Answer:
-        sees = self._shares and opening.room > 0
-        exchange = _Exchange(opening._replace(sees=sees), body, into, self._look)
+    def _stream(
+        self, opening: Opening, header: bytes, body: list[memoryview], into: list[memoryview], deadline: float
+    ) -> tuple[Answer, bytes]:
+        """Make a call whose bodies come in chunks."""
+        messages = requests(opening.pack(header), body)
         try:
-            replies = self._many(
-                exchange.requests(), timeout=max(0.0, deadline - time.monotonic()), metadata=self._metadata
-            )
+            replies = self._many(messages, timeout=max(0.0, deadline - time.monotonic()), metadata=self._metadata)
         except ValueError:
             raise Unreachable(f"the channel to {self.address} was closed") from None
         try:
-            answer = exchange.take(replies)
-            for _ in replies:  # nothing: to the end, as only that says that all is well
-                raise Malformed("more came than the reply's body")
-            return answer
+            return received(replies, into)
         finally:
-            exchange.end()
             replies.cancel()
 
-    def _look(self, place: bytes) -> memoryview | None:
+    def _look(self, place: Place) -> memoryview | None:
         try:
-            lies = self._views.look(Place.unpack(place))
+            return self._views.look(place)
         except NoBlock as no:
             self._give_up(str(no))
             return None
-        self._seen = True
-        return lies
 
     def _give_up(self, why: str) -> None:
         """Says so once; loudly only where it is a surprise: elsewhere the server is simply on another host."""
@@ -197,57 +194,29 @@ class GrpcChannel:
         return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
 
 
-def _copy_seen(lies: memoryview, size: int, into: Filling) -> None:
-    """Copies the body of a reply from where it lies. Raises Malformed if it is not ``size`` bytes."""
-    if lies.nbytes != size:
-        raise Malformed(f"a reply of {size} bytes lies where {lies.nbytes} are")
-    into.write(lies)
+def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
+    """Yield the messages of a call; runs in a thread of gRPC's."""
+    yield opening
+    for portion in portions(body, CHUNK):
+        yield b"".join(portion)
 
 
-class _Exchange:
-    """One call with bodies: what to send, and what to make of what comes."""
+def received(replies: Iterator[bytes], into: Sequence[memoryview]) -> tuple[Answer, bytes]:
+    """Read the answer with its header, and the reply's body ``into``; to the end, as only that says that all is well.
 
-    def __init__(
-        self,
-        opening: Opening,
-        body: list[memoryview],
-        into: list[memoryview],
-        look: Callable[[bytes], memoryview | None],
-    ) -> None:
-        self._opening, self._body, self._into, self._look = opening, body, into, look
-        self._word: SimpleQueue[bytes] = SimpleQueue()  # what to say of the reply's body; empty: nothing any more
-
-    def requests(self) -> Iterator[bytes]:
-        """What to send; runs in a thread of gRPC's."""
-        yield self._opening.pack()
-        for portion in portions(self._body, CHUNK):
-            yield b"".join(portion)
-        if self._opening.sees and (word := self._word.get()):
-            yield word
-
-    def take(self, replies: Iterator[bytes]) -> Answer:
-        """Reads the answer and the reply's body."""
-        message = next(replies, None)
-        if message is None:
-            raise Malformed("nothing")
-        answer = Answer.unpack(message)
-        if answer.outcome != Outcome.REPLY:
-            return answer
-        if answer.size != self._opening.room:
-            raise Malformed(f"a reply of {answer.size} bytes instead of {self._opening.room}")
-        filling = Filling(self._into)
-        if answer.place:
-            lies = self._look(answer.place)
-            if lies is not None:
-                _copy_seen(lies, answer.size, filling)
-            self._word.put(UNSEEN if lies is None else READ)
+    Raises:
+        Malformed: if it is no answer, or its body has another size.
+    """
+    answer, header = Answer.unpack(next(replies, b""))
+    filling = Filling(into)
+    if answer.outcome is Outcome.REPLY:
+        if answer.size != filling.left or answer.place is not None:
+            raise Malformed(f"a reply of {answer.size} bytes instead of {filling.left}")
         while filling.left:
             chunk = next(replies, b"")
             if not chunk or len(chunk) > filling.left:
                 raise Malformed("the reply's body is cut off, or longer than it says")
             filling.write(chunk)
-        return answer
-
-    def end(self) -> None:
-        """The call is over."""
-        self._word.put(b"")
+    for _ in replies:
+        raise Malformed("more came than the reply's body")
+    return answer, header

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.rejections import Rejections
 from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
-from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, READ, UNSEEN, Answer, Malformed, Opening, Outcome
+from lightning_hetpipe.server.transport.codec import Malformed
+from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Handler, Reply
+from lightning_hetpipe.server.transport.rejections import Rejections
 from lightning_hetpipe.server.transport.security import Security, split
-from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place, Views, place_of
+from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
 
 SERVICE = "hetpipe"
 ONE = "One"
@@ -143,65 +145,59 @@ class GrpcServer:
         return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        opening = self._opening(message, context)
+        opening, header = self._opening(message, context)
         if bool(opening.size) != bool(opening.place) or (opening.room and not opening.sees):
-            _malformed(context, "a body cannot come in a call of one message, it can only lie somewhere")
-        try:
-            offered = self._offered(opening)
-            return next(self._answers(opening, offered, None, context), b"")
-        except NoBlock as no:
-            return Answer(Outcome.UNSEEN, str(no).encode()).pack()
-        except Malformed as error:
-            _malformed(context, str(error))
+            _malformed(context, "a call of one message cannot carry a body, only the place where one lies")
+        return next(self._answers(opening, header, None, context), b"")
 
     def _many(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        opening = self._opening(next(messages, b""), context)
-        try:
-            offered = self._offered(opening)
-            yield from self._answers(opening, offered, messages, context)
-        except NoBlock as no:
-            yield Answer(Outcome.UNSEEN, str(no).encode()).pack()
-        except Malformed as error:
-            _malformed(context, str(error))
+        opening, header = self._opening(next(messages, b""), context)
+        yield from self._answers(opening, header, messages, context)
 
-    def _opening(self, message: bytes, context: grpc.ServicerContext) -> Opening:
+    def _opening(self, message: bytes, context: grpc.ServicerContext) -> tuple[Opening, bytes]:
         why = f"a call needs a deadline of at most {LONGEST:.0f} s" if context.time_remaining() > LONGEST else ""
         try:
-            opening = Opening.unpack(message)
+            opened = Opening.unpack(message)
         except Malformed as error:
             why = str(error)
         if why:
             self._rejections.note(context.peer(), why)
             _malformed(context, why)
-        return opening
-
-    def _offered(self, opening: Opening) -> memoryview | None:
-        """The body where it lies; None if it comes in messages, or there is none. Raises NoBlock."""
-        if opening.place:
-            return self._views.look(Place.unpack(opening.place))
-        self._views.drop()
-        return None
+        return opened
 
     def _answers(
-        self,
-        opening: Opening,
-        offered: memoryview | None,
-        messages: Iterator[bytes] | None,
-        context: grpc.ServicerContext,
+        self, opening: Opening, header: bytes, messages: Iterator[bytes] | None, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """What to answer; ``messages``, which follow the opening, are None where it is all, and so is the answer."""
-        method, header, size = opening.method, opening.header, opening.size
-        if offered is not None and offered.nbytes != size:
-            raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
+        """Yield the answer; ``messages``, which follow the opening, are None in a call of one message."""
         try:
+            yield from self._served(opening, header, messages, context)
+        except NoBlock as no:
+            yield Answer(Outcome.UNSEEN).pack(str(no).encode())
+        except Malformed as error:
+            _malformed(context, str(error))
+        except CallRefused as no:
+            if no.turned_away:
+                self._rejections.note(context.peer(), no.turned_away)
+            yield Answer(Outcome.REFUSED).pack(str(no).encode()[:HEADER_LIMIT])
+
+    def _served(
+        self, opening: Opening, header: bytes, messages: Iterator[bytes] | None, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        method, size = opening.method, opening.size
+        offered = None
+        if opening.place is None:
+            self._views.drop()
+        else:
+            offered = self._views.look(opening.place)
+            if offered.nbytes != size:
+                raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
+        with _guard(method):
             body = self._handler.open(method, header, size, offered)
-        except Exception as error:
-            yield _no(error, method)
-            return
         whole = False
         try:
-            if body.nbytes != size:
-                raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
+            with _guard(method):
+                if body.nbytes != size:
+                    raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
             if offered is None:
                 _receive(messages or iter(()), flat([body]), size)
             elif body is not offered:
@@ -209,21 +205,25 @@ class GrpcServer:
             whole = context.is_active()
         finally:
             if not whole:
-                _guarded(lambda: self._handler.abandoned(method, header, body), method)
+                with suppress(CallRefused), _guard(method):
+                    self._handler.abandoned(method, header, body)
         if not whole:
             return
-        try:
+        with _guard(method):
             reply = self._handler.run(method, header, body)
-        except Exception as error:
-            yield _no(error, method)
-            return
-        if reply.rejected:
-            self._rejections.note(context.peer(), reply.rejected)
-        try:
-            yield from _reply(reply, opening, messages)
-        finally:  # also where the caller is gone: then this generator is closed
-            if reply.done is not None:
-                _guarded(reply.done, method)
+        yield from _reply(reply, opening, messages)
+
+
+@contextmanager
+def _guard(method: str) -> Iterator[None]:
+    """Log any error of the handler but a refusal, and refuse the call."""
+    try:
+        yield
+    except CallRefused:
+        raise
+    except Exception as error:
+        _LOG.error("hetpipe server: %s failed", method, exc_info=error)
+        raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
 
 
 def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> None:
@@ -239,23 +239,13 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
     body = flat(reply.body)
     size = total(body)
     if size != opening.room:
-        yield _misfit(size, opening.room).pack()
-        return
+        raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {opening.room}")
     place = place_of(body) if opening.sees else None
-    # In one message nobody will say when the body has been read, so it must not matter.
-    if messages is None and size and (place is None or reply.done is not None):
-        yield Answer(Outcome.UNPLACED, b"the reply's body lies where only its server sees it").pack()
+    if messages is None and size and place is None:
+        yield Answer(Outcome.UNPLACED).pack(b"the reply's body does not lie in shared memory")
         return
-    yield Answer(Outcome.REPLY, reply.header, size, b"" if place is None else place.pack()).pack()
-    if messages is None:
-        return
-    if place is not None:
-        word = next(messages, b"")
-        if word == READ:
-            return
-        if word != UNSEEN:
-            raise Malformed("something else came where it was expected whether the reply's body has been read")
-    for portion in portions(body, CHUNK):
+    yield Answer(Outcome.REPLY, size, place).pack(reply.header)
+    for portion in portions(body, CHUNK) if place is None else ():
         yield b"".join(portion)
 
 
@@ -287,25 +277,3 @@ class _Doorkeeper:
 def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:
     context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
     raise AssertionError("abort raises")
-
-
-def _no(error: Exception, method: str) -> bytes:
-    """What to answer when the handler raised."""
-    if isinstance(error, CallRefused):
-        sentence = str(error)
-    else:
-        _LOG.error("hetpipe server: %s failed", method, exc_info=error)
-        sentence = f"the server failed at {method}: {type(error).__name__}: {error}"
-    return Answer(Outcome.REFUSED, sentence.encode()[:HEADER_LIMIT]).pack()
-
-
-def _misfit(size: int, room: int) -> Answer:
-    return Answer(Outcome.REFUSED, f"the reply has a body of {size} bytes, and the caller room for {room}".encode())
-
-
-def _guarded(call: Callable[[], None], method: str) -> None:
-    """Lets no error of the handler's hide why it was called."""
-    try:
-        call()
-    except Exception as error:
-        _LOG.error("hetpipe server: giving back the memory of %s failed", method, exc_info=error)

@@ -1,77 +1,79 @@
-"""What carries calls between virtual workers and servers, as one interface: a method, a short header, a large body.
+"""Interface of the calls between virtual workers and servers: a method, a short header, a large body each way.
 
-There are three carriers, alike in all that a caller can see: gRPC; gRPC with the bodies read where they lie, in memory
-that both sides see (``shared_memory``); and memory alone within one process (for tests).
-``tests/server/test_transport.py`` says what each of them keeps.
+gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that both sides see are read where they lie
+(``shared_memory``). ``tests/server/test_transport.py`` is the contract of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 TIMEOUT = 60.0
-"""Seconds that a call may take unless its caller says otherwise."""
+"""Default deadline of a call, in seconds."""
 
 STATUS = "status"
-"""The method that a server answers with what it says of itself, a JSON object in the reply's header."""
+"""Method that a server answers with its status, a JSON object in the reply's header."""
 
 HEADER_LIMIT = 1 << 20
-"""Bytes of a header, or of a method's name, that a server takes."""
+"""Largest header that a server accepts, in bytes."""
 
 
 class CallRefused(Exception):
-    """The server said no, and why; to ask again would change nothing."""
+    """The server refused the call; repeating it changes nothing.
+
+    Args:
+        why: the message for the caller.
+        turned_away: the reason for the server's log, if the caller cannot go on.
+    """
+
+    def __init__(self, why: str, *, turned_away: str = "") -> None:
+        super().__init__(why)
+        self.turned_away = turned_away
 
 
 class Unreachable(Exception):
-    """Nobody is there, or the deadline passed, or the connection broke. What was asked may or may not have been done,
-    and may be asked again."""
+    """No answer: nobody listens, the deadline passed or the connection broke. The request may or may not have been
+    served, and may be repeated."""
 
 
 class Reply(NamedTuple):
-    """What a handler answers."""
+    """Answer of a handler."""
 
     header: bytes
     body: Sequence[memoryview] = ()
-    """Contiguous; read where it lies, and so not to be changed before ``done`` is called."""
-    done: Callable[[], None] | None = None
-    """Called once when nothing reads ``body`` any more, whether or not it reached the client."""
-    rejected: str = ""
-    """Why the caller is turned away for good, if it is: for who watches the server. The caller reads the header."""
+    """Contiguous. Read where it lies, also after ``run`` has returned: the handler must have agreed with its clients on
+    when it changes."""
 
 
 class Handler(Protocol):
-    """The server's side. Called from the transport's threads, several at once; may block until its client gives up.
+    """Server side, called from several threads of the transport at once; may block until its client gives up.
 
-    For each call there is one ``open`` and, if that returns, either one ``run`` or one ``abandoned``. Each may raise
-    `Refused`, whose sentence reaches the client as a `Refused`; any other exception is logged, and is one there too.
+    Each call is one ``open`` and, if that returns, either one ``run`` or one ``abandoned``. A `CallRefused` raised in
+    ``open`` or ``run`` reaches the client as one; any other exception is logged, and refuses the call too.
     """
 
     def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        """Where to write the request's body: ``size`` contiguous, writable bytes (0 where there is no body).
-
-        The place to refuse: nothing of the body has been kept yet.
+        """Return ``size`` contiguous, writable bytes for the request's body, or refuse before any of it is kept.
 
         Args:
-            offered: the body itself, whole already, in the client's memory, where that can be seen. If just this is
-                returned nothing is copied, and the handler may keep it, also when the client dies; but it must have
-                agreed with the client on how long the client leaves it as it is, and must not write to it.
+            offered: the whole body in the client's memory, where that can be seen. If just this is returned nothing is
+                copied, and the handler may keep it, also when the client dies; but it must have agreed with the client
+                on how long the client leaves it unchanged, and must not write to it.
         """
         ...
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        """Serves the request; ``body`` is what ``open`` returned, now filled, and from now on the handler's."""
+        """Serve the request; ``body`` is what ``open`` returned, now filled, and belongs to the handler."""
         ...
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        """The body will never be whole, as its sender is gone: ``body``, partly filled, is the handler's again."""
+        """Take ``body``, partly filled, back: its sender is gone."""
         ...
 
 
 class Channel(Protocol):
-    """The client's side, one per server; may be used by several threads at once."""
+    """Client side, one per server; may be used by several threads at once."""
 
     def call(
         self,
@@ -81,42 +83,23 @@ class Channel(Protocol):
         into: Sequence[memoryview] = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
-        """Calls the server's handler and returns its reply's header.
+        """Call the server's handler and return its reply's header.
 
-        What has no body and takes a reply's may be asked of the handler twice: such calls are to change nothing.
+        A call without a body that takes a reply's may reach the handler twice: such calls must change nothing.
 
         Args:
             method: a name that the handler knows.
             header: at most `HEADER_LIMIT` bytes.
             body: contiguous; read while the call lasts, or for longer where the handler keeps what it is offered.
-            into: where to write the reply's body, which must be exactly as large; in an undefined state if this raises.
-            timeout: seconds for all of it.
+            into: where to write the reply's body, which must be exactly as large; undefined if this raises.
+            timeout: seconds for the whole call.
 
         Raises:
-            Refused: by the server, whose sentence it holds; also if the reply does not fit ``into``.
-            Unreachable: see there. Never raised after the reply has come.
+            CallRefused: by the server, with its message; also if the reply's body does not fit ``into``.
+            Unreachable: if no answer came.
         """
         ...
 
     def close(self) -> None:
-        """Ends the calls that are under way as `Unreachable`, and gives everything back. May be called again."""
+        """End the calls that are under way as `Unreachable`, and free everything. May be called again."""
         ...
-
-
-class Server(Protocol):
-    """A handler at an address. Serves between entering and leaving the context."""
-
-    @property
-    def address(self) -> str:
-        """Where it is to be reached, with the port that it really got."""
-        ...
-
-    def stop(self) -> None:
-        """Ends the calls that are under way, which their clients see as `Unreachable`. May be called again."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...

@@ -28,9 +28,9 @@ import os
 import re
 import secrets
 import stat
-import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,9 +38,8 @@ import numpy as np
 LEAST = 1 << 18
 """Bytes from which a block is worth its page and its descriptor."""
 
-_SECRET = 16
+_SECRET = 32  # characters
 _FIRST = mmap.PAGESIZE  # where the bytes begin that are of use; the secret stands before
-_PLACE = struct.Struct(f"<QIIQ{_SECRET}sQQ")
 _NAME = "hetpipe"
 _LINK = re.compile(rf"/memfd:{_NAME}(?: \(deleted\))?")
 _POPULATE_READ = 22  # madvise's MADV_POPULATE_READ, from Linux 5.14 on, which Python does not name before 3.13
@@ -52,27 +51,17 @@ class NoBlock(Exception):
     """There is no shared memory here, or not this one; the sentence says why."""
 
 
-class Place(NamedTuple):
-    """Where bytes lie in a block, as another process needs to know it."""
+@dataclass(frozen=True)
+class Place:
+    """Location of bytes in a block, as another process needs to know it; it may come from anybody."""
 
     network: int
     pid: int
     descriptor: int
     inode: int
-    secret: bytes
+    secret: str
     start: int
     size: int
-
-    def pack(self) -> bytes:
-        """As bytes."""
-        return _PLACE.pack(*self)
-
-    @classmethod
-    def unpack(cls, place: bytes) -> Place:
-        """From bytes that anybody may have sent. Raises NoBlock."""
-        if len(place) != _PLACE.size:
-            raise NoBlock("its description is malformed")
-        return cls(*_PLACE.unpack(place))
 
     @property
     def path(self) -> str:
@@ -85,7 +74,7 @@ class _Own(NamedTuple):
     size: int
     descriptor: int
     inode: int
-    secret: bytes
+    secret: str
 
 
 _own: dict[int, _Own] = {}  # without a lock, for which a block that is freed, anywhere, could wait in vain
@@ -117,8 +106,8 @@ def shared(size: int) -> memoryview:
         # Without this, memory that is not there would be missed at the first write, by a signal that kills.
         os.posix_fallocate(descriptor, 0, _FIRST + size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        secret = secrets.token_bytes(_SECRET)
-        os.pwrite(descriptor, secret, 0)
+        secret = secrets.token_hex(_SECRET // 2)
+        os.pwrite(descriptor, secret.encode(), 0)
         inode = os.fstat(descriptor).st_ino
         block = _Block(descriptor, _FIRST + size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     except (OSError, ValueError) as error:
@@ -164,7 +153,7 @@ class Views:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapped: dict[tuple[int, bytes], tuple[Place, mmap.mmap]] = {}
+        self._mapped: dict[tuple[int, str], tuple[Place, mmap.mmap]] = {}
 
     def look(self, place: Place) -> memoryview:
         """The bytes there; what is written to them is seen by nobody else.
@@ -172,6 +161,8 @@ class Views:
         Raises:
             NoBlock: if ``place`` does not lie in a block of this user's on this host, with the secret in it.
         """
+        if min(place.start, place.size) < 0:
+            raise NoBlock("its description is malformed")
         key = place.inode, place.secret
         with self._lock:
             self._drop()
@@ -240,7 +231,7 @@ def _verified(descriptor: int, place: Place) -> int:
         sealed = False
     if not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ino == place.inode and sealed):
         raise NoBlock("it is not a sealed block of this user's")
-    if not hmac.compare_digest(os.pread(descriptor, _SECRET, 0), place.secret):
+    if not hmac.compare_digest(os.pread(descriptor, _SECRET, 0), place.secret.encode()):
         raise NoBlock("it does not hold the secret")
     return found.st_size
 

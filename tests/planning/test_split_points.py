@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.estimate import stage_times_on
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search.division import cuts_in_order, partition, stage_times
+from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from tests.planning.instances import clusters, profiles
 
 
@@ -20,17 +20,17 @@ def all_partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [(0, *others) for others in combinations(range(1, layers), stages - 1)]
 
 
-def bottleneck(times: Sequence[float], cuts: Sequence[int]) -> float:
-    return max(sum(times[a:b]) for a, b in zip(cuts, [*cuts[1:], len(times)], strict=True))
+def bottleneck(times: Sequence[float], splits: Sequence[int]) -> float:
+    return max(sum(times[a:b]) for a, b in zip(splits, [*splits[1:], len(times)], strict=True))
 
 
 def preferred(times: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Of the best partitions the one whose last cut is earliest, and before that cut the same again."""
+    """Of the best partitions the one whose last split is earliest, and before that split the same again."""
     if stages == 1:
         return (0,)
     candidates = all_partitions(len(times), stages)
-    best = min(bottleneck(times, cuts) for cuts in candidates)
-    last = min(cuts[-1] for cuts in candidates if bottleneck(times, cuts) == best)
+    best = min(bottleneck(times, splits) for splits in candidates)
+    last = min(splits[-1] for splits in candidates if bottleneck(times, splits) == best)
     return (*preferred(times[:last], stages - 1), last)
 
 
@@ -45,9 +45,9 @@ def workloads(draw: st.DrawFn) -> tuple[list[float], int]:
 @given(workloads())
 def test_it_is_the_best_of_all(case: tuple[list[float], int]) -> None:
     times, stages = case
-    cuts = partition(times, stages)
-    assert cuts in all_partitions(len(times), stages)
-    assert bottleneck(times, cuts) == min(bottleneck(times, other) for other in all_partitions(len(times), stages))
+    splits = partition(times, stages)
+    assert splits in all_partitions(len(times), stages)
+    assert bottleneck(times, splits) == min(bottleneck(times, other) for other in all_partitions(len(times), stages))
 
 
 @settings(deadline=None)
@@ -65,18 +65,18 @@ def test_measured_times_up_to_rounding(times: list[float], stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "stages", "cuts"),
+    ("times", "stages", "splits"),
     [
         ([1.0, 1.0, 1.0, 1.0], 2, (0, 2)),
         ([5.0, 1.0, 1.0, 1.0], 2, (0, 1)),
         ([1.0, 1.0, 1.0, 5.0], 3, (0, 1, 3)),
-        ([0.0, 0.0, 0.0], 2, (0, 1)),  # every cut is as good: the earliest
+        ([0.0, 0.0, 0.0], 2, (0, 1)),  # every split is as good: the earliest
         ([3.0, 1.0, 2.0], 3, (0, 1, 2)),
         ([3.0, 1.0, 2.0], 1, (0,)),
     ],
 )
-def test_examples(times: list[float], stages: int, cuts: tuple[int, ...]) -> None:
-    assert partition(times, stages) == cuts
+def test_examples(times: list[float], stages: int, splits: tuple[int, ...]) -> None:
+    assert partition(times, stages) == splits
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(3, 0), (3, -1), (3, 4), (0, 1)])
@@ -89,10 +89,10 @@ def test_what_cannot_be_divided_is_refused(layers: int, stages: int) -> None:
 @given(workloads())
 def test_stage_times_are_the_sums_of_their_layers(case: tuple[list[float], int]) -> None:
     times, stages = case
-    cuts = partition(times, stages)
-    found = stage_times(times, cuts)
+    splits = partition(times, stages)
+    found = stage_times(times, splits)
     assert len(found) == stages
-    assert max(found) == bottleneck(times, cuts)
+    assert max(found) == bottleneck(times, splits)
     assert sum(found) == sum(times)
 
 
@@ -107,17 +107,17 @@ def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
 ) -> None:
     slots = cluster.slots[: len(profile.layers)]
 
-    def slowest(cuts: Sequence[int]) -> float:
-        return max(each.total for each in stage_times_on(profile, cluster, slots, cuts, recompute))
+    def slowest(splits: Sequence[int]) -> float:
+        return max(each.total for each in stage_times_on(profile, cluster, slots, splits, recompute))
 
-    cuts = cuts_in_order(profile, cluster, slots, recompute)
+    splits = split_points_in_order(profile, cluster, slots, recompute)
     every = all_partitions(len(profile.layers), len(slots))
-    assert cuts in every
-    assert slowest(cuts) == pytest.approx(min(map(slowest, every)), rel=1e-9)
+    assert splits in every
+    assert slowest(splits) == pytest.approx(min(map(slowest, every)), rel=1e-9)
 
 
 def test_more_stages_on_given_devices_than_layers() -> None:
     one = Profile("m", 1, [LayerBytes("0", 1, 1, 0)], {"gpu": [Times(1.0, 1.0)]}, {})
     cluster = Cluster([Node("box", ["gpu", "gpu"])])
     with pytest.raises(ValueError, match="cannot divide 1 layers among 2 stages"):
-        cuts_in_order(one, cluster, cluster.slots)
+        split_points_in_order(one, cluster, cluster.slots)

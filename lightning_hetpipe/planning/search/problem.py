@@ -1,0 +1,64 @@
+"""Planning problem: the model, the devices, and what is asked of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.costs import Costs, Room, kinds_of
+from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.stage_memory import first_minibatch
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """Layers that are to be divided among the devices of one virtual worker.
+
+    Attributes:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        slots: The virtual worker's devices.
+        ordered: Whether stages are to lie on them in their order; some may be left out all the same.
+        state: The optimizer's bytes for each byte of the weights.
+        recompute: Whether forwards are computed again for their backwards.
+        stages: k, at most one for each layer and each device; None for as many as are of use.
+        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole, so that it must fit.
+        synchronise: Seconds that a wave's end waits for the parameter servers.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    slots: Sequence[DeviceSlot]
+    ordered: bool = False
+    state: float = 0.0
+    recompute: bool = False
+    stages: int | None = None
+    watched: bool = True
+    synchronise: float = 0.0
+
+    def costs(self, apart: bool) -> Costs:
+        """Times of the layers on each kind of device; ``apart`` makes each device a kind of its own."""
+        return Costs(self.profile, self.cluster, kinds_of(self.cluster, self.slots, apart), self.recompute)
+
+    def room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True) -> Room:
+        """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`Room`."""
+        layers = self.profile.layers
+        whole = first_minibatch(layers, self.state) if self.watched else 0
+        return Room(layers, costs.kinds, in_flight, self.state, self.recompute, loads, whole, limited)
+
+    def estimate(self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int) -> Estimate:
+        """Simulate stages on ``slots`` that start at the layers ``splits``."""
+        return estimate(
+            self.profile,
+            self.cluster,
+            slots,
+            splits,
+            in_flight,
+            state=self.state,
+            recompute=self.recompute,
+            synchronise=self.synchronise,
+            watched=self.watched,
+        )
