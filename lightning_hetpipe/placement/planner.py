@@ -256,7 +256,7 @@ class Planner:
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
         if profiling.optimizer is None or optimizer_name(profiling.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
-        reasons += self.placement.cluster.supposed([stage.slot for stage in found.stages])
+        reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
         return f"because {'; '.join(reasons)}"
 
     def _estimated(self, found: Estimate, profile: Profile, factor: float, why: str) -> Decision:
