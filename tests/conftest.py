@@ -55,6 +55,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which layers are profiled and training time is counted."""
     clock = Clock()
-    for module in ("planning.model.timing", "reporting.meter"):
+    for module in ("capture.microbenchmark", "reporting.meter"):
         monkeypatch.setattr(f"lightning_hetpipe.{module}.time", clock)
     return clock

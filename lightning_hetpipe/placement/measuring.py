@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.capture.microbenchmark import measure
+from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
-from lightning_hetpipe.planning.model.timing import ROUNDS
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
 
 _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
@@ -86,7 +85,7 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
 def layer_seconds(profiling: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
     """Measure seconds of each layer on ``device``, forward and backward: all that equal stages need."""
     with bar(f"measuring on {device}", (ROUNDS + 1) * len(profiling.layers)) as tick:
-        return measure(profiling.pieces, profiling.chance, profiling.default_dtype, device, tick=tick)
+        return measure(profiling.pieces, profiling.generators, profiling.default_dtype, device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:

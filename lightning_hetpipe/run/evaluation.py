@@ -55,7 +55,7 @@ class Evaluation:
         self.precision = precision
         self.settings = settings
         self.run_seed = run_seed
-        self.random = RandomGenerators(
+        self.generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.names = named_pieces(self.module, settings.module)
@@ -118,7 +118,7 @@ class Evaluation:
         layers = [layer for piece in pieces for layer in piece.layers]
         devices, asked = self.settings.devices, self.settings.stages
         stages = min(len(devices) if asked == "auto" else asked, len(layers))
-        times = measure(pieces, self.random, default_dtype, devices[-1], backward=False)
+        times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
         first = self.settings.choose_split_points(times, stages)
         layout = Layout(layers, first, place(stages, devices), stage_times(times, first))
         move_to_devices(layout, None)
@@ -129,7 +129,9 @@ class Evaluation:
 
     def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
         settings = self.settings
-        return StageSettings(self.random, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass)
+        return StageSettings(
+            self.generators, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass
+        )
 
     def context(self, hook: str) -> AbstractContextManager[Any]:
         """Around the user's step ``hook``, what the precision plugin wants."""

@@ -32,7 +32,7 @@ from lightning_hetpipe.run.extensions.random_states import RandomStates, own_sta
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead
-from lightning_hetpipe.run.piece_forwards import PieceForwards
+from lightning_hetpipe.run.piece_calls import PieceForwards
 from lightning_hetpipe.run.prepared_batch import prepared
 from lightning_hetpipe.run.user_step import default_dtype_in
 from lightning_hetpipe.torch_private import version_counter
@@ -86,7 +86,9 @@ class EvaluationRun:
                 self._evaluator = self._stand_in(pieces)
                 output = native(*args)
             else:
-                watch = EvaluationWatch(evaluation.module, evaluation.names, evaluation.random, self._tag(1), pieces)
+                watch = EvaluationWatch(
+                    evaluation.module, evaluation.names, evaluation.generators, self._tag(1), pieces
+                )
                 with watch.watching():
                     output = native(*args)
                 pieces = watch.pieces
@@ -214,8 +216,8 @@ class EvaluatedPieces(PieceForwards, Extension):
         self._exits = ExitStack()
         for piece in evaluation.pieces:
             if piece.captured is not None:
-                self._exits.callback(setattr, piece.captured, "alone", piece.captured.alone)
-                piece.captured.alone = evaluator.compute_lock.alone
+                self._exits.callback(setattr, piece.captured, "exclusive", piece.captured.exclusive)
+                piece.captured.exclusive = evaluator.compute_lock.alone
 
     def closed(self) -> None:
         self._exits.close()
@@ -231,7 +233,9 @@ class EvaluatedPieces(PieceForwards, Extension):
             with call.aside():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(piece, (call.args, call.kwargs), value, self._evaluation.random, self._tag(batch.number))
+                    compare(
+                        piece, (call.args, call.kwargs), value, self._evaluation.generators, self._tag(batch.number)
+                    )
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -82,7 +82,7 @@ class FirstMinibatch(Extension):
         precision: Precision,
         settings: RunSettings,
         run_seed: int,
-        chance: RandomGenerators,
+        generators: RandomGenerators,
         user_step: UserStep,
         synchroniser: Synchroniser | None,
         begin: Begin,
@@ -94,7 +94,7 @@ class FirstMinibatch(Extension):
         self._precision = precision
         self._settings = settings
         self._run_seed = run_seed
-        self._chance = chance
+        self._generators = generators
         self._user_step = user_step
         self._synchroniser = synchroniser
         self._begin = begin
@@ -108,7 +108,7 @@ class FirstMinibatch(Extension):
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
-        watch = TrainingWatch(self._module, self._names, self._chance, minibatch, frozen_too=self._finetuned)
+        watch = TrainingWatch(self._module, self._names, self._generators, minibatch, frozen_too=self._finetuned)
         self._watched = watch, OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         if settings.first_memory is not None:
@@ -148,7 +148,7 @@ class FirstMinibatch(Extension):
         settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         assert settings.decide is not None
-        decision = settings.decide(ProfilingInput(pieces, self._chance, dtype, optimizer, self._samples))
+        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples))
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:

@@ -94,7 +94,7 @@ class Fit:
         self._driver: Driver[Minibatch] = Driver(self)
         self._loss_scale = LossScale(precision, self._driver.unlocked)
         self._user_step = UserStep(trainer, precision, self._loss_scale)
-        self._random = RandomGenerators(
+        self._generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
@@ -195,7 +195,7 @@ class Fit:
         settings, synchroniser = self._settings, self._synchroniser
         if synchroniser is None and is_single_stage(settings):
             self._looks_ahead = False
-            single = SingleStage(self._module, settings, self._random, self._driver.computed)
+            single = SingleStage(self._module, settings, self._generators, self._driver.computed)
             self._report = single.report
             return single
         return FirstMinibatch(
@@ -203,7 +203,7 @@ class Fit:
             self._precision,
             settings,
             self._run_seed,
-            self._random,
+            self._generators,
             self._user_step,
             synchroniser,
             self._pipeline,
@@ -227,7 +227,7 @@ class Fit:
             layout.split_points,
             layout.devices,
             StageSettings(
-                self._random,
+                self._generators,
                 in_flight,
                 settings.torch_threads,
                 self._user_step.default_dtype(),
@@ -245,11 +245,11 @@ class Fit:
             state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
             add(outside, TrainerCounters(trainer), RandomStates(state), Replay(self._module, context))
             add(Attributes(self._module, in_flight, number - 1))  # after the stand-ins of Replay, which all see
-        calls = PieceCalls(pieces, layout, self._random)
+        calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.alone = engine.compute_lock.alone
+                piece.captured.exclusive = engine.compute_lock.alone
         self.evaluation.take_over(pieces, layout, in_flight)
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)

@@ -35,7 +35,7 @@ class RemoteStage(Stage):
         self._reader = threading.Thread(target=self._read, name=f"hetpipe-remote-{self.index}", daemon=True)
         self._asked: set[int] = set()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        chance, settings = self._settings.chance, self._settings
+        chance, settings = self._settings.generators, self._settings
         segments = [(part.index, part.piece, part.stage, part.first, part.last) for part in self.segments]
         count = max(part.last for part in self.segments) + 1
         seeds = (chance.run_seed, chance.virtual_worker)

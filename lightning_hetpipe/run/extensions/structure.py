@@ -45,7 +45,7 @@ class Structure(Extension):
         return _Modes(self._calls)
 
     def stepped(self, version: int) -> None:
-        changed = self._calls.changed()
+        changed = self._calls.fingerprint.changed()
         if changed is None:
             return
         if not self._driver.restarts and self._engine.in_flight > 1:
@@ -57,7 +57,7 @@ class Structure(Extension):
             self._calls.follow()
         self._driver.restarts = True  # a pipeline of new copies starts empty
         self._engine.copy_layers()
-        self._calls.take()
+        self._calls.fingerprint.take()
 
     def evaluating(self, minibatch: int) -> Around:
         return self._calls.interceptor.aside() if self._evaluates() else NOTHING
