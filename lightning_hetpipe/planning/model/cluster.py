@@ -214,9 +214,7 @@ class Cluster:
             if one.node != other.node and self.link is None:
                 found[f"{ETHERNET} is assumed between nodes, as the cluster declares no link"] = None
             elif one.node == other.node and node.link is None and self.link_between(one, other) != NO_LINK:
-                found[f"{node.own_link} is assumed between devices of '{node.name}', as that node declares no link"] = (
-                    None
-                )
+                found[f"{node.own_link} is assumed between devices of '{node.name}', as it declares no link"] = None
         return [*found]
 
     def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
