@@ -43,7 +43,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
-from lightning_hetpipe.pipeline.user.user_section import UserSection, UserSections
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection, UserSections
 
 Around = AbstractContextManager[Any]
 NOTHING: Around = nullcontext()
@@ -65,8 +65,8 @@ class Extension:
     def user_step(self, minibatch: int) -> Around:
         return NOTHING
 
-    def section(self, minibatch: int) -> UserSection | None:
-        return None
+    def section(self, minibatch: int) -> UserSection:
+        return NO_SECTION
 
     def submitted(self, minibatch: int, version: int) -> None: ...
 
@@ -136,9 +136,9 @@ class Extensions(Extension):
     def user_step(self, minibatch: int) -> Around:
         return self._around(lambda extension: extension.user_step(minibatch))
 
-    def section(self, minibatch: int) -> UserSections | None:
-        found = [section for extension in self.all if (section := extension.section(minibatch)) is not None]
-        return UserSections(found) if found else None
+    def section(self, minibatch: int) -> UserSections:
+        found = [extension.section(minibatch) for extension in self.all]
+        return UserSections([section for section in found if section is not NO_SECTION])
 
     def submitted(self, minibatch: int, version: int) -> None:
         for extension in self.all:

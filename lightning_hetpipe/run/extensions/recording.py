@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
 from lightning_hetpipe.run.extensions.thread_sections import ThreadSections, observed
@@ -49,8 +49,8 @@ class Recording(Extension):
     def transferring(self, minibatch: int) -> Around:
         return self.sections.look_ahead(minibatch)
 
-    def section(self, minibatch: int) -> UserSection | None:
-        return None if self.recorder is None else self.recorder.section(minibatch)
+    def section(self, minibatch: int) -> UserSection:
+        return NO_SECTION if self.recorder is None else self.recorder.section(minibatch)
 
     def submitted(self, minibatch: int, version: int) -> None:
         if self.recorder is not None:
