@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def readme_block(results: Results) -> str:
     for (name, title), text in CITED.items():
         figure = found.get((name, title))
         if figure is not None and figure.spread is not None:
-            median, reach, _, _ = figure.cells()
+            median, reach, _, _ = replace(figure, digits=2).cells()
             rows.append((text, f"**{median}**", reach))
             cited[name] = results[name]
     return "\n".join([BEGIN, "", *_markdown(rows), "", *(f"- {line}" for line in _measured(cited)), "", END])

@@ -56,7 +56,7 @@ class LitAutoEncoder(L.LightningModule):
         self.log("test_unexplained", F.mse_loss(x_hat, x) / F.mse_loss(x.mean(0).expand_as(x), x))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # In a pipeline staleness is momentum enough: hence the low first beta.
+        # Staleness in a pipeline acts as momentum: hence the low first beta.
         return torch.optim.Adam(self.parameters(), lr=1e-3, betas=(0.5, 0.999))
 
 

@@ -1,4 +1,4 @@
-"""Fine-tunes a model of Hugging Face's as a pipeline of three stages: `python examples/hugging_face.py`.
+"""A Hugging Face model, fine-tuned as a pipeline of three stages: `python examples/hugging_face.py`.
 
 To start from trained weights, replace the small random model by `GPT2LMHeadModel.from_pretrained("gpt2")` and read the
 text with that model's tokenizer; nothing else changes.
@@ -19,15 +19,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_hetpipe import HetPipeStrategy
 
-VOCABULARY = 256  # bytes are the words
+VOCABULARY = 256  # bytes are the tokens
 
 
 class SourceText(Dataset[dict[str, Tensor]]):
-    """Windows over the source of Python's standard library, which every Python has, as Hugging Face's models take them.
+    """Windows over the source of Python's standard library, which every Python has, as Hugging Face models take them.
 
     Args:
-        first: the first byte that is read, of all files joined in the order of their names.
-        count: how many windows.
+        first: offset of the first byte in all files, joined in the order of their names.
+        count: number of windows.
         length: bytes per window.
     """
 
@@ -44,7 +44,7 @@ class SourceText(Dataset[dict[str, Tensor]]):
 
 
 class LanguageModel(L.LightningModule):
-    """Any model of Hugging Face's that gives its own loss."""
+    """Any Hugging Face model that returns its own loss."""
 
     def __init__(self, lr: float = 5e-4) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class LanguageModel(L.LightningModule):
                 n_layer=4,
                 n_head=4,
                 use_cache=False,
-                bos_token_id=None,  # bytes have no such marks
+                bos_token_id=None,  # bytes have no such tokens
                 eos_token_id=None,
             )
         )
@@ -71,7 +71,7 @@ class LanguageModel(L.LightningModule):
         self.log("test_bits_per_byte", self.model(**batch).loss / math.log(2))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # In a pipeline staleness is momentum enough: hence the low first beta, and the low rate.
+        # Staleness in a pipeline acts as momentum: hence the low first beta, and the low rate.
         return torch.optim.AdamW(self.parameters(), lr=self.lr, betas=(0.5, 0.95))
 
 

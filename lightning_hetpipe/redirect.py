@@ -1,4 +1,4 @@
-"""A method of one object, replaced for a while."""
+"""Temporary replacement of a method of one object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Redirect:
 
     @property
     def replaced(self) -> Callable[..., Any] | None:
-        """What the user had put into the owner's ``__dict__`` instead of the class's method; None if nothing."""
+        """Method that the user had put into the owner's ``__dict__`` instead of the class's; None if there was none."""
         return self.original if self._shadowed else None
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""A piece that is no ``nn.Sequential``: its graph, cut into layers."""
+"""Graphs of a piece that is no ``nn.Sequential``, split into layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues, Values
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
-from lightning_hetpipe.capture.stand_ins import on_one_device
+from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
@@ -23,14 +23,14 @@ from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
 
 VARIANTS = 8
-"""How many graphs of one piece there may be: one for each kind of input that needs one of its own."""
+"""Most graphs of one piece: one for each kind of input that needs one of its own."""
 
 FITTED = 256
-"""How many combinations of sizes are remembered to fit a graph."""
+"""Combinations of sizes that are remembered to fit a graph."""
 
 
 class Captured:
-    """The graphs of one module, and the layers that they are cut into.
+    """Graphs of one module, and the layers that they are split into.
 
     Args:
         name: The module's path in the LightningModule.
@@ -54,10 +54,10 @@ class Captured:
     ) -> None:
         self.layers: list[Layer] = []
         self.frozen = frozen
-        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
         self.in_vain = 0
-        """How often a changed Python value was found to make no difference."""
+        """Number of comparisons in which a changed Python value made no difference."""
         self._name = name
         self._module = module
         self._autocast = autocast
@@ -68,7 +68,7 @@ class Captured:
         self._capture(args, kwargs)
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What the first layer takes for ``module(*args, **kwargs)``; captures a graph where none fits."""
+        """Input of the first layer for ``module(*args, **kwargs)``; captures a graph where none fits."""
         of_this_mode = self._of_this_mode()
         for number, variant in of_this_mode:
             if (leaves := variant.fitting(args, kwargs)) is not None:
@@ -99,7 +99,7 @@ class Captured:
         self._variants[value[0]].way = way
 
     def way(self, value: tuple[Any, ...]) -> Way | None:
-        """How the module computed when the graph that ``value`` is for was last compared with it in a minibatch."""
+        """Way in which the module computed when the graph for ``value`` was last compared with it in a minibatch."""
         variant: _Variant = self._variants[value[0]]
         return variant.way
 
@@ -117,7 +117,7 @@ class Captured:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         again, gradients = bool(self._of_this_mode()), torch.is_grad_enabled()
         with (
-            self.alone(),
+            self.exclusive(),
             torch.inference_mode(False),
             torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
             self._autocast.opened(),
@@ -160,7 +160,7 @@ def graph_layer(layer: Layer) -> GraphLayer:
 
 @dataclass(frozen=True)
 class Way:
-    """How a module computes, as its gradients tell: a ``detach()`` or ``no_grad()`` changes nothing else.
+    """Autograd nodes of one call of a module: a ``detach()`` or ``no_grad()`` in it changes nothing else.
 
     Attributes:
         inputs: The shape of each input, and whether it requires a gradient.
@@ -180,12 +180,12 @@ class Way:
         )
 
     def differs(self, before: Way | None) -> bool:
-        """Whether it is another than ``before``, for like inputs."""
+        """Tell whether it is another way than ``before``, for inputs of the same shapes."""
         return before is not None and self.inputs == before.inputs and self.nodes != before.nodes
 
 
 class _Variant:
-    """Which calls a graph is for.
+    """Conditions under which a call may run one graph.
 
     Attributes:
         mode: Whether the module was to be trained, and whether gradients were wanted.
@@ -231,7 +231,7 @@ class _Variant:
 
 
 def _kind(leaf: Any) -> Any:
-    """What must be the same for a graph to fit: of a tensor its dtype and dimensions, and which of them are 0 or 1."""
+    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1."""
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.

@@ -38,7 +38,7 @@ def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redir
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` gives, or was compiled in place."""
+    """Tell whether ``torch.compile`` has made it, or it was compiled in place."""
     return behind_compile(module) is not None or vars(module).get(COMPILED_CALL) is not None
 
 
@@ -56,7 +56,7 @@ def refuse_compiled(name: str, layer: nn.Module) -> None:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether it is what ``torch.jit.script``, ``trace`` or ``load`` gives."""
+    """Tell whether ``torch.jit.script``, ``trace`` or ``load`` has made it."""
     return isinstance(module, torch.jit.ScriptModule)
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.export`` makes of a module: its graph, or one sentence about why it has none."""
+"""Export of a module by ``torch.export``: its graph, or one sentence about why it has none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def graph_of(
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
-    chance = (random.getstate(), _numpy_state())
+    states = (random.getstate(), _numpy_state())
     try:
         with _left_alone(name, module), _silently():
             program = export(
@@ -63,7 +63,7 @@ def graph_of(
         raise
     except Exception as error:
         raise _refusal(name, error) from error
-    if chance != (random.getstate(), _numpy_state()):
+    if states != (random.getstate(), _numpy_state()):
         raise SettingError(
             f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
             " them with torch, or in training_step"
@@ -99,7 +99,7 @@ def _users_line(error: Exception) -> str | None:
 
 @contextmanager
 def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
-    """Undoes what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
+    """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
     What ``forward`` sets in attributes of the user's is refused, as a graph would not. (Tracing runs it, not for the
     first time: what it sets in its first call only, it has set by now.) Hooks of the module itself run around its
@@ -118,7 +118,7 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Withholds what torch says of its inner life, such as the whole graph where it fails: our error says enough."""
+    """Withhold torch's own diagnostics, such as the whole graph where it fails: our error says enough."""
     logs, printed = [logging.getLogger(name) for name in _LOGS], io.StringIO()
     for log in logs:
         log.addFilter(_is_error)

@@ -1,4 +1,4 @@
-"""What the live layers are, beside their weights and buffers: stages hold copies, which must not fall behind."""
+"""Fingerprint of the live layers beside their weights and buffers: stages hold copies, which must not fall behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_hetpipe.torch_private import contents, has_hooks, version_counter
 
 
 class Fingerprint:
-    """The form of ``pieces`` when last taken: their modules, parameters, buffers, hooks and plain attributes."""
+    """Modules, parameters, buffers, hooks and plain attributes of ``pieces``, as they were when last taken."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
@@ -23,7 +23,7 @@ class Fingerprint:
         self.take()
 
     def take(self) -> None:
-        """The layers are as they should be now."""
+        """Take the layers as they are now for what they should be."""
         self._seen = list(self._now())
         self._modules = [module for piece in self.pieces for module in piece.module.modules()]
         self._beside = list(self._found_beside())
@@ -31,7 +31,7 @@ class Fingerprint:
         self._parameters = [_parameters(piece) for piece in self.pieces]
 
     def with_own_parameters(self, piece: int) -> bool:
-        """Whether piece number ``piece`` holds its own parameters now, and not some that stand in for them."""
+        """Tell whether piece number ``piece`` holds its own parameters now, and no others in their place."""
         return _parameters(self.pieces[piece]) == self._parameters[piece]
 
     def changed(self) -> str | None:
@@ -64,7 +64,7 @@ class Fingerprint:
         return beside + [contents(module) for module in self._modules]
 
     def _found_beside(self) -> Iterator[tuple[str, Any]]:
-        """What modules hold in plain attributes and may be changed in place: tensors, and objects (configurations)."""
+        """Find tensors and objects (configurations) in plain attributes, which may be changed in place."""
         seen: set[int] = set()
         for piece in self.pieces:
             for name, module in piece.module.named_modules():
@@ -74,7 +74,7 @@ class Fingerprint:
                         yield ".".join(part for part in (piece.name, name, attribute) if part), value
 
     def modes(self) -> list[bool]:
-        """Which modules are being trained, and which evaluated."""
+        """Modes of all modules: True for training."""
         return [module.training for module in self._modules]
 
     def other_mode(self, modes: list[bool]) -> str | None:
@@ -127,7 +127,7 @@ _SMALL: dict[int, int] = {}
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object of a user's that holds settings: no module, function, class, or torch's or Python's."""
+    """Tell whether ``value`` is a user's object that holds settings: no module, function or class, and no library's."""
     kind = type(value)
     if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
         return False

@@ -1,9 +1,9 @@
 """Python values from outside a captured module that its ``forward`` reads: a graph has frozen them.
 
-Attributes of the module's own are followed, or refused by name, when they change (``form.py``). This is about what
-stands elsewhere: globals, closures, defaults, class attributes, attributes of other objects. Which of them may be read
-is found while the module itself runs: the functions that it calls name them. Finding too many costs only time, since a
-change is a reason to compare the graph with the module (``trial.py``), not to refuse it.
+Attributes of the module's own are followed, or refused by name, when they change (``fingerprint.py``). Here are those
+that stand elsewhere: globals, closures, defaults, class attributes, attributes of other objects. Which of them may be
+read is found while the module itself runs: the functions that it calls name them. Finding too many costs only time,
+since a change is a reason to compare the graph with the module (``parity_check.py``), not to refuse it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, 
 from lightning_hetpipe.torch_private import version_counter
 
 DEPTH = 12
-"""How many attributes in a row are followed; from ``self.owner[0]`` to its Trainer's counter of steps it is nine."""
+"""Most attributes in a row that are followed; from ``self.owner[0]`` to its Trainer's counter of steps are nine."""
 
 ITEMS = 16
-"""How many objects of one container are followed."""
+"""Most objects of one container that are followed."""
 
 SOURCES = 2000
-"""How many namespaces, containers and tensors are watched at most."""
+"""Most namespaces, containers and tensors that are watched."""
 
 NAMED = 3
-"""How many values that have changed are named at most."""
+"""Most changed values that a message names."""
 
 Values = Sequence[tuple[Any, ...]]
-"""What sources hold, one after the other."""
+"""Contents of the sources, one after the other."""
 
 _ABSENT = object()
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
@@ -161,7 +161,7 @@ class FrozenValues:
                 self._function(function)
         for path, part in parts.items():
             self._class(type(part), DEPTH)
-            attributes = plain_attributes(part)  # form.py sees to these themselves
+            attributes = plain_attributes(part)  # fingerprint.py sees to these themselves
             for name in sorted(self._names & attributes.keys()):
                 self._pending.append((f"{path or type(part).__name__}.{name}", attributes[name], DEPTH))
         while self._pending:  # what is near first
@@ -252,7 +252,7 @@ class FrozenValues:
 
 
 def _is_users(code: CodeType) -> bool:
-    """Whether it was not written by torch, by Python or by us."""
+    """Tell whether it is neither torch's code, nor Python's, nor ours."""
     file = code.co_filename
     if file.startswith(_NOT_USERS):
         return False

@@ -1,8 +1,8 @@
-"""Which nodes of a captured graph make up a layer.
+"""Grouping of the nodes of a captured graph into layers.
 
 A layer is a run of nodes of one *block*: a submodule with weights that holds no list of further blocks, such as one
 layer of a transformer. What runs between blocks goes with the block before it. Runs are joined where a later one would
-change in place what an earlier one has made (or a view of it): such a value may not cross a cut.
+change in place what an earlier one has made (or a view of it): such a value may not cross a split point.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
 
 
 def alike(found: Sequence[LayerNodes], calls: Sequence[str | None]) -> list[LayerNodes] | None:
-    """``found``, cut where another graph of the same module is cut, whose groups have these ``calls``.
+    """Split ``found`` where another graph of the same module is split, whose groups have these ``calls``.
 
     Groups that the other one lacks are joined with those before; those that only the other one has are empty.
 
     Returns:
         None if that cannot be, as the graph begins otherwise.
     """
-    cut: list[LayerNodes] = []
+    split: list[LayerNodes] = []
     for group in found:
-        if group.call in calls[len(cut) :]:
-            cut += [LayerNodes(call) for call in calls[len(cut) : calls.index(group.call, len(cut)) + 1]]
-        if not cut:
+        if group.call in calls[len(split) :]:
+            split += [LayerNodes(call) for call in calls[len(split) : calls.index(group.call, len(split)) + 1]]
+        if not split:
             return None
-        cut[-1].nodes += group.nodes
-    return cut + [LayerNodes(call) for call in calls[len(cut) :]]
+        split[-1].nodes += group.nodes
+    return split + [LayerNodes(call) for call in calls[len(split) :]]
 
 
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -107,7 +107,7 @@ def _blocks(module: nn.Module, path: str = "", listed: bool = False) -> Iterator
 
 
 def _is_list(module: nn.Module, listed: bool) -> bool:
-    """Whether it holds modules with weights, one after the other.
+    """Tell whether it holds modules with weights, one after the other.
 
     Inside such a list, an ``nn.Sequential`` of nothing but single layers (a transformer layer's MLP, a downsampling) is
     a part of a block.
@@ -128,7 +128,7 @@ def _call_of(path: str, blocks: set[str]) -> str | None:
 
 
 def _is_a_look(node: fx.Node) -> bool:
-    """Whether ``node`` only picks a part, or a size, of what another one has made: it goes where that is."""
+    """Tell whether ``node`` only picks a part, or a size, of another node's output: it goes where that is."""
     return node.target in (operator.getitem, torch.ops.aten.sym_size.int)
 
 
@@ -142,7 +142,7 @@ def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
 
 
 def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, int]]:
-    """From where to where groups belong together, as one changes in place what another has made."""
+    """Ranges of groups that belong together, as one changes in place what another has made."""
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     shares: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose values may lie in the same memory
     for node in compute_nodes(graph):
@@ -176,7 +176,7 @@ def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 _STATISTICS = ("running_mean", "running_var")
-"""What batch and instance norm change in place without saying so."""
+"""Arguments that batch and instance norm change in place, though their schema does not say so."""
 
 
 def _joined(found: Sequence[LayerNodes], spans: Iterator[tuple[int, int]]) -> list[LayerNodes]:

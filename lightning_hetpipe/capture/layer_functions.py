@@ -1,4 +1,4 @@
-"""A captured graph, cut into one function for each layer."""
+"""Functions of the layers of a captured graph, one for each."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def parts(
     device: torch.device,
     calls: Sequence[str | None] | None = None,
 ) -> list[LayerFunction] | None:
-    """The layers of ``graph``, which is ``module``'s at path ``name``. Between two passes what a later one needs.
+    """Split ``graph``, which is ``module``'s at path ``name``, into layers. Each hands on all that a later one needs.
 
     Args:
         graph: What it was captured as.
         module: The captured module.
         name: Its path.
         device: Where it was captured.
-        calls: What the groups of another graph of it are called, like which this one is to be cut.
+        calls: What the groups of another graph of it are called, where this one is to be split too.
 
     Returns:
-        None if it cannot be cut so.
+        None if it cannot be split so.
     """
     whole = groups(graph.graph, module)
     found = whole if calls is None else alike(whole, calls)
@@ -97,12 +97,12 @@ def parts(
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where ``module`` is captured: where its tensors are."""
+    """Device on which ``module`` is captured: that of its tensors."""
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def at(graph: nn.Module, path: str) -> Any:
-    """What ``graph`` holds at ``path``."""
+    """Module or tensor that ``graph`` holds at ``path``."""
     return functools.reduce(getattr, path.split("."), graph)
 
 
@@ -158,7 +158,7 @@ class _Maker:
         return self._graph.call_function(target, args, kwargs)
 
     def _draw(self, node: fx.Node) -> tuple[Any, ...]:
-        """What :func:`drawn` takes before the arguments of ``node``, a random operation."""
+        """Arguments of :func:`drawn` before those of ``node``, a random operation."""
         owner = self._owners.get(path_of(node), path_of(node))
         path = ".".join(part for part in (self._name, owner) if part)
         ordinal = self._ordinals.get(path, 0)

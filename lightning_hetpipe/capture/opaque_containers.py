@@ -1,4 +1,4 @@
-"""Objects that hold tensors: dataclasses, which stages learn to take apart, and others, where they would find none."""
+"""Objects that hold tensors: dataclasses, which are registered with pytree, and opaque ones, which are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opaque_in(value: Any) -> Any | None:
 
 
 def _is_plain_dataclass(item: Any) -> bool:
-    """Whether ``item`` can be made again from its fields."""
+    """Tell whether ``item`` can be made again from its fields."""
     if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
         return False
     fields = {field.name for field in dataclasses.fields(item)}

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
-from lightning_hetpipe.capture.stand_ins import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -27,7 +27,7 @@ from lightning_hetpipe.pipeline.weight_stash import copy_of
 from lightning_hetpipe.torch_private import pytree
 
 IN_VAIN = 20
-"""After how many comparisons that changed values caused, and that found no difference, a warning says so."""
+"""Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class WatchedCall:
     frozen: FrozenValues
 
 
-def capture(piece: Piece, call: WatchedCall, chance: RandomGenerators, minibatch: int) -> None:
-    """Gives ``piece`` its layers, and what each of them was given in the watched call.
+def capture(piece: Piece, call: WatchedCall, generators: RandomGenerators, minibatch: int) -> None:
+    """Give ``piece`` its layers, and the input of each of them in the watched call.
 
     Raises:
         SettingError: if it cannot be captured, or if its graph gives other values than the module itself.
@@ -57,7 +57,7 @@ def capture(piece: Piece, call: WatchedCall, chance: RandomGenerators, minibatch
     piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, call.frozen)
     piece.layers = piece.captured.layers
     value = piece.value(args, kwargs)
-    found, piece.inputs = _run_graph(piece, value, call.buffers, chance, minibatch)
+    found, piece.inputs = _run_graph(piece, value, call.buffers, generators, minibatch)
     if not equal_outputs(found, call.gave):
         raise SettingError(
             f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so that"
@@ -71,16 +71,16 @@ def compare(
     piece: Piece,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     value: Any,
-    chance: RandomGenerators,
+    generators: RandomGenerators,
     minibatch: int | str,
 ) -> None:
-    """Compares the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
+    """Compare the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
 
     Args:
         piece: A captured one.
         given: What the module is given: (args, kwargs).
         value: What its first layer is given for it.
-        chance: The run's random numbers.
+        generators: The run's random numbers.
         minibatch: The minibatch, whose random numbers both draw; the name of an evaluation's batch.
 
     Raises:
@@ -90,13 +90,13 @@ def compare(
     assert captured is not None
     changed = captured.changed(value)
     inputs = Value.of(given)
-    with captured.alone(), attributes_restored(module), on_one_device(module, captured.device, filled=True):
+    with captured.exclusive(), attributes_restored(module), on_one_device(module, captured.device, filled=True):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, Way]:
             args, kwargs = inputs.tree(inputs.leaves(captured.device))
             try:
-                with chance.watch({piece.name: module}, minibatch), captured.frozen.noted():
+                with generators.watch({piece.name: module}, minibatch), captured.frozen.noted():
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
                 with torch.no_grad():
@@ -106,7 +106,7 @@ def compare(
             return Value.of(gave), Way.of(inputs, gave)
 
         gave, way = run()
-        found, _ = _run_graph(piece, value, buffers, chance, minibatch)
+        found, _ = _run_graph(piece, value, buffers, generators, minibatch)
         other = None if equal_outputs(found, gave) else "values"
         if other is None and changed is not None and way.differs(captured.way(value)):
             other = "gradients"
@@ -133,11 +133,11 @@ def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:
 
 
 def _run_graph(
-    piece: Piece, value: Any, buffers: dict[str, Tensor], chance: RandomGenerators, minibatch: int | str
+    piece: Piece, value: Any, buffers: dict[str, Tensor], generators: RandomGenerators, minibatch: int | str
 ) -> tuple[Value, list[Value]]:
-    """What the layers of ``piece`` make of ``value``, starting from ``buffers``; and what each of them is given."""
+    """Run the layers of ``piece`` on ``value``, starting from ``buffers``; also return the input of each."""
     inputs: list[Value] = []
-    with chance.minibatch(minibatch), piece.autocast.opened():
+    with generators.minibatch(minibatch), piece.autocast.opened():
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():
@@ -152,7 +152,7 @@ def _run_graph(
 
 
 def evaluated(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the module of ``piece``, a captured one, gives by itself, on the device on which it was captured."""
+    """Run the module of ``piece``, a captured one, as it is, on the device on which it was captured."""
     captured, module = piece.captured, piece.module
     assert captured is not None
     own_args, own_kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(captured.device), (args, kwargs))
@@ -161,13 +161,13 @@ def evaluated(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def equal_outputs(found: Value, gave: Value) -> bool:
-    """Whether tensors, numbers and text in both are the same."""
+    """Tell whether tensors, numbers and text in both are the same."""
     tensors = len(found.tensors) == len(gave.tensors) and all(map(_same, found.tensors, gave.tensors))
     return tensors and len(found.others) == len(gave.others) and all(map(_alike, found.others, gave.others))
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two parts of an output are, as far as they are numbers and text: of tensors, others see to these."""
+    """Tell whether two parts of an output are the same numbers or text; tensors are not looked at."""
     if not isinstance(one, PLAIN) and not isinstance(other, PLAIN):
         return True
     return type(one) is type(other) and bool(one == other or one != one)

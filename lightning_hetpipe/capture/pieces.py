@@ -66,7 +66,7 @@ class Piece:
         return Piece(name, module, single=SingleLayer(module) if is_single(module) else None)
 
     def needs_graph(self) -> bool:
-        """Whether its layers can be seen in a graph only."""
+        """Tell whether its layers can be seen in a graph only."""
         return self.single is None and not is_plain_sequential(self.module)
 
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
@@ -89,7 +89,7 @@ class Piece:
         return value
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What its first layer takes, where ``training_step`` calls the module so."""
+        """Input of its first layer, where ``training_step`` calls the module with these arguments."""
         if self.captured is not None:
             return self.captured.value(args, kwargs)
         if self.single is not None:
@@ -129,15 +129,17 @@ def never_called(names: Collection[str], name: str) -> SettingError:
 
 
 def is_single(module: nn.Module) -> bool:
-    """Whether ``module`` is one layer of torch.nn's own, with nothing around it that a graph would have to show."""
+    """Tell whether ``module`` is one layer of torch.nn's own, with nothing around it that a graph had to show."""
     if not type(module).__module__.startswith("torch.nn.modules.") or has_any_hooks(module):
         return False
     return not any(True for child in module.children() for _ in child.parameters())
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether ``module`` does what ``nn.Sequential`` does, call its children in order, and these can be copied: none
-    has hold of a module that it is not made of, such as the LightningModule."""
+    """Tell whether ``module`` calls its children in order, as ``nn.Sequential`` does, and these can be copied.
+
+    They cannot where one holds a module that it is not made of, such as the LightningModule.
+    """
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
     parts = set(module.modules())

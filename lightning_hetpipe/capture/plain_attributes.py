@@ -81,7 +81,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:
-    """What a user has put there: chance's and our own stand-ins for methods taken away."""
+    """Attribute as the user has set it, behind what random generators and redirects have put in its place."""
     while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
         replaced = getattr(value, "replaced", None)
         value = _ABSENT if replaced is None else replaced

@@ -32,18 +32,18 @@ METHOD = 2
 
 @dataclass(frozen=True)
 class ProfilingInput:
-    """What a watched step has shown of a model, from which it can be profiled.
+    """Layers of a model with their inputs in the watched step, from which it can be profiled.
 
     Attributes:
         pieces: With what each of their layers was given.
-        chance: Of random operations.
+        generators: Of random operations.
         default_dtype: In the watched step; None for torch's own.
         optimizer: The Trainer's.
         samples: In its minibatch.
     """
 
     pieces: Sequence[Piece]
-    chance: RandomGenerators
+    generators: RandomGenerators
     default_dtype: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
     samples: int = 1
@@ -68,18 +68,18 @@ class ProfilingInput:
         for layer, value, piece in self.layers:
             state = ProcessState.current()
             try:
-                rehearsal = Microbenchmark(layer, value, piece, self.chance, self.default_dtype, device)
-                found = _bytes(layer, rehearsal), _times(rehearsal, _update(self.optimizer, rehearsal), now)
+                benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
+                found = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
             finally:
                 state.restore()
             yield found
 
 
-def _bytes(layer: Layer, rehearsal: Microbenchmark) -> LayerBytes:
-    scratch, (_, own) = rehearsal.scratch, rehearsal.inputs()
+def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
+    scratch, (_, own) = benchmark.scratch, benchmark.inputs()
     outputs, kept = Counter().kept(
         own,
-        lambda: rehearsal.forward(own),
+        lambda: benchmark.forward(own),
         lambda: [*scratch.parameters(), *scratch.buffers()],
     )
     return LayerBytes(
@@ -91,23 +91,23 @@ def _bytes(layer: Layer, rehearsal: Microbenchmark) -> LayerBytes:
     )
 
 
-def _times(rehearsal: Microbenchmark, update: Callable[[], object], now: Callable[[], float]) -> Times:
+def _times(benchmark: Microbenchmark, update: Callable[[], object], now: Callable[[], float]) -> Times:
     rounds = []
     for _ in range(WARM_UP + ROUNDS):
-        inputs, own = rehearsal.inputs()
+        inputs, own = benchmark.inputs()
         began = now()
-        outputs = rehearsal.forward(own)
+        outputs = benchmark.forward(own)
         turned = now()
-        rehearsal.backward(inputs, outputs)
+        benchmark.backward(inputs, outputs)
         ended = now()
         update()
         rounds.append((turned - began, ended - turned, now() - ended))
     return Times(*map(median, zip(*rounds[WARM_UP:], strict=True)))
 
 
-def _update(optimizer: torch.optim.Optimizer | None, rehearsal: Microbenchmark) -> Callable[[], object]:
+def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) -> Callable[[], object]:
     """A step of an optimizer like ``optimizer`` on such weights; nothing where it is none of torch's own."""
-    parameters = [nn.Parameter(each.detach().clone()) for each in rehearsal.scratch.parameters() if each.requires_grad]
+    parameters = [nn.Parameter(each.detach().clone()) for each in benchmark.scratch.parameters() if each.requires_grad]
     if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):
         return lambda: None
     known = inspect.signature(type(optimizer)).parameters
@@ -117,8 +117,8 @@ def _update(optimizer: torch.optim.Optimizer | None, rehearsal: Microbenchmark) 
 
     def step() -> None:
         like.step()
-        if rehearsal.device.type == "cuda":
-            torch.cuda.synchronize(rehearsal.device)
+        if benchmark.device.type == "cuda":
+            torch.cuda.synchronize(benchmark.device)
 
     return step
 

@@ -1,4 +1,4 @@
-"""Builds what a section of the configuration stands for."""
+"""Building of the object that a section of the configuration describes."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
 
 
 def _wants_all() -> bool:
-    """Whether a person has asked for tracebacks of wrong settings too."""
+    """Return whether a person has asked for tracebacks of wrong settings too."""
     return os.environ.get(_FULL_ERROR) == "1" and _SET_BY_US not in os.environ
 
 

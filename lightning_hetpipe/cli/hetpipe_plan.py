@@ -1,4 +1,4 @@
-"""hetpipe-plan: which layers to run on which device, how many minibatches in flight, and what to expect of it."""
+"""hetpipe-plan: plans which layers run on which device and how many minibatches are in flight, and simulates it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 
 _unfit: list[Choice] = []
-"""What a job found that does not fit."""
+"""Choices of jobs for which no plan fits."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def _application(config: DictConfig) -> float | None:
 
 
 def run(config: DictConfig) -> float | None:
-    """Plans, prints the plan, and leaves ``plan.json`` and a picture in the run's folder.
+    """Make a plan, print it, and leave ``plan.json`` and a picture in the run's folder.
 
     Returns:
         Minibatches per second, simulated; None where nothing fits, in which case there is no ``plan.json``.
@@ -65,9 +65,9 @@ def run(config: DictConfig) -> float | None:
     given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
-    remarks = _remarks(choice, profile, cluster.supposed([stage.slot for stage in choice.stages]), given)
+    remarks = _remarks(choice, profile, cluster.assumed([stage.slot for stage in choice.stages]), given)
     if of_strategy(config, "compile", False):
-        remarks.append("- strategy.compile is not in these times, which are of layers that are not compiled")
+        remarks.append("- strategy.compile is not in these times: layers are measured without compilation")
     print(plan, *remarks, "", sep="\n")
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,8 @@ def run(config: DictConfig) -> float | None:
     if not choice.fits:
         ways = [f"- {way}" for way in ways_out(choice, cli=True)]
         print(
-            "No plan was found that fits; of those that were, this one lacks the least.",
-            *(["It would fit with"] if ways else []),
+            "No plan was found that fits into memory; this one lacks the least.",
+            *(["It would fit with:"] if ways else []),
             *ways,
             sep="\n",
         )
@@ -90,15 +90,15 @@ def run(config: DictConfig) -> float | None:
 
 
 def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_given: bool) -> list[str]:
-    """What the table does not say."""
+    """Remarks below the table: reasons, assumed links, unused devices, estimates."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
-    why = "so many stages were asked for" if stages_given else "no plan was found that is better with it"
+    why = "strategy.stages leaves it out" if stages_given else "no plan with it is faster"
     lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
         lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")
         if known(base) is None:
-            lines.append(f"- {base} stands for the fastest of them: their ratios are estimates, seconds are of {base}")
+            lines.append(f"- {base} stands for the fastest of them: ratios are estimates, seconds are those of {base}")
     return ["", *lines] if lines else []
 
 
@@ -107,12 +107,12 @@ def _named(device: Device, number: int) -> str:
 
 
 def _picture(choice: Choice, folder: Path) -> str:
-    """Draws the simulated run; a line that says where the picture is, or why there is none."""
+    """Draw the simulated run; return a line that says where the picture is, or why there is none."""
     timeline = Timeline.simulated(choice.simulation, [stage.times for stage in choice.stages], choice.in_flight)
     try:
         figure = draw(timeline)
     except SettingError as error:  # without matplotlib
-        return f"no picture: {error}"
+        return f"picture  none: {error}"
     figure.savefig(folder / "plan.png")
     return f"picture  {folder / 'plan.png'}"
 

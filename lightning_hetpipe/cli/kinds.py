@@ -1,4 +1,4 @@
-"""Whether a value from the configuration is of the kind that an argument's annotation names."""
+"""Comparison of a value from the configuration with the annotation of an argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES: dict[Any, str] = {
     NoneType: "null",
 }
 _IMPLIED = {float: int, str: Path}
-"""What need not be said as well: a number may be whole, a path is text."""
+"""Types that another one implies: a number may be whole, a path is text."""
 
 
 def expected(value: Any, hint: Any, *, classes: bool = False) -> str | None:
@@ -81,7 +81,7 @@ def _fits(value: Any, member: Any) -> bool:
 
 
 def _items_fit(values: list[Any], member: Any) -> bool:
-    """Whether a list's items are what `list[int]`, `tuple[float, float]` or a bare `list` says."""
+    """Return whether a list's items are what `list[int]`, `tuple[float, float]` or a bare `list` says."""
     hints = [hint for hint in get_args(member) if hint is not ...]
     if len(hints) > 1 and len(hints) != len(values):
         return False

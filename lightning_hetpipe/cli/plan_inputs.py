@@ -1,4 +1,4 @@
-"""What hetpipe-plan plans for: its settings checked, a profile of the model, and the devices."""
+"""Inputs of hetpipe-plan: its checked settings, the profile of the model, and the devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.settings import count, switch
+from lightning_hetpipe.strategy.settings import count
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
@@ -54,11 +55,11 @@ _QUIET = {
     "barebones": False,
     "fast_dev_run": False,
 }
-"""What the Trainer does besides training, which measuring layers needs nothing of."""
+"""Settings of the Trainer that switch off what measuring layers does not need."""
 
 
 def check(config: DictConfig) -> None:
-    """Refuses settings that are unknown, missing or of the wrong kind.
+    """Refuse settings that are unknown, missing or of the wrong kind.
 
     Raises:
         SettingError: one sentence that names the setting.
@@ -74,11 +75,11 @@ def check(config: DictConfig) -> None:
     if str(config.precision) not in PRECISIONS:
         raise SettingError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}.")
     if config.devices is not None and config.cluster is not None:
-        raise SettingError(f"devices={config.devices} is given beside a cluster; leave one of them out.")
+        raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
     if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
         raise SettingError(
-            f"strategy.virtual_workers={workers}: plans are of one virtual worker in this release; leave it out, and"
-            " plan each with devices of its own."
+            f"strategy.virtual_workers={workers}: this release plans one virtual worker; leave it out, and plan each"
+            " with its own devices."
         )
     if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
         built(config, "strategy", HetPipeStrategy, cluster=None, plan=None)  # which refuses what makes no sense
@@ -101,14 +102,14 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float]:
     profile, own = _measured(config)
     if asked == "auto" and own is None:
         raise SettingError(
-            "optimizer=auto: what state the model's optimizer keeps is not known; give optimizer=N, the bytes of it for"
-            " each byte of the weights."
+            "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each byte"
+            " of the weights."
         )
     return profile, asked if own is None or asked != "auto" else own
 
 
 def _measured(config: DictConfig) -> tuple[Profile, str | None]:
-    """Runs the model's first minibatch as hetpipe-train would, and measures the layers."""
+    """Run the model's first minibatch as hetpipe-train would, and measure the layers."""
     config = deepcopy(config)
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
@@ -159,13 +160,13 @@ def _strange(cluster: Cluster, profile: Profile) -> str | None:
 
 
 def _devices(config: DictConfig) -> list[Any]:
-    """As ``Node`` takes them: names, or mappings."""
+    """Devices as ``Node`` takes them: names, or mappings."""
     given = OmegaConf.to_container(config.devices) if OmegaConf.is_config(config.devices) else config.devices
     return [each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])]
 
 
 def _link(config: DictConfig) -> Link:
-    """Between ``devices``."""
+    """Link between ``devices``."""
     given: Any = OmegaConf.to_container(config.link) if OmegaConf.is_config(config.link) else config.link
     example = "give a bandwidth, such as 'link=\"12 GB/s\"', or 'link={bandwidth: 12 GB/s, latency: 10 us}'."
     try:
@@ -174,8 +175,8 @@ def _link(config: DictConfig) -> Link:
         if isinstance(given, str):
             return Link(given)
     except (SettingError, TypeError) as error:
-        raise SettingError(f"link={given} is none: {error}; {example}") from error
-    raise SettingError(f"link={written(given)} is none; {example}")
+        raise SettingError(f"link={written(given)} is not a link ({error}); {example}") from error
+    raise SettingError(f"link={written(given)} is not a link; {example}")
 
 
 def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
@@ -184,12 +185,12 @@ def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
 
 
 def _is_given(setting: str) -> bool:
-    """Whether it stands on the command line, and not in an experiment."""
+    """Return whether it stands on the command line, not only in an experiment."""
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
 def wanted(config: DictConfig) -> dict[str, Any]:
-    """What ``best_plan`` is to be told besides devices and optimizer."""
+    """Arguments of ``best_plan`` besides devices and optimizer."""
     in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
     # An experiment's stages are those that it has without a plan.
     stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"

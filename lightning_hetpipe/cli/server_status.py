@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.table import aligned
 
 
 def laid_out(status: Mapping[str, Any]) -> str:
@@ -35,8 +36,7 @@ def _lines(fields: Mapping[str, Any]) -> str:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     keys = [*dict.fromkeys(key for row in rows for key in row)]
     cells = [[_words(key) for key in keys], *([_shown(key, row.get(key)) for key in keys] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return _indented("\n".join("  ".join(map(str.rjust, row, widths)) for row in cells))
+    return _indented("\n".join(aligned(cells)))
 
 
 def _indented(text: str) -> str:
@@ -62,5 +62,5 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what could command the terminal: the text comes from another machine."""
+    """Replace control characters, which could command the terminal: the text comes from another machine."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""What hetpipe-train prints at the end: where the model ran, how fast, how well, and how to look closer."""
+"""Summary that hetpipe-train prints at the end: stages, throughput, results, and where to look closer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, SupportsFloat
 
 from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.table import aligned, span
 
 _NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
 _MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
@@ -26,7 +27,7 @@ _COUNTED = (
 
 
 class StageResult(Protocol):
-    """What the summary reads of one stage; `reporting.StageReport` has it."""
+    """One stage, as the summary reads it from `reporting.StageReport`."""
 
     @property
     def device(self) -> str: ...
@@ -45,7 +46,7 @@ class StageResult(Protocol):
 
 
 class RunResult(Protocol):
-    """What the summary reads of a run; `reporting.RunReport` has it."""
+    """A run, as the summary reads it from `reporting.RunReport`."""
 
     @property
     def in_flight(self) -> int: ...
@@ -117,7 +118,7 @@ def _stage_table(run: RunResult) -> list[str]:
         [
             str(index),
             stage.device,
-            _span(stage.layers),
+            span(stage.layers),
             _kinds(stage.layer_types),
             f"{stage.parameters:,}",
             f"{stage.time_s * 1000:,.1f}" if stage.time_s else _NONE,
@@ -126,20 +127,7 @@ def _stage_table(run: RunResult) -> list[str]:
         ]
         for index, stage in enumerate(run.stages)
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    first_number = header.index("parameters")
-    return [
-        "  ".join(
-            f"{cell:>{width}}" if column >= first_number else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
-
-
-def _span(layers: Sequence[str]) -> str:
-    """The first and the last layer's name."""
-    return layers[0] if len(layers) == 1 else f"{layers[0]} – {layers[-1]}" if layers else ""
+    return aligned([header, *rows], left=(1, 2, 3))
 
 
 def _kinds(types: Sequence[str]) -> str:
@@ -167,7 +155,7 @@ def _words(name: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Relative to the working directory where that is shorter."""
+    """Shorten a path to one relative to the working directory, where that is shorter."""
     try:
         return min(os.path.relpath(path), path, key=len)
     except ValueError:  # another drive

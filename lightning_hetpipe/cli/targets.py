@@ -1,4 +1,4 @@
-"""What a `_target_` names, and which arguments it takes."""
+"""Targets: the class or function that a `_target_` names, and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TargetSignature:
 
     Attributes:
         parameters: By name.
-        takes_any: Whether any other name is taken, too (``**kwargs``).
+        takes_any: True if any other name is taken, too (``**kwargs``).
         hints: Annotations by name; none where they cannot be evaluated.
-        trusted: Whether annotations that name classes hold. Others' code takes a string for a path, or what quacks.
+        trusted: True if annotations that name classes hold. Users' code may take text where it says ``Path``.
     """
 
     parameters: Mapping[str, inspect.Parameter]

@@ -1,4 +1,4 @@
-"""Checks of what a Trainer is built from: the sections model, data, trainer, strategy and cluster."""
+"""Checks of the sections that a Trainer is built from: model, data, trainer, strategy and cluster."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> st
 
 
 def _is_raise(error: Exception) -> bool:
-    """Whether a `raise` statement has raised it, not an operation that went wrong."""
+    """Return whether a `raise` statement has raised it, not an operation that failed."""
     *_, (last, _) = frames(error.__traceback__)
     return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip().startswith("raise")
 

@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """Predicts the next byte; logs `train_loss`, and for val and test `_loss` (nats per byte) and `_bits_per_byte`.
+    """A model of the next byte; logs `train_loss`, and for val and test `_loss` (nats per byte) and `_bits_per_byte`.
 
     `net` is one `nn.Sequential`: the embedding, the blocks, the last norm and the head are the layers.
 
@@ -79,7 +79,7 @@ class GPT(L.LightningModule):
         heads: attention heads per block.
         dropout: probability, 0..1.
         lr: AdamW's learning rate, reached after `warmup` steps.
-        betas: AdamW's; a low first one, since in a pipeline staleness is momentum enough.
+        betas: AdamW's; a low first one, since staleness in a pipeline acts as momentum.
         warmup: optimizer steps.
 
     Raises:

@@ -35,7 +35,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(L.LightningModule):
-    """Classifies images of shape (N, 1, H, W); logs `train_loss`, `val_loss`, `val_acc`, `test_loss`, `test_acc`.
+    """A classifier of images of shape (N, 1, H, W); logs `train_loss`, `val_loss`, `val_acc`, `test_loss`, `test_acc`.
 
     `net` is one `nn.Sequential`; each of its children is a layer that a stage can hold.
 

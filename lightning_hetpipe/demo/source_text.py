@@ -56,8 +56,8 @@ class SourceText(L.LightningDataModule):
         folder = Path(self.folder or sysconfig.get_paths()["stdlib"])
         text = read_source(folder, self.max_bytes)
         held_out = int(len(text) * self.val_share)
-        cuts = [len(text) - 2 * held_out, held_out, held_out]
-        for name, part in zip(("train", "val", "test"), torch.split(text, cuts), strict=True):
+        lengths = [len(text) - 2 * held_out, held_out, held_out]
+        for name, part in zip(("train", "val", "test"), torch.split(text, lengths), strict=True):
             if len(part) <= self.context:
                 raise SettingError(
                     f"{folder} holds {len(text)} bytes of Python source, too little for {name} windows of "
@@ -76,7 +76,7 @@ class SourceText(L.LightningDataModule):
 
 
 def read_source(folder: Path, max_bytes: int) -> Tensor:
-    """The folder's `*.py` files in order of their names, joined and cut at `max_bytes`, as uint8 of shape (bytes,)."""
+    """The folder's `*.py` files in order of their names, joined, up to `max_bytes`, as uint8 of shape (bytes,)."""
     chunks: list[bytes] = []
     size = 0
     for path in sorted(folder.glob("*.py")):
@@ -88,7 +88,7 @@ def read_source(folder: Path, max_bytes: int) -> Tensor:
 
 
 def windows(text: Tensor, context: int) -> TensorDataset:
-    """Cuts text of shape (bytes,) into inputs and targets of shape (windows, context), without overlap."""
+    """Divide text of shape (bytes,) into inputs and targets of shape (windows, context), without overlap."""
     count = (len(text) - 1) // context
     ids = text[: count * context + 1].long()
     return TensorDataset(ids[:-1].view(count, context), ids[1:].view(count, context))

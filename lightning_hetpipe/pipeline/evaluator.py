@@ -216,11 +216,11 @@ class ForwardStage(StageThread):
 
     @contextmanager
     def _around(self, task: Evaluate) -> Iterator[None]:
-        chance: RandomGenerators = self._settings.chance
+        generators: RandomGenerators = self._settings.generators
         with (
             torch.inference_mode(task.inference),
             torch.no_grad(),
-            chance.minibatch(f"{self._tag} {task.minibatch}"),
+            generators.minibatch(f"{self._tag} {task.minibatch}"),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
         ):

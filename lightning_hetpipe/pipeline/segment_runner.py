@@ -78,7 +78,7 @@ class SegmentRunner:
         self.compiled: Compiled | None = None
         if settings.compile is not None:
             names = [layer.name for layer in layers]
-            fused = not settings.chance.deterministic
+            fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
         self._places = places(copies)
         self._computed_places = computed_places(copies)
@@ -182,7 +182,7 @@ class SegmentRunner:
             torch.set_grad_enabled(True)
         autocast = task.autocast
         with (
-            self._settings.chance.minibatch(task.minibatch),
+            self._settings.generators.minibatch(task.minibatch),
             autocast.opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):

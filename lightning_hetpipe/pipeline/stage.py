@@ -72,7 +72,7 @@ class StageSettings:
     """What all stages share.
 
     Attributes:
-        chance: The run's random numbers.
+        generators: The run's random numbers.
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
@@ -81,7 +81,7 @@ class StageSettings:
         compile: What ``torch.compile`` is given for the layers; None to run them as they are.
     """
 
-    chance: RandomGenerators
+    generators: RandomGenerators
     in_flight: int
     torch_threads: int
     default_dtype: torch.dtype | None

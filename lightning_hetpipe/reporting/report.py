@@ -1,4 +1,4 @@
-"""What one run did: the report that summaries are made from."""
+"""Report of one run, from which summaries are made."""
 
 from __future__ import annotations
 

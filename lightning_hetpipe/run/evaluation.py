@@ -27,7 +27,7 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.planning.search.split_points import stage_times
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
-from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 
 
@@ -55,7 +55,7 @@ class Evaluation:
         self.precision = precision
         self.settings = settings
         self.run_seed = run_seed
-        self.chance = RandomGenerators(
+        self.generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self.names = named_pieces(self.module, settings.module)
@@ -67,7 +67,7 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        """From now on every run of the loop goes through here; for one outside of training."""
+        """Take over every run of the loop from now on; for one outside of training."""
         self._redirects = [
             Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)),
             Redirect(self.module, BEFORE_TRANSFER, before_transfer),
@@ -83,7 +83,7 @@ class Evaluation:
         self.pieces, self.layout, self.in_flight = pieces, layout, in_flight
 
     def is_worth_it(self) -> bool:
-        """Whether several batches could be in flight over several stages."""
+        """Tell whether several batches could be in flight over several stages."""
         if self.layout is not None:
             return len(self.layout.devices) > 1 and self.in_flight > 1
         stages = len(self.settings.devices) if self.settings.stages == "auto" else self.settings.stages
@@ -118,9 +118,9 @@ class Evaluation:
         layers = [layer for piece in pieces for layer in piece.layers]
         devices, asked = self.settings.devices, self.settings.stages
         stages = min(len(devices) if asked == "auto" else asked, len(layers))
-        times = measure(pieces, self.chance, default_dtype, devices[-1], backward=False)
-        cuts = self.settings.choose_cuts(times, stages)
-        layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
+        times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
+        first = self.settings.choose_split_points(times, stages)
+        layout = Layout(layers, first, place(stages, devices), stage_times(times, first))
         move_to_devices(layout, None)
         for piece in pieces:
             piece.inputs.clear()
@@ -129,7 +129,9 @@ class Evaluation:
 
     def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
         settings = self.settings
-        return StageSettings(self.chance, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass)
+        return StageSettings(
+            self.generators, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass
+        )
 
     def context(self, hook: str) -> AbstractContextManager[Any]:
         """Around the user's step ``hook``, what the precision plugin wants."""
@@ -146,8 +148,3 @@ class Evaluation:
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
-
-
-def before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The redirected hook before a transfer, which a batch that was transferred ahead has had."""
-    return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)

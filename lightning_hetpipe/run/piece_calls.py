@@ -1,4 +1,4 @@
-"""Calls of the pipelined modules in one fit, which minibatches in flight make through the pipeline."""
+"""Calls of the pipelined modules: through a pipeline where one takes them, and on the live layers anywhere else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetpipe.capture.fingerprint import Fingerprint
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -14,7 +14,32 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
-from lightning_hetpipe.run.piece_forwards import PieceForwards
+
+
+class PieceForwards:
+    """Stands in for the ``forward`` of each of ``pieces``, until its ``interceptor`` is removed.
+
+    Args:
+        pieces: In the order of the user's step.
+        layout: Where their layers are.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
+        self._layout = layout
+        self._pieces = {piece.module: (index, piece) for index, piece in enumerate(pieces)}
+        self.interceptor = Interceptor([(piece.name, piece.module) for piece in pieces], self._answer)
+
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
+        """Runs piece number ``index`` in the pipeline; ``NOT_TAKEN`` where that does not take the call."""
+        raise NotImplementedError
+
+    def _answer(self, call: ModuleCall) -> Any:
+        index, piece = self._pieces[call.module]
+        output = self.through_pipeline(index, piece, call)
+        if output is NOT_TAKEN and self._layout.is_spread():
+            with call.aside():
+                return self._layout.run_piece(piece, call.args, call.kwargs)
+        return output
 
 
 class PieceCalls(PieceForwards):
@@ -23,36 +48,31 @@ class PieceCalls(PieceForwards):
     Args:
         pieces: In the order of ``training_step``.
         layout: Where their layers are.
-        chance: The run's random numbers.
+        generators: The run's random generators.
+
+    Attributes:
+        fingerprint: Of the live layers, as they were when the stages copied them.
     """
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout, chance: RandomGenerators) -> None:
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, generators: RandomGenerators) -> None:
         super().__init__(pieces, layout)
-        self._chance = chance
+        self._generators = generators
         self._first: int | None = None
         self._modes: list[bool] = []
-        self._form = Fingerprint(pieces)  # with the redirects, which are no change
+        self.fingerprint = Fingerprint(pieces)  # with the redirects, which are no change
 
     def epoch_begins(self, first: int) -> None:
         """An epoch begins with minibatch ``first``, in which graphs are compared with their modules."""
         self._first = first
 
-    def changed(self) -> str | None:
-        """What has changed of the live layers since copies were made of them, other than weights and buffers."""
-        return self._form.changed()
-
     def follow(self) -> None:
-        """Captures anew what has changed; the copies of layers are made next, and then :meth:`take` is called."""
+        """Captures anew what has changed; the copies of layers are made next, and then its fingerprint is taken."""
         with self.interceptor.aside():
-            self._form.follow()
-
-    def take(self) -> None:
-        """Copies were made of the layers as they are now."""
-        self._form.take()
+            self.fingerprint.follow()
 
     def take_modes(self) -> None:
-        """A stretch of ``training_step`` begins: it must not change modes of the pipelined modules."""
-        self._modes = self._form.modes()
+        """Note modes at the beginning of a section of ``training_step``, which must not change them."""
+        self._modes = self.fingerprint.modes()
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         minibatch = current()
@@ -66,25 +86,24 @@ class PieceCalls(PieceForwards):
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
                 ):
-                    compare(piece, given, value, self._chance, minibatch.number)
+                    compare(piece, given, value, self._generators, minibatch.number)
                 return value
 
         return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
     def _is_due(self, minibatch: int) -> bool:
-        """Whether graphs are compared with their modules whatever is known to have changed: ever more rarely, and at
-        the start of each epoch."""
+        """Tell whether graphs are compared though no change is known: ever more rarely, and in each epoch's first."""
         return minibatch == self._first or minibatch & (minibatch - 1) == 0
 
     def _check(self, index: int, name: str) -> None:
         """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
-        changed = self._form.changed()
-        if changed is not None and not self._form.with_own_parameters(index):
+        changed = self.fingerprint.changed()
+        if changed is not None and not self.fingerprint.with_own_parameters(index):
             raise SettingError(
                 f"training_step calls '{name}' with other parameters than its own (as with"
                 " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
             )
-        if changed is None and (other := self._form.other_mode(self._modes)) is not None:
+        if changed is None and (other := self.fingerprint.other_mode(self._modes)) is not None:
             changed = f"{other}.training"
         if changed is not None:
             raise SettingError(

@@ -1,15 +1,15 @@
 """One stage with one minibatch in flight: nothing to pipeline, so Lightning's own steps run, in its own thread.
 
-Only chance is not plain: inside the modules that a pipeline would hold, random operations draw from the minibatch's
-generators (law L7), so that results do not depend on the number of stages. Nothing is captured, copied or versioned, so
-what ``training_step`` does to its modules is not restricted, and no thread is started.
+Only random numbers are not plain: inside the modules that a pipeline would hold, random operations draw from the
+minibatch's generators (law L7), so that results do not depend on the number of stages. Nothing is captured, copied or
+versioned, so what ``training_step`` does to its modules is not restricted, and no thread is started.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,14 +24,15 @@ from lightning_hetpipe.placement.layout import device_bytes, device_name
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
-from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
 
 
 def is_single_stage(settings: RunSettings) -> bool:
-    """Whether it is known from the settings that there is one stage with one minibatch in flight, and nothing to
-    compile, emulate or compare with a plan, which is a stage's work."""
+    """Tell from ``settings`` whether there is one stage with one minibatch in flight.
+
+    Not so where there is something to compile, to emulate or to compare with a plan, which is a stage's work.
+    """
     if settings.compile is not None or settings.planned:
         return False
     one_stage = settings.stages == 1 or (settings.stages == "auto" and len(settings.devices) == 1)
@@ -42,13 +43,17 @@ class SingleStage(Extension):
     """Steps of a fit without a pipeline, of which it keeps the numbers and the random generators."""
 
     def __init__(
-        self, module: L.LightningModule, settings: RunSettings, chance: RandomGenerators, recording: Recording
+        self,
+        module: L.LightningModule,
+        settings: RunSettings,
+        generators: RandomGenerators,
+        computed: Callable[[str, int, float], None],
     ) -> None:
-        self._recording = recording
+        self._computed = computed
         self._module = module
         self._settings = settings
         self._names = named_pieces(module, settings.module)
-        self._chance = chance
+        self._generators = generators
         self._called: dict[str, Piece] = {}
         self._first = True
         self._meter = Meter(1)
@@ -131,7 +136,7 @@ class SingleStage(Extension):
         yield
         self._busy += time.perf_counter() - started
         if not self._first:
-            self._recording.computed(work, minibatch, started)
+            self._computed(work, minibatch, started)
 
     @contextmanager
     def _drawing(self, minibatch: int) -> Iterator[None]:
@@ -148,7 +153,7 @@ class SingleStage(Extension):
         def run(call: ModuleCall) -> Any:
             piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
             with call.aside():
-                return piece.run(self._chance, minibatch, call.args, call.kwargs)
+                return piece.run(self._generators, minibatch, call.args, call.kwargs)
 
         with Interceptor(modules, run):
             yield

@@ -1,4 +1,4 @@
-"""Lightning's collectives over the one primitive that virtual workers have, a gather."""
+"""Lightning's collectives, over the one primitive of virtual workers, a gather."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 _LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
-"""Where Lightning reduces what ``self.log`` was given."""
+"""The module in which Lightning reduces the values of ``self.log``."""
 
 
 def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     """Everyone's ``tensor``, without its graph, on the device of one's own; ``what`` names the call."""
-    return [each.to(tensor.device) for each in group.gather(_alone(tensor), what)]
+    return [each.to(tensor.device) for each in group.gather(_detached(tensor), what)]
 
 
 def barrier(group: Group, name: str | None) -> None:
@@ -32,7 +32,7 @@ def barrier(group: Group, name: str | None) -> None:
 
 
 def broadcast(group: Group, value: Any, source: int) -> Any:
-    """What virtual worker ``source`` gives; where that one does not take part, the first that does."""
+    """The value of virtual worker ``source``; where that one does not take part, of the first that does."""
     given = (group.index == source, isinstance(value, Path), _sent(value))
     found = group.gather(given, f"strategy.broadcast(src={source})")
     _, is_path, content = next((each for each in found if each[0]), found[0])
@@ -70,30 +70,30 @@ def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
 
 
 def decide(group: Group, decision: bool, unanimous: bool) -> bool:
-    """Whether all (or any) of them say yes."""
+    """True if all (or any) of them decide so."""
     found = group.gather(bool(decision), "strategy.reduce_boolean_decision")
     return all(found) if unanimous else any(found)
 
 
 def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Virtual worker 0's ``tensors``, on the CPU; one's own, if that one does not take part."""
-    mine = [_alone(tensor) for tensor in tensors]
+    """Virtual worker 0's ``tensors``, on the CPU; this one's own, if that one does not take part."""
+    mine = [_detached(tensor) for tensor in tensors]
     given: list[Tensor] | None = group.gather(mine if group.index == 0 else None, what)[0]
     return mine if given is None else given
 
 
 def runs_ahead(in_flight: int) -> bool:
-    """Whether this thread runs a user's step ahead of Lightning's loop, where virtual workers are at different places.
+    """True if this thread runs a user's step ahead of Lightning's loop, where virtual workers are at different places.
 
     Args:
         in_flight: Nm of the training that runs.
     """
-    flight = current()
-    return flight is not None and (in_flight > 1 or not isinstance(flight, Minibatch))
+    batch = current()
+    return batch is not None and (in_flight > 1 or not isinstance(batch, Minibatch))
 
 
 def is_logging() -> bool:
-    """Whether ``self.log`` asks: what it is given ahead of a step waits for that step."""
+    """True if ``self.log`` calls: its values of a step that runs ahead wait for Lightning's step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _LOG:
         frame = frame.f_back
@@ -101,7 +101,7 @@ def is_logging() -> bool:
 
 
 def ahead(what: str) -> SettingError:
-    """A user's step, of which later ones are in flight, waits for the other virtual workers."""
+    """The error of a user's step that runs ahead and waits for the other virtual workers."""
     return SettingError(
         f"{what} waits for the other virtual workers in a step that runs ahead of Lightning's loop, where each of them"
         " is at another place; call it in a hook, such as on_train_batch_end, or set in_flight=1"
@@ -115,7 +115,7 @@ def _total(found: list[Tensor]) -> Tensor:
     return total
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     """``tensor`` on the CPU, without its graph, and without the rest of a larger one of which it is a view."""
     tensor = tensor.detach().cpu()
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -1,8 +1,8 @@
-"""The virtual workers of a launch, as one of them sees the others: through servers, and never through a process group.
+"""The group of a launch's virtual workers, as one of them sees the others: through servers, not a process group.
 
-They gather in a *room* on the servers, from the first run of a Trainer to the program's end, as long as ddp's process
-group lasts: user code may gather between runs, too. A fit has one more, in which they share weights. While that is
-open, gathers go through it, as it knows who waits at which cut (law L6).
+They gather in a *session* on the servers, from the first run of a Trainer to the program's end, as ddp's process group
+does: user code may gather between runs, too. A fit has one more session, in which they share weights. While that
+is open, gathers go through it, as it knows which virtual worker waits at which cut (law L6).
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.workers.join_handshake import UNTIL_SAID, JoinHandshake
-from lightning_hetpipe.workers.large_gathers import gather_in_pieces
+from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 
-ROOMS = "HETPIPE_ROOMS"
-"""Name by which a child of our launcher is told how many rooms there were before it was started."""
+SESSIONS = "HETPIPE_SESSIONS"
+"""A variable for children of our launcher: the number of sessions before they were started."""
 
 
 @functools.cache
-def _entered() -> dict[str, int]:
-    """Rooms so far. All processes of a launch run the same program, and so count alike."""
-    return {"talk": 0, "fit": 0, **json.loads(parent_watch.told().get(ROOMS, "{}"))}
+def _sessions() -> dict[str, int]:
+    """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
+    return {"talk": 0, "fit": 0, **json.loads(parent_watch.told().get(SESSIONS, "{}"))}
 
 
-def rooms_so_far() -> dict[str, str]:
-    """For processes that take part from now on."""
-    return {ROOMS: json.dumps(_entered())}
+def sessions_so_far() -> dict[str, str]:
+    """Variables for processes that take part from now on."""
+    return {SESSIONS: json.dumps(_sessions())}
 
 
-def _next_room(kind: str) -> str:
-    _entered()[kind] += 1
-    return f"{kind}-{_entered()[kind]}"
+def _next_session(kind: str) -> str:
+    _sessions()[kind] += 1
+    return f"{kind}-{_sessions()[kind]}"
 
 
 class Group:
     """Virtual worker ``index`` among ``size``.
 
     Args:
-        found: What this one knows of the servers.
-        settings: Of the synchronisation.
+        found: The servers, as far as this one knows them.
+        settings: The settings of the synchronisation.
         timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
         place: The node of this one, in words; empty where there is but one node.
-        on_loss: Told of each virtual worker that is lost as `Losses.note` is, from any thread, in the first one of each
-            node that is left.
-        stays: Where it was told, whether this one stays until the others have left: what has started them ends all of
+        on_loss: Called for each virtual worker that is lost as `LostWorkers.note` is, from any thread, in the first
+            process of each node that is left.
+        stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
     """
 
@@ -83,15 +83,14 @@ class Group:
     ) -> None:
         self.index = index
         self.size = size
-        self._entrance = JoinHandshake(index, size, found, settings, timeout, lost, self._lose)
+        self._handshake = JoinHandshake(index, size, found, settings, timeout, lost, self._lose)
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
-        """Whether this virtual worker is ending on an exception: what it then asks of all is answered by it alone, as
-        the others do not come."""
+        """True while this virtual worker ends on an exception: it answers its gathers alone then."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Opened around waits for the others' parts of a gather."""
+        """Opened around waits for a gather."""
         self._exits = ExitStack()
-        self._talk: Client | None = None
+        self._launch: Client | None = None
         self._fit: Client | None = None
         self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
@@ -100,34 +99,34 @@ class Group:
         self._on_loss = on_loss
         self._stays = stays
         self._lost: set[int] = set()
-        self._told_early: list[Departed] = []
-        self._tells = False
+        self._early_departures: list[Departed] = []
+        self._has_told = False
         self._uncaught = Uncaught()
 
     @property
     def coordinator(self) -> str:
-        """Its address."""
+        """The coordinator's address."""
         return self._found.coordinator
 
     @property
     def is_open(self) -> bool:
-        return self._talk is not None
+        return self._launch is not None
 
     @property
     def settings(self) -> WSPSettings:
-        """Of the synchronisation."""
-        return self._entrance.settings
+        """The settings of the synchronisation."""
+        return self._handshake.settings
 
     def open(self) -> None:
-        """Enters the room of the launch; waits until all virtual workers have. At exit it is left, if not before."""
+        """Join the session of the launch, and wait until all virtual workers have. It is left at exit at the latest."""
         atexit.register(self.part)
-        room = _next_room("talk")
-        self._entrance.connect([self.coordinator])
-        self._exits.callback(self._entrance.close)
-        self._exits.callback(self._wait_until_all_have_left, room)
+        session = _next_session("talk")
+        self._handshake.connect([self.coordinator])
+        self._exits.callback(self._handshake.close)
+        self._exits.callback(self._wait_until_all_have_left, session)
         try:
-            with self._entrance.told_what_it_waits_for():
-                talk, _ = self._entrance.enter(room)
+            with self._handshake.explaining_waits():
+                launch, _ = self._handshake.join(session)
         except ServersUnheard as silent:
             if self.settings.servers is not None:
                 raise SettingError(
@@ -138,17 +137,17 @@ class Group:
                 f"{silent}; is the program running that starts the server at {self.coordinator}, and may this machine"
                 " reach it?"
             ) from None
-        self._exits.push(talk)
-        self._talk = talk
-        self._entrance.check_lease()
+        self._exits.push(launch)
+        self._launch = launch
+        self._handshake.check_lease()
         self._meet_servers(self._found)
 
     def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
-        """What a later Trainer of the program was given holds from now on."""
-        assert self._talk is not None
+        """Use the settings of a later Trainer of the program from now on."""
+        assert self._launch is not None
         further = settings.placement != self.settings.placement  # as with "local" only one may have been started
-        self._entrance.settings, self._entrance.timeout = settings, timeout
-        self._talk.timeout, self._talk.patience = timeout, self._entrance.patience
+        self._handshake.settings, self._handshake.timeout = settings, timeout
+        self._launch.timeout, self._launch.patience = timeout, self._handshake.patience
         if further:
             self._meet_servers(found)
 
@@ -156,72 +155,72 @@ class Group:
         told = self.gather((self.index, self._places[self.index], list(found.known)), "the list of servers")
         self._places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
-        self._entrance.connect([self.coordinator, *known[1:]])
+        self._handshake.connect([self.coordinator, *known[1:]])
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
-        """Enters the room of a fit with its weights; returns w_0, which are those of VW 0.
+        """Join the session of a fit; returns w_0, the weights of VW 0.
 
         Args:
             named: The parameters, by name.
-            settings: What else must be the same on all, as "name=value".
+            settings: Settings that must be the same on all, as "name=value".
         """
-        self._entrance.check_lease()
-        self._fit, weights = self._entrance.enter(_next_room("fit"), named, settings)
+        self._handshake.check_lease()
+        self._fit, weights = self._handshake.join(_next_session("fit"), named, settings)
         self._fit_ordinal = itertools.count(1)
         return weights
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails."""
-        self._entrance.lose(gone)
+        """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
+        self._handshake.lose(gone)
 
     def _lose(self, departed: Departed, of_fit: bool) -> None:
-        """From any thread: the others go on without that one; but not without virtual worker 0."""
+        """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
-        if not why:  # that is no loss; only nobody is to wait for it any more, where it has left the launch
+        if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:
                 self.lose({vw: "has ended"})
             return
         if vw in self._lost:
             return
-        if not of_fit and self._fit is not None:  # the fit's room tells it as well, and after how many waves
-            self._told_early.append(departed)
+        if not of_fit and self._fit is not None:  # the fit's session tells it as well, and after how many waves
+            self._early_departures.append(departed)
             return
         self._lost.add(vw)
         who = f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
         here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in self._lost]
         if self.index == min(here):
-            self._tells = True
+            self._has_told = True
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         self.lose({vw: f"was {why}"})
-        for client in (self._fit, self._talk) if vw == 0 else ():
+        for client in (self._fit, self._launch) if vw == 0 else ():
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)
-        early, self._told_early = self._told_early, []
+        early, self._early_departures = self._early_departures, []
         for each in early:
             self._lose(each, of_fit=False)
 
     @property
     def weights(self) -> Client:
-        """The membership of the fit that runs."""
+        """The client in the session of the fit that runs."""
         assert self._fit is not None
         return self._fit
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """What every virtual worker that takes part gives here, in their order; at least one's own.
+        """The values of all virtual workers that take part, in their order; at least this one's own.
 
         Args:
             value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
-            what: Names the call; where others have made another one, nobody's values belong together.
+            what: Names the call, which must be the same on all.
 
         Raises:
-            RuntimeError: if they have.
-            SettingError: if somebody's value cannot travel between processes.
+            RuntimeError: if others have made another call.
+            SettingError: if a value cannot be sent between processes.
         """
-        if self._talk is None or self.interrupted():
+        if self._launch is None or self.interrupted():
             return [value]
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
@@ -236,35 +235,35 @@ class Group:
         return [theirs for _, theirs in parts.values()]
 
     def collect(self, content: bytes | memoryview, what: str) -> dict[int, bytearray]:
-        """On virtual worker 0 what each of those that take part gives, by its index; nothing on the others.
+        """On virtual worker 0 the contents of all that take part, by their index; nothing on the others.
 
-        Bound: on virtual worker 0 the sum of what is given; on the others a gather's pieces.
+        Bound: on virtual worker 0 the sum of the contents; on the others a gather's chunks.
 
         Args:
-            content: Bytes, of any size, which nobody reads here.
+            content: Bytes, of any size.
             what: As for :meth:`gather`.
         """
         self.gather(None, what)
-        if self._talk is None or self.interrupted():
+        if self._launch is None or self.interrupted():
             return {}
         found = self._gathered(content, keep=self.index == 0)
         return found if self.index == 0 else {}
 
     def _gathered(self, content: bytes | memoryview, keep: bool = True) -> dict[int, bytearray]:
-        assert self._talk is not None
-        client, ordinal = (self._talk, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
+        assert self._launch is not None
+        client, ordinal = (self._launch, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
         with self.waiting():
-            return gather_in_pieces(content, lambda piece: client.gather(next(ordinal), piece), keep=keep)
+            return gather_in_chunks(content, lambda chunk: client.gather(next(ordinal), chunk), keep=keep)
 
     def passed_cut(self) -> None:
-        """All have come to a cut: gathers count from one again."""
+        """Count gathers from one again, as all have come to a cut."""
         self._fit_ordinal = itertools.count(1)
 
     def leave_fit(self) -> None:
-        """A run is over. If it was a fit, gathers go on in the launch's room.
+        """End a run. If it was a fit, gathers go on in the session of the launch.
 
-        If servers die, they are rebuilt from what the virtual workers hold. Who has left holds nothing: so nobody does
-        before all have what the last gather and the last cut gave.
+        If servers die, they are rebuilt from what the virtual workers hold, and one that has left holds nothing: so
+        none leaves before all have the results of the last gather and the last cut.
         """
         self.gather(None, "the end of a run")
         fit, self._fit = self._fit, None
@@ -272,7 +271,7 @@ class Group:
             self._end_fit(fit)
 
     def close(self, failure: str = "") -> None:
-        """Leaves, once all are about to; with a ``failure`` the others are told, and end."""
+        """Leave, once all are about to; with a ``failure`` the others are told, and end."""
         try:
             if not failure:
                 self.leave_fit()
@@ -283,13 +282,13 @@ class Group:
             self.part(failure)
 
     def part(self, failure: str = "") -> None:
-        """Leaves at once; with a ``failure``, such as one that ends the program, the others are told, and end."""
+        """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end."""
         atexit.unregister(self.part)
         ending = self._uncaught.error
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
         self._failed = bool(failure)
-        fit, talk, self._fit, self._talk = self._fit, self._talk, None, None
-        for client in (fit, talk):
+        fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
+        for client in (fit, launch):
             if client is not None and failure:
                 client.fail(failure)
         if fit is not None:
@@ -297,22 +296,22 @@ class Group:
         self._exits.close()
 
     def check(self) -> None:
-        """Raises what has become known of the others: that one of them has failed."""
-        for client in (self._fit, self._talk):
+        """Raise the failure of another one, if one is known."""
+        for client in (self._fit, self._launch):
             if client is not None:
                 client.check()
 
-    def _wait_until_all_have_left(self, room: str) -> None:
-        """A server that ends with this process must outlast the others' last calls, and tell them of a failure."""
-        if not self._found.hosts and not (self._stays and self._tells):
+    def _wait_until_all_have_left(self, session: str) -> None:
+        """Keep a server that ends with this process for the others' last calls, and to tell them of a failure."""
+        if not self._found.hosts and not (self._stays and self._has_told):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
             try:
-                status = json.loads(self._entrance.coordinator.call(STATUS, b"", timeout=self.settings.lease))
+                status = json.loads(self._handshake.coordinator.call(STATUS, b"", timeout=self.settings.lease))
             except (Unreachable, CallRefused):
                 return  # it has ended, and only ends when all have left
-            members = status.get(room, {}).get("members", ())
+            members = status.get(session, {}).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began
             bound = self.settings.lease if self._failed else self.settings.end_timeout
@@ -329,7 +328,7 @@ def _loaded(part: bytearray, index: int) -> tuple[str, Any]:
         loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
     except pickle.UnpicklingError:
         raise SettingError(
-            f"virtual worker {index} gave the others something that does not travel between processes, which only"
-            " tensors, numbers, strings, None, and lists, tuples and dicts of them do; make such a thing of it"
+            f"virtual worker {index} gave the others a value that cannot be sent between processes, as only tensors,"
+            " numbers, strings, None, and lists, tuples and dicts of them can; convert it to one of these"
         ) from None
     return loaded

@@ -1,9 +1,9 @@
-"""How a virtual worker enters the rooms in which it meets the others, and stays by itself in those of other launches.
+"""The join handshake: a virtual worker joins a session with the others, and keeps apart from other launches.
 
-Servers that people started may be those of several launches. One of them at a time: who finds another one there waits
-for its end, and is refused if that does not come soon. A server that is not the coordinator hears of no virtual worker,
-only of weights, and those of another launch would take their place. So before a fit each launch that has a name makes
-itself *present* on every server that gets weights: it enters a room there that has the same name for all launches.
+Servers that people started may serve several launches, one at a time: a launch that finds another one there waits for
+its end, and is refused if that does not come soon. A server that is not the coordinator gets no calls but those with
+weights, and another launch's would take their place. So before a fit each launch that has an id makes itself *present*
+on every server that gets weights: it joins a session there that has the same name for all launches.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 
 LEASES_TO_END = 2.0
-"""Leases after which a launch that was killed is forgotten, and its servers serve the next one."""
+"""Leases after which a killed launch is forgotten, and its servers serve the next one."""
 
 UNTIL_SAID = 15.0
-"""Seconds of a wait for other processes after which a person is told of it."""
+"""Seconds after which a person is told of a wait for other processes."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
 _LAUNCH = "launch"
@@ -43,17 +43,17 @@ _PRESENCE = "launch-1"
 
 
 class _Occupied(Exception):
-    """Another launch is there."""
+    """The servers serve another launch."""
 
 
 class JoinHandshake:
-    """Virtual worker ``index`` among ``size``, before the servers.
+    """The handshake of virtual worker ``index`` among ``size``.
 
     Args:
-        found: What it knows of them.
-        settings: Of the synchronisation; may be set anew, as may ``timeout``.
+        found: The servers, as far as it knows them.
+        settings: The settings of the synchronisation; may be set anew, as may ``timeout``.
         timeout: Seconds for which servers may be silent.
-        lost, departed: As for a `Client`; the latter is told, too, whether it was in a room with weights.
+        lost, departed: As for a `Client`; the latter's second argument is True for a session with weights.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class JoinHandshake:
         self._servers_lease: float | None = None
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
-        self._entering: Client | None = None
+        self._joining: Client | None = None
 
     @property
     def coordinator(self) -> GrpcChannel:
@@ -87,27 +87,28 @@ class JoinHandshake:
 
     @property
     def patience(self) -> float:
-        """Seconds of a wait for others that live: the time that user code takes on them is not ours to limit."""
+        """Seconds to wait for others that live: long, as their user code may take its time."""
         return max(PATIENCE, self.timeout)
 
     def connect(self, servers: Sequence[str]) -> None:
-        """These are the servers, the coordinator's first; those that were there before stay."""
+        """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
         for address in servers[len(self._channels) :]:
             self._channels.append(GrpcChannel(address, self.found.security))
 
-    def enter(
+    def join(
         self,
-        room: str,
+        session: str,
         named: Sequence[tuple[str, Tensor]] = (),
         settings: Sequence[str] = (),
         servers: Sequence[int] | None = None,
     ) -> tuple[Client, list[Tensor]]:
-        """Enters once all others do, and no other launch is there; gives VW 0's weights.
+        """Join a session, once all others do, and no other launch is there; gives VW 0's weights.
 
         Args:
+            session: Its name.
             named: The parameters, by name.
-            settings: What must be the same on all, as "name=value".
-            servers: On which, if not on those that get parameters.
+            settings: Settings that must be the same on all, as "name=value".
+            servers: The servers of the session, if not those that get parameters.
 
         Raises:
             SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
@@ -125,13 +126,13 @@ class JoinHandshake:
         if self.found.launch and parameters:
             for server in used:
                 if server not in self._present:
-                    self._present[server] = self.enter(_PRESENCE, servers=[server])[0]
+                    self._present[server] = self.join(_PRESENCE, servers=[server])[0]
         weights = [tensor.detach() for _, tensor in named]
         until = time.monotonic() + LEASES_TO_END * self.settings.lease
         while True:
-            client = self._client(room, parameters, settings, used, [placed[server] for server in used]).__enter__()
+            client = self._client(session, parameters, settings, used, [placed[server] for server in used]).__enter__()
             try:
-                return client, self._join(client, weights)
+                return client, self._join_with(client, weights)
             except _Occupied:
                 client.close()  # without a word: the other launch would take it for its own virtual worker's
                 if time.monotonic() > until:
@@ -146,29 +147,33 @@ class JoinHandshake:
             self._somebody_is_gone.wait(_AGAIN)
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """From any thread: these virtual workers are gone, and how. Whoever waits for all to enter a room fails.
+        """Note, from any thread, how virtual workers have ended. From now on joining a session, which takes all, fails.
 
-        The others go on without them in a room that all have entered, once their lease has run out.
+        In a session that all have joined the others go on without them, once their lease has run out.
         """
         self._gone = {**self._gone, **gone}
         if self._gone:
             self._somebody_is_gone.set()
-            if (entering := self._entering) is not None:
-                entering.cancel()
+            if (joining := self._joining) is not None:
+                joining.cancel()
 
     def check_lease(self) -> None:
-        """Heartbeats go out by our lease, and the server misses them by its own."""
+        """Check that servers have the same lease: heartbeats go out by ours, and the server misses them by its own.
+
+        Raises:
+            SettingError: if the coordinator's lease is another one.
+        """
         if self._servers_lease is None:
-            self._servers_lease = self._told_lease()
-        told = self._servers_lease
-        if told is not None and told != self.settings.lease:
+            self._servers_lease = self._ask_for_lease()
+        theirs = self._servers_lease
+        if theirs is not None and theirs != self.settings.lease:
             raise SettingError(
-                f"lease={self.settings.lease:g}, but the server at {self.found.coordinator} has lease={told:g}; give"
+                f"lease={self.settings.lease:g}, but the server at {self.found.coordinator} has lease={theirs:g}; give"
                 " both the same, and a program's later Trainers that of its first"
             )
 
     def close(self) -> None:
-        """The launch is not present any more; connections end."""
+        """End the presence of the launch, and all connections."""
         present, self._present = self._present, {}
         for client in present.values():
             client.__exit__(None, None, None)
@@ -177,12 +182,12 @@ class JoinHandshake:
             channel.close()
 
     @contextmanager
-    def told_what_it_waits_for(self) -> Iterator[None]:
-        """Within it a person at the terminal learns after a while why nothing happens."""
+    def explaining_waits(self) -> Iterator[None]:
+        """Within it a person at the terminal is told, after a while, of the missing virtual workers."""
 
         def tell() -> None:
-            entering = self._entering
-            missing = entering.waits_for if entering is not None else ""
+            joining = self._joining
+            missing = joining.waits_for if joining is not None else ""
             what = f"for {missing}" if missing else f"until all {self.size} have come"
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
@@ -194,16 +199,16 @@ class JoinHandshake:
         finally:
             timer.cancel()
 
-    def _told_lease(self) -> float | None:
+    def _ask_for_lease(self) -> float | None:
         try:
             status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
         except Unreachable:
-            return None  # for a moment, perhaps; whoever calls next sees to it
+            return None  # for a moment, perhaps; the next call raises it otherwise
         return float(status["lease"])
 
     def _client(
         self,
-        room: str,
+        session: str,
         parameters: tuple[Parameter, ...],
         settings: Sequence[str],
         servers: Sequence[int],
@@ -220,7 +225,7 @@ class JoinHandshake:
             parameters,
         )
         return Client(
-            [SessionChannel(self._channels[server], room) for server in servers],
+            [SessionChannel(self._channels[server], session) for server in servers],
             signature,
             placed,
             self.index,
@@ -229,13 +234,13 @@ class JoinHandshake:
             timeout=self.timeout,
             patience=self.patience,
             join_timeout=wsp.join_timeout,
-            name=f"hetpipe-{room}",
+            name=f"hetpipe-{session}",
             lost=self._lost,
             departed=lambda each: self._departed(each, bool(parameters)),
         )
 
-    def _join(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
-        self._entering = client
+    def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
+        self._joining = client
         try:
             if self._gone:
                 raise Cancelled
@@ -259,7 +264,7 @@ class JoinHandshake:
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
             raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
         finally:
-            self._entering = None
+            self._joining = None
 
 
 def _name(dtype: torch.dtype) -> str:

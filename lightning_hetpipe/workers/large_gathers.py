@@ -1,7 +1,7 @@
-"""A gather of any size, as gathers of pieces: servers keep two of those at a time, and take no large ones.
+"""A gather of any size, as a sequence of gathers of chunks: servers keep two at a time, and take no large ones.
 
-The first piece tells how many bytes there will be. So after the first gather all know how many more there are, and all
-take part in each of them, also those who have given everything. Whoever is gone before it has is left out.
+The first chunk begins with the total of bytes. So after the first gather all know how many more follow, and all take
+part in each of them, also those that have given everything. A virtual worker that is gone before that is left out.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-PIECE = 16 << 20
-"""Bytes of content in a piece, fewer than servers take."""
+CHUNK = 16 << 20
+"""Bytes of content in a chunk, fewer than servers take."""
 
 _TOTAL = struct.Struct("<Q")
 
 
-def gather_in_pieces(
-    content: bytes | memoryview, gather: Callable[[bytes], dict[int, bytes]], piece: int = PIECE, keep: bool = True
+def gather_in_chunks(
+    content: bytes | memoryview, gather: Callable[[bytes], dict[int, bytes]], chunk: int = CHUNK, keep: bool = True
 ) -> dict[int, bytearray]:
-    """What all have given that take part to the end, by virtual worker.
+    """The contents of all that take part to the end, by virtual worker.
 
-    Bound: the sum of what is given, if it is kept, and one gather's pieces.
+    Bound: the sum of the contents, if they are kept, and one gather's chunks.
 
     Args:
-        content: One's own.
-        gather: One gather: takes a piece, gives everyone's. Called equally often by all.
-        piece: Bytes of content in a piece, the same for all.
-        keep: Whether the contents are wanted here; they are empty, else.
+        content: The content of this one.
+        gather: One gather: takes a chunk, gives everyone's. Called equally often by all.
+        chunk: Bytes of content in a chunk, the same for all.
+        keep: False where the contents are not wanted here: they are empty then.
 
     Raises:
-        RuntimeError: if somebody's pieces are not those that it has announced.
+        RuntimeError: if a virtual worker gives other chunks than it has announced.
     """
-    first = gather(_TOTAL.pack(len(content)) + bytes(content[:piece]))
+    first = gather(_TOTAL.pack(len(content)) + bytes(content[:chunk]))
     totals = {vw: _total(vw, part) for vw, part in first.items()}
     found = {vw: bytearray() for vw in first}
     parts = {vw: part[_TOTAL.size :] for vw, part in first.items()}
-    for start in range(0, max([1, *totals.values()]), piece):
+    for start in range(0, max([1, *totals.values()]), chunk):
         if start:
             if all(totals[vw] <= start for vw in found):  # who announced the most is gone
                 break
-            parts = gather(bytes(content[start : start + piece]))
+            parts = gather(bytes(content[start : start + chunk]))
         for vw, whole in list(found.items()):
-            due = min(piece, max(0, totals[vw] - start))
+            due = min(chunk, max(0, totals[vw] - start))
             if vw not in parts and due:
                 del found[vw]
             elif len(parts.get(vw, b"")) != due:

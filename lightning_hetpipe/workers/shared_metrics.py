@@ -1,7 +1,9 @@
-"""torchmetrics compute over all virtual workers.
+"""torchmetrics that compute over all virtual workers.
 
-By themselves they look for a default process group, and there is none. So while virtual workers are together, a metric
-that would look for one, wherever it was made and whoever holds it, asks them instead.
+By themselves metrics look for a default process group, and there is none. While virtual workers are together, a metric
+that would look for one gathers through them instead, wherever it was made and whoever holds it: under ddp that is true
+of metrics that hooks, callbacks and data modules make, too, and of those that a program makes between its runs. No
+list of instances has them all, so ``Metric.sync`` is replaced for that time. With one virtual worker it never is.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 Gather = Callable[[Tensor, str], list[Tensor]]
-"""Gives everyone's tensor; the text names what gathers."""
+"""Gives everyone's tensor; the text names the call, for errors."""
 
 _gather: Gather | None = None
 _original = Metric.sync
 
 
 def is_shared(metric: Metric) -> bool:
-    """Whether ``metric`` is synchronised where it computes."""
+    """True if ``metric`` is synchronised when it computes."""
     return _gather is not None if _is_left_to_torch(metric) else bool(metric.distributed_available_fn())
 
 
 def share(gather: Gather | None) -> None:
-    """From now on metrics gather by ``gather``; None leaves them to torch."""
+    """Have metrics gather by ``gather`` from now on; None leaves them to torch."""
     global _gather
     _gather = gather
     Metric.sync = _original if gather is None else _sync  # type: ignore[method-assign]
 
 
 def _is_left_to_torch(metric: Metric) -> bool:
-    """Whether nobody has told the metric otherwise how it is distributed."""
+    """True if the metric was not given a way of its own to be distributed."""
     return metric.distributed_available_fn in (None, jit_distributed_available)
 
 
@@ -53,9 +55,5 @@ def _sync(
             state += 1
             return gather(tensor, f"state {state} of {type(self).__name__}")
 
-        dist_sync_fn, distributed_available = all_of, _yes
+        dist_sync_fn, distributed_available = all_of, lambda: True
     _original(self, dist_sync_fn, process_group, should_sync, distributed_available)
-
-
-def _yes() -> bool:
-    return True

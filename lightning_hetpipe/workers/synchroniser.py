@@ -1,4 +1,4 @@
-"""Waves of one fit: when this virtual worker pushes what it has learnt, and takes what all have (laws L3 and L6)."""
+"""The waves of one fit: this virtual worker pushes its updates and takes the global weights (laws L3 and L6)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Computing = Callable[[], AbstractContextManager[None]]
 class Synchroniser:
     """Shares the weights of ``module`` with the other virtual workers.
 
-    Bounds: one copy of the weights on their devices, of the last synchronisation, besides what the client holds; with
-    ``update_dtype`` one more, of what was rounded away.
+    Bounds: one copy of the weights on their devices, of the last synchronisation, besides the client's; with
+    ``update_dtype`` one more, of the roundings.
 
     Args:
         group: The virtual workers.
-        module: Whose parameters are shared, all of them.
+        module: The module, all of whose parameters are shared.
     """
 
     def __init__(self, group: Group, module: L.LightningModule) -> None:
@@ -37,58 +37,64 @@ class Synchroniser:
         self.wave = 1
         """W."""
         self._waited = 0.0
-        self._told: tuple[float, int, int] = (0.0, 0, 0)
+        self._reported: tuple[float, int, int] = (0.0, 0, 0)
         self._module = module
         self._named = list(module.named_parameters())
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
         self.last_cut = 0
-        """Its number."""
+        """The number of the last cut."""
 
     def enter(self, settings: list[str]) -> None:
-        """Takes w_0, and the buffers that belong to them."""
+        """Take w_0, and the buffers that belong to them.
+
+        Args:
+            settings: Settings that must be the same on all virtual workers, as "name=value".
+        """
         self._take(self.group.enter_fit(self._named, settings), everything=True)
         self.take_buffers()
         self._last = [parameter.detach().clone() for _, parameter in self._named]
         rounded = self.group.settings.update_dtype
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
-        self._lost = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
+        self._roundings = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
     def follow(self) -> None:
-        """The weights have moved to their stages' devices: what they are compared with goes there, too."""
+        """Move the copies of the weights after them, to the devices of their stages."""
         devices = [parameter.device for _, parameter in self._named]
         self._last = [last.to(device) for last, device in zip(self._last, devices, strict=True)]
-        self._lost = [lost.to(device) for lost, device in zip(self._lost, devices, strict=False)]
+        self._roundings = [rounding.to(device) for rounding, device in zip(self._roundings, devices, strict=False)]
 
     @property
     def rounded(self) -> list[Tensor]:
-        """What ``update_dtype`` has taken from each parameter's updates so far, to go into the next; empty without."""
-        return self._lost
+        """The roundings to ``update_dtype`` of each parameter so far, to go into its next update; else empty."""
+        return self._roundings
 
     @rounded.setter
     def rounded(self, saved: list[Tensor]) -> None:
-        """As a checkpoint has it; of a run without ``update_dtype``, nothing."""
+        """Set them as a checkpoint has them; it has none of a run without ``update_dtype``."""
         with torch.no_grad():
-            for lost, before in zip(self._lost, saved or [torch.zeros(())] * len(self._lost), strict=False):
-                lost.copy_(before)
+            for rounding, before in zip(
+                self._roundings, saved or [torch.zeros(())] * len(self._roundings), strict=False
+            ):
+                rounding.copy_(before)
 
     def let_go(self) -> None:
-        """Gives the memory of its copies back; nothing is synchronised any more."""
-        self._last, self._lost = [], []
+        """Give the memory of the copies back; nothing is synchronised any more."""
+        self._last, self._roundings = [], []
 
     def agree(self, in_flight: int) -> int:
-        """Nm: the largest that any virtual worker would choose; and W, which depends on it."""
+        """Agree on Nm, the largest that any virtual worker would choose, and on W, which depends on it; returns Nm."""
         in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
         asked = self.group.settings.wave
         self.wave = in_flight if asked == "auto" else asked
         return in_flight
 
     def metrics(self) -> dict[str, float]:
-        """What a logger is told, since the last time."""
+        """The metrics for loggers; times and bytes are those since the last call."""
         client = self.group.weights
         counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
-        waited, pushed, pulled = (now - before for now, before in zip(counters, self._told, strict=True))
-        self._told = counters
+        waited, pushed, pulled = (now - before for now, before in zip(counters, self._reported, strict=True))
+        self._reported = counters
         commit_index = client.member.commit_index
         return {
             "hetpipe/members": float(0 if commit_index is None else len(commit_index.members)),
@@ -100,26 +106,26 @@ class Synchroniser:
         }
 
     def published(self, version: int) -> bool:
-        """``version`` is there, after Lightning's step of that number, with all its callbacks.
+        """Count ``version``, which is there after Lightning's step of that number, with all its callbacks.
 
         Returns:
-            Whether it ends a wave, so that :meth:`synchronise` is due.
+            True if it ends a wave, so that :meth:`synchronise` is due.
         """
         self.group.check()
         self._count(version)
         return self._open >= self.wave
 
     def synchronise(self, computing: Computing, ask_for_cut: bool = False) -> bool:
-        """The end of a wave: the live weights become what the servers make of them.
+        """End a wave: push the update, and take the global weights as the live ones.
 
-        None of it is user code, which may run meanwhile, as while the optimizer computes.
+        User code may run meanwhile, as while the optimizer computes.
 
         Args:
-            computing: See there.
+            computing: Opened around computing.
             ask_for_cut: Virtual worker 0 wants all to cut as soon as they can after the same wave.
 
         Returns:
-            Whether this is where all cut, because virtual worker 0 has asked for it.
+            True if all cut here, because virtual worker 0 has asked for it.
         """
         update = self._update(computing)
         with self._waiting():
@@ -129,15 +135,15 @@ class Synchroniser:
         return member.clock == member.cut_at
 
     def cut(self, number: int, version: int, computing: Computing) -> bool:
-        """All come to hold the same weights, unless they have done so at this cut. User code may run meanwhile.
+        """Have all hold the same weights, unless they have done so at this cut. User code may run meanwhile.
 
         Args:
-            number: The cut's, larger than that of any before.
-            version: That of the live weights.
-            computing: See there.
+            number: The number of the cut, larger than that of any before.
+            version: The version of the live weights.
+            computing: Opened around computing.
 
         Returns:
-            Whether they had not.
+            False if this cut has been made already.
         """
         if number <= self.last_cut:
             return False
@@ -147,17 +153,17 @@ class Synchroniser:
         return True
 
     def begin(self, first: int, version: int, computing: Computing) -> None:
-        """Lightning's loop begins an epoch, or goes on in one, with weights that all hold: those of the last cut.
+        """Begin an epoch, or go on in one, with weights that all hold: those of the last cut.
 
-        Where callbacks have changed them since, all take virtual worker 0's; each would add its own change, else.
+        Where callbacks have changed them since, all take virtual worker 0's; else each would add its own change.
 
         Args:
-            first: The number of a cut; the next one is free, too.
-            version: That of the live weights.
-            computing: See there.
+            first: The number of a cut; the next number is free, too.
+            version: The version of the live weights.
+            computing: Opened around computing.
         """
         self._counted, self._open = version, 0
-        for number in (first, first + 1):  # what is added and rounded once is off by a rounding; not the second time
+        for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
             if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
                 return
             update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
@@ -175,14 +181,14 @@ class Synchroniser:
         self.group.passed_cut()
 
     def take_averages(self, averages: list[Tensor]) -> None:
-        """At a cut: the averages of weights that callbacks keep are virtual worker 0's."""
+        """At a cut: take virtual worker 0's averages of weights, which callbacks keep."""
         if averages:
             self._take_first(averages, "the exchange of averaged weights")
 
     def _take_frozen(self) -> None:
-        """At a cut: what callbacks have made of frozen weights since the epoch began is virtual worker 0's, on all.
+        """At a cut: take virtual worker 0's frozen weights, if callbacks have changed any since the epoch began.
 
-        Servers hear of it when the next epoch begins, as of all that callbacks change between epochs.
+        Servers get them when the next epoch begins, as all changes that callbacks make between epochs.
         """
         mine = [
             index
@@ -198,11 +204,11 @@ class Synchroniser:
         return not all(torch.equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
 
     def take_buffers(self) -> None:
-        """The end of an epoch: all take the buffers of virtual worker 0, as in DDP."""
+        """Take the buffers of virtual worker 0, at the end of an epoch, as in DDP."""
         self._take_first(list(self._module.buffers()), "the exchange of buffers")
 
     def borrow_buffers(self) -> Callable[[], None]:
-        """An evaluation within an epoch sees the buffers of virtual worker 0; gives what puts the own ones back."""
+        """Take the buffers of virtual worker 0 for an evaluation within an epoch; returns the undoing."""
         own = [buffer.clone() for buffer in self._module.buffers()]
         self.take_buffers()
 
@@ -214,7 +220,7 @@ class Synchroniser:
         return give_back
 
     def _take_first(self, tensors: list[Tensor], what: str) -> None:
-        """``tensors`` become virtual worker 0's; the others' version counters stay where nothing changes."""
+        """Make ``tensors`` virtual worker 0's; version counters stay where nothing changes."""
         with torch.no_grad():
             for tensor, theirs in zip(tensors, tensors_of_first(self.group, tensors, what), strict=True):
                 if not torch.equal(tensor.cpu(), theirs):
@@ -232,10 +238,10 @@ class Synchroniser:
             self._counted = version
 
     def _update(self, computing: Computing, everything: bool = False) -> list[Tensor]:
-        """w_local - w at the last synchronisation, in the dtype in which it travels.
+        """The update: w_local - w at the last synchronisation, in the dtype in which it is sent.
 
-        Frozen parameters are not learnt: what callbacks make of them is virtual worker 0's from the next cut on, and
-        goes to the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
+        Frozen parameters are not learnt: changes by callbacks are virtual worker 0's from the next cut on, and go to
+        the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
         """
         with computing():
             same = [
@@ -256,9 +262,9 @@ class Synchroniser:
                 torch.zeros_like(last) if zero else p.detach() - last
                 for (_, p), last, zero in zip(self._named, self._last, same, strict=True)
             ]
-            wanted = [update + lost for update, lost in zip(updates, self._lost, strict=True)]
+            wanted = [update + rounding for update, rounding in zip(updates, self._roundings, strict=True)]
             sent = [update.to(self._dtype) for update in wanted]
-            self._lost = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
+            self._roundings = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
             return sent
 
     def _nothing(self) -> list[Tensor]:
@@ -275,7 +281,7 @@ class Synchroniser:
             foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])
 
     def _take(self, weights: list[Tensor], everything: bool) -> None:
-        """The live weights become ``weights``; frozen ones are the same everywhere, from the start."""
+        """Make ``weights`` the live weights; frozen ones are the same everywhere, from the start."""
         pairs = [(p, w) for (_, p), w in zip(self._named, weights, strict=True) if everything or p.requires_grad]
         with torch.no_grad():
             foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture import microbenchmark
-from lightning_hetpipe.capture.microbenchmark import measure
+from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.planning.model.timing import ROUNDS
 from tests.support.traces import chance, shape_of
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
+from lightning_hetpipe.capture.microbenchmark import ROUNDS
 from lightning_hetpipe.placement import progress
-from lightning_hetpipe.planning.model.timing import ROUNDS
 from tests.support.small import Learner, batches, quiet_trainer
 
 

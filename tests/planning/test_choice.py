@@ -275,7 +275,7 @@ class TestMemory:
     def test_optimizers(self) -> None:
         assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] == 2
         assert optimizer_state(1.5) == 1.5
-        with pytest.raises(SettingError, match="optimizer='sgdm' is none whose state is known; give one of sgd,"):
+        with pytest.raises(SettingError, match="optimizer='sgdm' is not known; give one of sgd,"):
             optimizer_state("sgdm")
         with pytest.raises(SettingError, match="optimizer=-1 must be"):
             optimizer_state(-1)

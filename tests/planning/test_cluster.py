@@ -43,12 +43,12 @@ def test_a_link_that_nobody_has_declared_is_supposed_and_said() -> None:
     one, two, three, four, five = cluster.slots
     found = [cluster.link_between(*pair) for pair in [(one, two), (two, three), (four, five)]]
     assert found == [PCIE, ETHERNET, NO_LINK]
-    assert cluster.supposed([one, two, three, four, five]) == [
-        "12 GB/s after 0.01 ms is supposed between devices of 'a', as no link is said",
-        "1.25 GB/s after 0.05 ms is supposed between nodes, as no link is said",
+    assert cluster.assumed([one, two, three, four, five]) == [
+        "12 GB/s with 0.01 ms latency is assumed between devices of 'a', as it declares no link",
+        "1.25 GB/s with 0.05 ms latency is assumed between nodes, as the cluster declares no link",
     ]
-    assert cluster.supposed([one, one]) == []
-    assert Cluster([Node("a", ["T4", "T4"], "1 GB/s"), Node("b", ["T4"])], "1 GB/s").supposed([one, two, three]) == []
+    assert cluster.assumed([one, one]) == []
+    assert Cluster([Node("a", ["T4", "T4"], "1 GB/s"), Node("b", ["T4"])], "1 GB/s").assumed([one, two, three]) == []
 
 
 def test_spots_and_links() -> None:
@@ -111,17 +111,20 @@ def test_what_is_declared_does_not_change_what_is_there() -> None:
     ("make", "says"),
     [
         (lambda: Device(""), r"Device\(name=''\) must be a name"),
-        (lambda: Device("a", 0), r"Device\('a'\).memory=0 must be bytes, more than 0, text such as '24 GiB', or None"),
+        (
+            lambda: Device("a", 0),
+            r"Device\('a'\).memory=0 must be positive: bytes, text such as '24 GiB', or None",
+        ),
         (
             lambda: Device("a", cast(Any, 2.5e9 + 0.5)),
             r"Device\('a'\).memory=2500000000.5 must be a whole number of byt",
         ),
-        (lambda: Device("a", True), "must be bytes"),
-        (lambda: Device("a", "24 gigs"), r"Device\('a'\).memory='24 gigs' has the unit 'gigs', which is none of"),
-        (lambda: Device("a", speed=math.inf), r"Device\('a', speed=inf\) must be a number more than 0"),
-        (lambda: Link(0), r"Link\(bandwidth=0\) must be bytes per second, more than 0"),
+        (lambda: Device("a", True), "must be positive: bytes"),
+        (lambda: Device("a", "24 gigs"), r"Device\('a'\).memory='24 gigs' has the unit 'gigs', which is not among"),
+        (lambda: Device("a", speed=math.inf), r"Device\('a', speed=inf\) must be a positive number"),
+        (lambda: Link(0), r"Link\(bandwidth=0\) must be a positive number of bytes"),
         (lambda: Link("fast"), "Link.bandwidth='fast' must be a number and a unit, such as '12 GB/s'"),
-        (lambda: Link(1, -1), r"Link\(latency=-1\) must be seconds, 0 or more"),
+        (lambda: Link(1, -1), r"Link\(latency=-1\) must be a number of seconds, at least 0"),
         (lambda: Node("n", []), r"Node\('n', devices=\[\]\) must be a list of at least one Device, or its name"),
         (lambda: Node("n", "T4"), r"Node\('n', devices='T4'\) must be a list"),
         (lambda: Node("n", ["T4"], link=cast(Any, 3)), "3 must be a Link, or a bandwidth such as '12 GB/s'"),

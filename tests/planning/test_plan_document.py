@@ -107,7 +107,7 @@ def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
     assert not best_plan(profile, cluster, in_flight=3).fits
     plan = Plan.of(best_plan(profile, cluster, in_flight=3, recompute=True), "m", "abcd", cluster)
     assert plan.recompute
-    assert "3 minibatches in flight, forwards computed again (recompute), 0." in str(plan)
+    assert "3 minibatches in flight, forwards recomputed, 0." in str(plan)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 
@@ -136,7 +136,7 @@ def test_the_table() -> None:
         "    0  box RTX-3090:0  a – b   ×2             250.0  1.0 GiB   24.0 GiB",
         "    1  box T4:1        c       ×1            ~500.0  2.0 GiB  ~16.0 GiB  bottleneck",
         "",
-        "~ is an estimate: of this device's times there are data sheets only, no measurements",
+        "~ is an estimate from data sheets: the layers were not measured on this device",
     ]
 
 
@@ -171,7 +171,7 @@ def test_memory_of_a_data_sheet_beside_times_that_were_measured() -> None:
     lines = str(plan).splitlines()
     assert lines[0] == "m: 3 minibatches in flight, 2 minibatches per second, simulated"
     assert lines[4] == "    1  box T4:1        c       ×1             500.0  2.0 GiB  ~16.0 GiB  bottleneck"
-    assert lines[5:] == ["", "~ before memory: the data sheet's, of which a driver leaves a little less"]
+    assert lines[5:] == ["", "~ before memory is the data sheet's figure, of which a driver leaves a little less"]
     (_, stage) = plan.virtual_workers[0].stages
     assert (stage.place, stage.device_number, stage.estimated, stage.nominal) == ("T4:1", 1, False, True)
 

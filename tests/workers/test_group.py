@@ -35,7 +35,7 @@ class Pair:
         self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch, placement: str = "size", known: int = 2
     ) -> None:
         # Each process counts rooms for itself; here both are in one.
-        monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
+        monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-1")
         self.rooms = [Sessions(LEASE), Sessions(LEASE)]
         for rooms in self.rooms:
             exits.callback(rooms.close)
@@ -97,7 +97,7 @@ def test_a_later_trainer_may_place_parameters_on_servers_that_the_first_did_not_
     pair.enter_fit(1.0, 2.0)
     for left in [pair.threads.submit(group.leave_fit) for group in pair.groups]:
         left.result(SECONDS)
-    monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-2")
+    monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-2")
     pair.found = [replace(found, known=(address,)) for found, address in zip(pair.found, pair.addresses, strict=True)]
     pair.renew([WSPCallback(lease=LEASE, placement="round_robin")] * 2)
     pair.enter_fit(1.0, 2.0)
@@ -161,14 +161,14 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     monkeypatch.setattr(Sessions, "status", noted)
     going = threading.Event()
     second._exits.callback(going.wait, SECONDS)  # what it does first where it leaves
-    assert second._talk is not None
-    fail = second._talk.fail
+    assert second._launch is not None
+    fail = second._launch.fail
 
     def failing(reason: str) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
         going.wait(SECONDS)
         fail(reason)
 
-    monkeypatch.setattr(second._talk, "fail", failing)
+    monkeypatch.setattr(second._launch, "fail", failing)
     closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
     assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
     assert not closed[0].done()
@@ -212,7 +212,7 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
     named = [(name, torch.ones(3)) for name in "ab"]
 
     def opened(launch: str, room: int, *servers: str) -> Group:
-        monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-{room}")
+        monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-{room}")
         group = Group(0, 1, FoundServers(servers[0], servers, Security(), launch=launch), settings, SECONDS)
         exits.callback(group.part)
         group.open()
@@ -242,8 +242,8 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
 def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(exits, monkeypatch)
     for group in pair.groups:
-        assert group._talk is not None
-        group._talk.close()
+        assert group._launch is not None
+        group._launch.close()
         group._exits.pop_all()
     found = replace(pair.groups[0]._found, launch="the next", hosts=False)
     nexts = [Group(index, 2, found, pair.groups[0].settings, SECONDS) for index in (0, 1)]
@@ -273,7 +273,7 @@ def test_nobody_at_the_coordinators_address(
 
 def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """They waited for an hour. The first whose time is up ends it for those, too, that came later."""
-    monkeypatch.setattr(module, "_next_room", lambda kind: f"{kind}-1")
+    monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-1")
     rooms = Sessions(LEASE)
     exits.callback(rooms.close)
     server = exits.enter_context(GrpcServer(rooms))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.server.protocol.gathers import LIMIT
-from lightning_hetpipe.workers.large_gathers import PIECE, gather_in_pieces
+from lightning_hetpipe.workers.large_gathers import CHUNK, gather_in_chunks
 
 SECONDS = 30.0
 
@@ -52,7 +52,7 @@ def gathered(
     def one(vw: int) -> dict[int, bytes] | None:
         ordinals = iter(range(1000))
         try:
-            found = gather_in_pieces(
+            found = gather_in_chunks(
                 contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece, keeps in (None, vw)
             )
             return {each: bytes(part) for each, part in found.items()}
@@ -64,8 +64,8 @@ def gathered(
 
 
 def test_a_server_takes_a_piece() -> None:
-    assert gather_in_pieces(bytes(PIECE + 1), lambda part: {0: part} if len(part) <= LIMIT else {})[0] == bytes(
-        PIECE + 1
+    assert gather_in_chunks(bytes(CHUNK + 1), lambda part: {0: part} if len(part) <= LIMIT else {})[0] == bytes(
+        CHUNK + 1
     )
 
 
@@ -112,7 +112,7 @@ def test_whoever_sends_something_else_is_named(said: list[bytes], what: str) -> 
         return {0: own, 1: next(pieces)}
 
     if not what:
-        assert gather_in_pieces(b"own", gather, 4) == {0: b"own", 1: b"fourab"}
+        assert gather_in_chunks(b"own", gather, 4) == {0: b"own", 1: b"fourab"}
         return
     with pytest.raises(RuntimeError, match=what):
-        gather_in_pieces(b"own", gather, 4)
+        gather_in_chunks(b"own", gather, 4)

@@ -124,7 +124,7 @@ def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str |
     synchroniser._named[0] = ("first", nn.Parameter(torch.ones(2, device="meta")))  # a device that is not this one
     synchroniser.follow()
     assert [last.device.type for last in synchroniser._last] == ["meta", "cpu"]
-    assert [lost.device.type for lost in synchroniser._lost] == (["meta", "cpu"] if update_dtype else [])
+    assert [rounding.device.type for rounding in synchroniser._roundings] == (["meta", "cpu"] if update_dtype else [])
 
 
 @pytest.mark.parametrize("update_dtype", [None, "float32"])
@@ -158,7 +158,7 @@ def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: st
 def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that each virtual worker's callback moves within an epoch was another one on each of them: what they
     validated, and what was saved, was not what the others held (law L6)."""
-    monkeypatch.setattr(group_module, "_next_room", "{}-1".format)
+    monkeypatch.setattr(group_module, "_next_session", "{}-1".format)
     rooms = Sessions(5.0)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
 

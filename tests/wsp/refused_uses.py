@@ -112,7 +112,7 @@ def call_of_one(bench: Any) -> dict[str, Any]:
     return {}
 
 
-@refused("SettingError: virtual worker 0 gave the others something that does not travel between processes")
+@refused("SettingError: virtual worker 0 gave the others a value that cannot be sent between processes")
 def strange_value(bench: Any) -> dict[str, Any]:
     class Broadcasts(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -30,7 +30,7 @@ from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
 from lightning_hetpipe.workers.group import Group
-from lightning_hetpipe.workers.large_gathers import gather_in_pieces
+from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5
@@ -39,7 +39,7 @@ LEASE = 1.5
 @pytest.fixture(autouse=True)
 def one_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process counts its rooms; here one is several virtual workers."""
-    monkeypatch.setattr(group, "_next_room", "{}-1".format)
+    monkeypatch.setattr(group, "_next_session", "{}-1".format)
 
 
 def group_of(
@@ -159,8 +159,8 @@ def test_each_node_says_once_who_is_lost_and_nobody_waits_for_it(lost: int, monk
         for opened in [pool.submit(one.open) for one in groups]:
             opened.result(PATIENCE)
         one = groups.pop(lost)
-        assert one._talk is not None
-        one._talk.close()  # without a word
+        assert one._launch is not None
+        one._launch.close()  # without a word
         one._exits.pop_all()
         atexit.unregister(one.part)
         silent = f"silent for longer than its lease of {LEASE:g} s (raise WSPCallback(lease=...) if it may be)"
@@ -276,7 +276,7 @@ def test_a_gather_waits_within_what_it_is_told() -> None:
 def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation outputs of more than 64 MiB were refused, without a way out."""
     limit = 64 << 10
-    monkeypatch.setattr(group, "gather_in_pieces", partial(gather_in_pieces, piece=limit // 4))
+    monkeypatch.setattr(group, "gather_in_chunks", partial(gather_in_chunks, chunk=limit // 4))
     monkeypatch.setattr(Sessions, "_new", lambda *_: Service(LEASE, gather_limit=limit))
     value = torch.arange(limit, dtype=torch.float64)
     rooms = Sessions(LEASE)

@@ -1,9 +1,9 @@
-"""Chance belongs to the minibatch (law L7): a layer's random operations draw from generators of their own.
+"""Random generators of each minibatch (law L7): a layer's random operations draw from generators of their own.
 
 Every random operation of minibatch p inside a pipelined layer draws from a fresh ``torch.Generator``, seeded by (run
 seed, virtual worker, p, the path of the innermost module that runs it, its ordinal among that module's random
-operations in p). What it draws depends on nothing else: not on threads, timing, the number of stages or the cut. The
-default generators are neither read nor changed.
+operations in p). What it draws depends on nothing else: not on threads, timing, or the number and borders of stages.
+The default generators are neither read nor changed.
 
 How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``RandomGenerators.minibatch``
 such a forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the
@@ -44,7 +44,7 @@ __all__ = ["RandomGenerators", "RandomnessError", "attach", "attached", "counter
 
 
 class RandomGenerators:
-    """The random numbers of one run.
+    """Source of all random generators of one run.
 
     Args:
         run_seed: Seed of the run, any integer.
@@ -114,18 +114,18 @@ def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
 
     Returns:
         What to call instead of ``layer``: it names this position, so that one module that stands in several layers is
-        named alike whether or not a cut separates them. It is ``layer`` itself where nothing may draw.
+        named alike whether or not a split point separates them. It is ``layer`` itself where nothing may draw.
     """
     return _attach(layer, path, [])
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether ``layer`` or anything in it may draw random numbers."""
+    """Tell whether ``layer`` or anything in it may draw random numbers."""
     return any(map(_may_draw_itself, layer.modules()))
 
 
 def counters(layer: nn.Module) -> list[_Drawing]:
-    """What counts the random operations in a graph of ``layer``, which is attached: to be set to 0 before it runs."""
+    """Counters of the random operations in a graph of ``layer``, which is attached: to be set to 0 before it runs."""
     forwards = [vars(module).get("forward") for module in layer.modules()]
     return [forward for forward in forwards if isinstance(forward, _Drawing)]
 
@@ -154,7 +154,7 @@ def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generat
     draws = _thread.draws
     if draws is None:
         raise RandomnessError(f"Module '{path}' draws random numbers outside of a minibatch.")
-    return draws.chance.generator(draws.minibatch, path, ordinal, device)
+    return draws.generators.generator(draws.minibatch, path, ordinal, device)
 
 
 def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ class _Forward:
 
 
 class _Drawing(_Forward):
-    """Of a module that may draw: names the random operations that run directly in it."""
+    """``forward`` of a module that may draw: names the random operations that run directly in it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -288,7 +288,7 @@ class _Drawing(_Forward):
 
 
 class _Still(_Forward):
-    """Of a module that draws nothing, inside one that may: spares its operators the mode."""
+    """``forward`` of a module that draws nothing, inside one that may: spares its operators the mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -322,9 +322,9 @@ class _Positioned:
 class _Draws(RandomOperators):
     """The draws of one minibatch in one thread."""
 
-    def __init__(self, chance: RandomGenerators, minibatch: int | str) -> None:
-        super().__init__(fused=not chance.deterministic)
-        self.chance = chance
+    def __init__(self, generators: RandomGenerators, minibatch: int | str) -> None:
+        super().__init__(fused=not generators.deterministic)
+        self.generators = generators
         self.minibatch = minibatch
         self.path = ""  # the innermost wrapped module that runs; empty when none does
         self.ordinals: dict[str, int] = {}
@@ -337,7 +337,7 @@ class _Draws(RandomOperators):
             )
         ordinal = self.ordinals.get(self.path, 0)
         self.ordinals[self.path] = ordinal + 1
-        return self.chance.generator(self.minibatch, self.path, ordinal, device)
+        return self.generators.generator(self.minibatch, self.path, ordinal, device)
 
     def where(self) -> str:
         return self.path

@@ -105,7 +105,7 @@ class GraphDraws(TorchFunctionMode):
 
 
 def draw_in_graph(path: str, ordinal: int, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``operator`` gives, random operation ``ordinal`` of module ``path``."""
+    """Run ``operator``, random operation ``ordinal`` of module ``path``, in a graph that is compiled."""
     aten = torch.ops.aten
     if operator is aten.dropout.default:
         return args[0] * _noise(args[0], args[1], path, ordinal)
@@ -145,7 +145,7 @@ class _Refusing(RandomOperators):
 
 
 def _noise(value: Tensor, p: float, path: str, ordinal: int, *, features: bool = False) -> Tensor:
-    """What dropout multiplies ``value`` by."""
+    """Factors by which dropout multiplies ``value``."""
     keep = 1.0 - p
     if keep == 0.0:  # nothing is drawn, as in torch's
         return torch.zeros((), dtype=value.dtype, device=value.device)

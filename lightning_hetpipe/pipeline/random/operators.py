@@ -1,4 +1,4 @@
-"""How each random operator of torch is made to draw from a given generator, below autograd.
+"""Recipes that make each random operator of torch draw from a given generator, below autograd.
 
 Most take a generator; ``rand`` and its kin have an overload that does; the others are made of operators that do. CUDA's
 fused attention and RNN have none: they hold a dropout, and read a default generator.
@@ -102,7 +102,7 @@ def _like(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -
 
 
 def _native_dropout(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """What F.dropout is on CUDA. Autograd multiplies the gradient by the mask that is returned, and by 1 / (1 - p)."""
+    """For F.dropout on CUDA. Autograd multiplies the gradient by the mask that is returned, and by 1 / (1 - p)."""
     value, p, train = args
     if train is False or value.device.type == "meta":
         return func(*args, **kwargs)
@@ -196,7 +196,7 @@ _RECIPES = {name: recipe for recipe, names in _BY_RECIPE for name in names.split
 
 @functools.cache
 def _recipe(func: Any) -> Recipe | None:
-    """How ``func`` is run; None if as it is (as are higher-order operators, which have no tags)."""
+    """Recipe for ``func``; None if it runs as it is (as do higher-order operators, which have no tags)."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return None
     namespace, _, rest = str(func).partition(".")

@@ -1,4 +1,4 @@
-"""The devices that there are, and what connects them: found, declared, or both."""
+"""Cluster: devices, the nodes that hold them, and the links between them; discovered, declared, or both."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Device:
 
     Args:
         name: What it is, such as "RTX-3090": devices of one name are of one type. A profile has times by it.
-        memory: Bytes that it has, or text such as "24 GiB"; None where that is not said.
-        speed: How many times faster than what the profile's times are of.
+        memory: Bytes, or text such as "24 GiB"; if None, as the profile or the catalogue of GPUs says.
+        speed: Relative to the device of the profile's times; 2 is twice as fast.
 
     Raises:
-        SettingError: for numbers that no device has.
+        SettingError: if memory or speed is not positive.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Device:
         if isinstance(memory, str):
             memory = bytes_of(memory, setting)
         if memory is not None and not _is_positive(memory):
-            raise SettingError(f"{setting}={given!r} must be bytes, more than 0, text such as '24 GiB', or None")
+            raise SettingError(f"{setting}={given!r} must be positive: bytes, text such as '24 GiB', or None")
         if memory is not None and memory < LEAST_MEMORY:
             unit = "GiB" if memory < 1000 else "MiB"
             raise SettingError(f"{setting}={given!r} is {memory:g} bytes; did you mean '{memory:g} {unit}'")
         if memory is not None and not isinstance(memory, int):
             raise SettingError(f"{setting}={given!r} must be a whole number of bytes, or text such as '24 GiB'")
         if not _is_positive(speed):
-            raise SettingError(f"Device({name!r}, speed={speed!r}) must be a number more than 0")
+            raise SettingError(f"Device({name!r}, speed={speed!r}) must be a positive number")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "memory", memory)
         object.__setattr__(self, "speed", speed)
@@ -75,7 +75,7 @@ class Link:
         latency: Seconds, or text such as "10 us".
 
     Raises:
-        SettingError: for numbers that no link has.
+        SettingError: if the bandwidth is not positive, or the latency is negative.
     """
 
     bandwidth: float
@@ -87,16 +87,16 @@ class Link:
         if isinstance(latency, str):
             latency = seconds_of(latency, "Link.latency")
         if not (_is_positive(bandwidth) or (_is_number(bandwidth) and bandwidth == math.inf)):
-            raise SettingError(f"Link(bandwidth={bandwidth!r}) must be bytes per second, more than 0")
+            raise SettingError(f"Link(bandwidth={bandwidth!r}) must be a positive number of bytes per second")
         if not (_is_number(latency) and 0 <= latency < math.inf):
-            raise SettingError(f"Link(latency={latency!r}) must be seconds, 0 or more")
+            raise SettingError(f"Link(latency={latency!r}) must be a number of seconds, at least 0")
         object.__setattr__(self, "bandwidth", bandwidth)
         object.__setattr__(self, "latency", latency)
 
     def __str__(self) -> str:
-        """Text such as "12 GB/s"; with a latency, "12 GB/s after 10 us"."""
+        """Text such as "12 GB/s"; with a latency, "12 GB/s with 0.01 ms latency"."""
         speed = in_bandwidth(self.bandwidth)
-        return f"{speed} after {in_seconds(self.latency)}" if self.latency else speed
+        return f"{speed} with {in_seconds(self.latency)} latency" if self.latency else speed
 
     def seconds(self, nbytes: int) -> float:
         """Seconds that ``nbytes`` take; zero bytes take none."""
@@ -107,10 +107,10 @@ NO_LINK = Link(math.inf)
 """Link within shared memory: nothing has to travel."""
 
 PCIE = Link("12 GB/s", "10 us")
-"""Supposed between devices of one machine, where nobody has declared it: PCIe 3.0 x16 in practice."""
+"""Link that is assumed between devices of one machine unless it is declared: PCIe 3.0 x16 in practice."""
 
 ETHERNET = Link("10 Gbit/s", "50 us")
-"""Supposed between machines, where nobody has declared it."""
+"""Link that is assumed between machines unless it is declared."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class Node:
     """A machine.
 
     Args:
-        name: Of its own in a cluster.
+        name: Unique in its cluster.
         devices: In order; a name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, a mapping for one
             with these arguments.
-        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments. None says
-            nothing, and :data:`PCIE` is supposed; between CPUs, that nothing has to travel.
+        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments. If None,
+            :data:`PCIE` is assumed; between CPUs, that nothing has to travel.
 
     Raises:
         SettingError: for a node without devices.
@@ -171,8 +171,8 @@ class Cluster:
 
     Args:
         nodes: In order; a ``Node`` each, or a mapping with its arguments.
-        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments. None says
-            nothing, and :data:`ETHERNET` is supposed.
+        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments. If None,
+            :data:`ETHERNET` is assumed.
 
     Raises:
         SettingError: for a cluster without nodes, or with two of one name.
@@ -206,15 +206,15 @@ class Cluster:
             return self.link or ETHERNET
         return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
 
-    def supposed(self, slots: Iterable[DeviceSlot]) -> list[str]:
-        """The links that stages on ``slots``, in their order, use and that nobody has declared: a sentence for each."""
+    def assumed(self, slots: Iterable[DeviceSlot]) -> list[str]:
+        """A sentence for each link that stages on ``slots``, in their order, use and that is not declared."""
         found: dict[str, None] = {}
         for one, other in pairwise(slots):
             node = self.nodes[one.node]
             if one.node != other.node and self.link is None:
-                found[f"{ETHERNET} is supposed between nodes, as no link is said"] = None
+                found[f"{ETHERNET} is assumed between nodes, as the cluster declares no link"] = None
             elif one.node == other.node and node.link is None and self.link_between(one, other) != NO_LINK:
-                found[f"{node.own_link} is supposed between devices of '{node.name}', as no link is said"] = None
+                found[f"{node.own_link} is assumed between devices of '{node.name}', as it declares no link"] = None
         return [*found]
 
     def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:

@@ -241,7 +241,7 @@ class _Sizes:
         self._windows = np.stack(windows)
 
     def largest(self, first: Ticks, after: Ticks) -> NDArray[np.float64]:
-        """Most bytes that a layer between boundaries keeps, from two overlapping windows."""
+        """Largest bytes that one layer between boundaries keeps, from two overlapping windows."""
         level = np.log2(np.maximum(after - first, 1)).astype(np.intp)
         result: NDArray[np.float64] = np.maximum(
             self._windows[level, first], self._windows[level, after - (1 << level)]

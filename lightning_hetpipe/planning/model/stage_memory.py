@@ -65,8 +65,8 @@ def optimizer_state(optimizer: str | float) -> float:
         known = OPTIMIZERS.get(optimizer.lower())
         if known is None:
             raise SettingError(
-                f"optimizer='{optimizer}' is none whose state is known; give one of {', '.join(OPTIMIZERS)}, or how"
-                " many bytes of state it keeps for each byte of the weights"
+                f"optimizer='{optimizer}' is not known; give one of {', '.join(OPTIMIZERS)}, or its"
+                " bytes of state for each byte of the weights"
             )
         return known
     if not 0 <= optimizer < float("inf"):

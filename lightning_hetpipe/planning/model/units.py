@@ -75,5 +75,5 @@ def _amount(text: str, setting: str, units: Mapping[str, Decimal], example: str)
     factor = units.get(unit)
     if factor is None:
         alike = next((f"; did you mean '{each}'?" for each in units if each.lower() == unit.lower()), "")
-        raise SettingError(f"{setting}={text!r} has the unit '{unit}', which is none of {', '.join(units)}{alike}")
+        raise SettingError(f"{setting}={text!r} has the unit '{unit}', which is not among {', '.join(units)}{alike}")
     return number * factor

@@ -63,12 +63,12 @@ class PlannedStage:
 
     @property
     def estimated(self) -> bool:
-        """Whether its times come from a data sheet."""
+        """True if its times come from a data sheet."""
         return self.device.endswith(_ESTIMATED)
 
     @property
     def nominal(self) -> bool:
-        """Whether its memory comes from a data sheet, and its times do not."""
+        """True if its memory comes from a data sheet, and its times do not."""
         return self.device.endswith(_NOMINAL)
 
 

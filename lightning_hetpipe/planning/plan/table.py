@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
 
 ESTIMATE = "~"
-"""In front of figures that come from a data sheet."""
+"""Mark in front of figures that come from a data sheet."""
 BAD = "!"
-"""Behind a cell in which something is wrong; what, is said below."""
+"""Mark behind a cell with a fault, which is described below the table."""
 
 _HEADER = ["stage", "device", "layers", "", "ms per minibatch", "memory", "of"]
 _CELLS = {"node": 1, "device": 1, "first_layer": 2, "last_layer": 2, "time_s": 4, "memory_bytes": 5}
@@ -34,13 +34,13 @@ def table(plan: Plan) -> str:
             bad = {p.place.rpartition(".")[2] for p in problems if p.place.startswith(f"{place}[{number}].")}
             rows.append(_row(number, stage, plan, {_CELLS[key] for key in bad}))
         title = f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second"
-        lines += ["", *([title] if many else []), *_aligned([_HEADER, *rows])]
+        lines += ["", *([title] if many else []), *aligned([_HEADER, *rows], left=(1, 2, 3))]
     stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
     notes = []
     if any(stage.estimated for stage in stages):
-        notes.append(f"{ESTIMATE} is an estimate: of this device's times there are data sheets only, no measurements")
+        notes.append(f"{ESTIMATE} is an estimate from data sheets: the layers were not measured on this device")
     if any(stage.nominal for stage in stages):
-        notes.append(f"{ESTIMATE} before memory: the data sheet's, of which a driver leaves a little less")
+        notes.append(f"{ESTIMATE} before memory is the data sheet's figure, of which a driver leaves a little less")
     last = [worker.stages[-1] for worker in plan.virtual_workers if len(worker.stages) > 1]
     fits = not any("first minibatch" in problem.said for problem in problems)
     if plan.first_minibatch_bytes and fits and any(stage.memory_limit_bytes is not None for stage in last):
@@ -55,7 +55,7 @@ def table(plan: Plan) -> str:
 
 
 def _where(place: str, many: bool) -> str:
-    """A key of ``plan.json`` in the words of the table."""
+    """Column and row of the table for a key of ``plan.json``."""
     match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(\w+)", place)
     if match is None:
         return place
@@ -70,7 +70,7 @@ def _headline(plan: Plan) -> str:
     rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
     return (
         f"{plan.model}: {together}{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
-        f"{' forwards computed again (recompute),' if plan.recompute else ''} {rate} minibatches per second, simulated"
+        f"{' forwards recomputed,' if plan.recompute else ''} {rate} minibatches per second, simulated"
     )
 
 
@@ -81,7 +81,7 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     cells = [
         str(number),
         f"{stage.node} {stage.place}",
-        _span(plan.layers[stage.first_layer : stage.last_layer + 1]),
+        span(plan.layers[stage.first_layer : stage.last_layer + 1]),
         f"×{stage.last_layer - stage.first_layer + 1}",
         f"{guess}{stage.time_s * 1000:,.1f}",
         in_bytes(stage.memory_bytes),
@@ -91,18 +91,22 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s else cells
 
 
-def _span(layers: Sequence[str]) -> str:
-    """The first and the last layer's name."""
+def span(layers: Sequence[str]) -> str:
+    """Name the first and the last layer."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} – {layers[-1]}" if layers else ""
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return [
-        "  ".join(
-            f"{cell:>{width}}" if column >= 4 or column == 0 else f"{cell:<{width}}"
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Lay out a table as lines: the columns ``left`` to the left, others to the right; the first row has them all.
+
+    What a row has more than the first one follows behind its line.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        + "".join(f"  {cell}" for cell in row[len(widths) :])
-        for row in rows
-    ]
+        ]
+        lines.append("  ".join([*cells, *row[len(widths) :]]).rstrip())
+    return lines

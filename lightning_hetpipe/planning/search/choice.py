@@ -40,7 +40,7 @@ ENOUGH = 0.99
 """Choose the smallest Nm within 1% of the best throughput."""
 
 NEGLIGIBLE = 0.001
-"""Relative gain of throughput for which the search does not go on."""
+"""Smallest relative gain of throughput for which the search goes on."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Choice(Estimate):
     """A plan for one virtual worker; where nothing fits, the one whose devices lack the least.
 
     Attributes:
-        idle: Devices that are better left out.
-        tried: The numbers in flight that were looked at.
-        reasons: Why it is this one, in sentences.
+        idle: Devices that the plan does not use.
+        tried: The results of each Nm that was searched.
+        reasons: Sentences that explain the choice.
         help: Changes that would make it fit; None where it does.
     """
 
@@ -125,10 +125,11 @@ def best_plan(
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
     """
     slots = cluster.slots if slots is None else tuple(slots)
-    if stages is not None and not 1 <= stages <= min(len(slots), len(profile.layers)):
+    most = min(len(slots), len(profile.layers))
+    if stages is not None and not 1 <= stages <= most:
         raise SettingError(
-            f"stages={stages} cannot be planned for {len(slots)} devices and {len(profile.layers)} layers, of which"
-            " each stage has one at least; ask for no more than there are"
+            f"stages={stages} cannot be planned for {len(slots)} devices and {len(profile.layers)} layers: each stage"
+            f" needs one of both; set at most {most}"
         )
     state = optimizer_state(optimizer)
     problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, watched, synchronise)
@@ -272,7 +273,7 @@ class _Search:
             elif (choice := other.choose()).fits:
                 again = choice.in_flight
         lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
-        reasons = [f"no plan was found that fits at Nm = {in_flight}; of those that were, this one lacks the least"]
+        reasons = [f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"]
         return self._choice(found, [in_flight], reasons, Help(self.most(in_flight - 1), again, lacking))
 
     def _with_recompute(self) -> _Search:
@@ -283,7 +284,7 @@ class _Search:
     ) -> Choice:
         used = {stage.slot for stage in found.stages}
         if not self._divider.exact:
-            reasons = [*reasons, "there are too many kinds of devices to look at all of their orders"]
+            reasons = [*reasons, "there are too many kinds of devices to search all of their orders"]
         return Choice(
             found.stages,
             found.in_flight,
@@ -322,10 +323,10 @@ def _why(chosen: Estimate, plans: Sequence[Estimate], last: int, unfit: int | No
             f" Nm = {best.in_flight}"
         )
     elif len(chosen.stages) == 1:
-        reasons.append("there is nothing that a second one in flight could overlap with")
+        reasons.append("with a single stage, a second minibatch in flight has nothing to overlap with")
     elif len(plans) > 1:
         looked = f"of Nm = 1 to {last if unfit is None else unfit - 1}"
-        reasons.append(f"{looked} none is faster than {chosen.in_flight}, and a smaller one is slower by more than 1%")
+        reasons.append(f"{looked} none is faster than {chosen.in_flight}; each smaller one is slower by more than 1%")
     if unfit is not None:
         reasons.append(f"no plan was found that fits at Nm = {unfit}")
     return reasons

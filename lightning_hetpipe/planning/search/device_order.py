@@ -25,10 +25,10 @@ State: TypeAlias = tuple[Any, int]
 Rows: TypeAlias = NDArray[np.intp]
 
 MOST = 40_000_000
-"""Most states times layers that are looked through for one T: some seconds."""
+"""Largest number of states times layers that are searched for one T: some seconds."""
 
 NEAR = 1 << 8
-"""Relative distance of the bounds, inverted, from which on an order is asked to beat the best one by a tick."""
+"""Inverse relative distance of the bounds from which on the search asks for an order better by one tick."""
 
 ANY = NEVER // 4
 """More ticks than any stage takes."""
@@ -257,7 +257,7 @@ class DeviceOrders:
 
 
 def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
-    """Put into ``least`` at b the least of ``values`` from b + 1 to ``last[b]``, where there are any.
+    """Set ``least`` at b to the least of ``values`` from b + 1 to ``last[b]``, where there are any.
 
     From a table of the least of 1, 2, 4, ... neighbours, of which two cover any window.
     """

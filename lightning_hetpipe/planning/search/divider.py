@@ -27,7 +27,7 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import best_split_points
 
 ORDERS, CELLS = 400, 40_000_000
-"""Most orders that are looked at one by one, and that number times the square of the boundaries (some seconds)."""
+"""Largest number of orders that are tried one by one, alone and times the square of the boundaries: some seconds."""
 
 LIGHTEST = (StageLoad(1, 0, 1), StageLoad(0, 1, 0))
 """Load of every stage at the least: a minibatch after its forward, gradients after its backward."""

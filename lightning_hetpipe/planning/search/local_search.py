@@ -27,7 +27,7 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The kind of each stage's device, and its first layer."""
 
 WORK = 60_000
-"""Most tasks that are simulated for one Nm: about half a second."""
+"""Largest number of tasks that are simulated for one Nm: about half a second."""
 
 CLIMBS = 8
 """Number of starts, the best ones, from which it goes uphill."""
@@ -145,7 +145,7 @@ def _is_rising(kinds: Sequence[int]) -> bool:
 
 
 def is_better(one: Estimate, other: Estimate, factor: float = UPHILL) -> bool:
-    """Whether ``one`` lacks less memory than ``other``, or as much and is more than ``factor`` times as fast."""
+    """Return whether ``one`` lacks less memory than ``other``, or as much and is more than ``factor`` times as fast."""
     lack, lacked = _lack(one), _lack(other)
     return lack < lacked or (lack == lacked and one.rate > other.rate * factor)
 
