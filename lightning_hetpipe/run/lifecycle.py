@@ -51,7 +51,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Concatenate, ParamSpec
 
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
-from lightning_hetpipe.pipeline.user.user_section import UserSection, UserSections
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection, UserSections
 
 P = ParamSpec("P")
 
@@ -76,7 +76,7 @@ class Extension:
         return NOTHING
 
     def section(self, minibatch: int) -> UserSection:
-        return UserSections(())
+        return NO_SECTION
 
     def submitted(self, minibatch: int, version: int) -> None: ...
 
