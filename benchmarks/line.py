@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import Streams
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 
 CPU = torch.device("cpu")
 Check = Callable[[Tensor, Collection[int]], None]
@@ -60,7 +60,7 @@ class Line:
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
-        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: ProcessSection | None = None
+        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: UserSection = NO_SECTION
     ) -> Step:
         """A step whose loss ``run`` computes."""
 

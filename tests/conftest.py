@@ -58,3 +58,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in ("capture.microbenchmark", "reporting.meter"):
         monkeypatch.setattr(f"lightning_hetpipe.{module}.time", clock)
     return clock
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the table of the mutation check, where it ran."""
+    rows = sorted(
+        tuple(value)
+        for report in terminalreporter.getreports("passed")
+        for name, value in getattr(report, "user_properties", ())
+        if name == "mutation" and report.when == "call"
+    )
+    if rows:
+        terminalreporter.section("mutation check: rule, what was broken, which test noticed")
+        for row in rows:
+            terminalreporter.write_line(" | ".join(row))

@@ -40,7 +40,7 @@ class EvaluationBatch(BatchInFlight):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection | None,
+        section: UserSection,
     ) -> None:
         super().__init__(evaluator, number, section)
         self._evaluator = evaluator
@@ -139,7 +139,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection | None,
+        section: UserSection,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
         self.launch(EvaluationBatch(self, number, run, context, section))

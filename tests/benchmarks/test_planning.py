@@ -65,6 +65,7 @@ def test_the_reference_graphs_are_split_as_well_as_by_their_own_program() -> Non
 
 
 @pytest.mark.skipif(absent is not None, reason=absent or "")
+@pytest.mark.slow
 def test_plans_are_no_slower_than_what_people_do() -> None:
     found = mixes()
     outcome = report(MACHINE, 0.0, [0.5], {}, found, {}, [], {})

@@ -69,6 +69,7 @@ def test_two_at_once_add_up_and_use_one_thread_each() -> None:
     assert both.rate > 0
 
 
+@pytest.mark.slow
 def test_the_strategy_trains_too() -> None:
     (piped,) = measure(replace(TINY, variant="strategy")).values()
     assert piped.loss is not None

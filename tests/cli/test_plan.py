@@ -259,6 +259,7 @@ def test_help(plan: Run) -> None:
         plan("--help")
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(folder: Path) -> None:
     command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_plan", "profile=p.json", "devices=[RTX-3090]"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)

@@ -94,6 +94,7 @@ def test_hydras_flags_work(train: Train, capsys: pytest.CaptureFixture[str], fla
     assert "_target_: lightning_hetpipe.HetPipeStrategy" in said
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(folder: Path) -> None:
     command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", "--help"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.evaluation.evaluating import Model, pipeline, same, vectors
 from tests.exact.running import make_trainer
+from tests.support.marks import slow_except
 
 
 def predicted(module: Model, strategy: Any) -> Any:
@@ -89,7 +90,7 @@ class Captured(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("inference_mode", slow_except([True, False], True))
 @pytest.mark.parametrize("net", [lambda: None, Captured])
 @pytest.mark.parametrize("step", STEPS)
 def test_steps_of_any_kind(step: Callable[..., Any], net: Callable[[], Any], inference_mode: bool) -> None:

@@ -18,6 +18,7 @@ from tests.exact.running import fit, make_trainer
 from tests.exact.test_captured import CASES, made
 from tests.support import models
 from tests.support.captured_models import Whole
+from tests.support.marks import slow_except
 from tests.support.models import Learner
 
 RANDOM = {"vae", "noise between"}  # they draw in evaluation, too: see test_chance
@@ -38,7 +39,7 @@ def evaluates(name: str) -> tuple[Learner, DataLoader[Any]]:
 NAMES = [*sorted(CASES.keys() - RANDOM), "mlp", "sequential resnet", "transformer"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, "clip", "pieces", "resnet", "transformer"))
 def test_all_that_evaluation_shows(name: str) -> None:
     expected = evaluated(*evaluates(name), "auto")
     found = evaluated(*evaluates(name), pipeline(3 if name != "clip" else 2, 4))
@@ -46,13 +47,14 @@ def test_all_that_evaluation_shows(name: str) -> None:
 
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+@pytest.mark.parametrize("precision", slow_except(["bf16-mixed", "64-true", "bf16-true"], "bf16-mixed"))
 def test_precision(precision: str, inference_mode: bool) -> None:
     settings: dict[str, Any] = {"precision": precision, "inference_mode": inference_mode}
     expected = evaluated(*evaluates("resnet"), "auto", **settings)
     assert same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
 
 
+@pytest.mark.slow
 def test_torchs_transformer_takes_its_fast_path_in_both() -> None:
     class Encodes(nn.Module):
         def __init__(self) -> None:
@@ -81,7 +83,7 @@ def test_several_dataloaders() -> None:
     assert same(evaluated(module, loaders, "auto"), evaluated(evaluates("mlp")[0], loaders, pipeline()))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", slow_except([1, 2, 3], 2))
 def test_few_batches(limit: int) -> None:
     settings: dict[str, Any] = {f"limit_{stage}_batches": limit for stage in ("val", "test", "predict")}
     module, loader = evaluates("mlp")
@@ -108,7 +110,7 @@ def test_lengths_that_vary() -> None:
     assert same(expected, evaluated(evaluates("gpt")[0], loader, pipeline()))
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt", "transformer"])
+@pytest.mark.parametrize("name", slow_except(["mlp", "resnet", "gpt", "transformer"], "mlp", "transformer"))
 def test_validation_in_the_middle_of_training(name: str) -> None:
     """What it shows is right, and training does not notice."""
 

@@ -26,6 +26,7 @@ from tests.support.captured_models import (
     Whole,
     Words,
 )
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, WORDS, Learner, vectors
 
 
@@ -59,17 +60,19 @@ def made(name: str) -> Learner:
     return CASES[name][0]()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("name", "in_flight"),
+GRID = [
+    (name, in_flight, stages)
+    for name in CASES
+    for in_flight in (1, 2, 5)
+    for stages in (1, 2, 3)
     # With one in flight, noise in training_step itself is a plain run's: see test_captured_changes.
-    [
-        pytest.param(name, in_flight, marks=[pytest.mark.slow] if in_flight == 2 else [])
-        for name in CASES
-        for in_flight in (1, 2, 5)
-        if (name, in_flight) != ("noise between", 1)
-    ],
-)
+    if (name, in_flight) != ("noise between", 1)
+]
+FAST = [*((name, 5, 3) for name in CASES), ("unet", 1, 2), ("resnet", 2, 2), ("towers", 1, 1)]
+ROWS = [pytest.param(*row, marks=[] if row in FAST else pytest.mark.slow) for row in GRID]
+
+
+@pytest.mark.parametrize(("name", "in_flight", "stages"), ROWS)
 def test_captured_models(name: str, in_flight: int, stages: int) -> None:
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, in_flight, draws=name == "noise between")
@@ -82,7 +85,7 @@ def test_captured_models(name: str, in_flight: int, stages: int) -> None:
 
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, "clip", "pieces", "noise between"))
 def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
     _, loader, layers = CASES[name]
     cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3)))
@@ -93,8 +96,8 @@ def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
     assert_equal(expected, fit(made(name), loader, strategy=strategy, max_epochs=1))
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
-@pytest.mark.parametrize("name", ["resnet", "gpt", "translator"])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
+@pytest.mark.parametrize("name", slow_except(["resnet", "gpt", "translator"], "resnet", "translator"))
 def test_mixed_precision(name: str, in_flight: int) -> None:
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, in_flight, autocast=torch.bfloat16)
@@ -102,7 +105,7 @@ def test_mixed_precision(name: str, in_flight: int) -> None:
     assert_equal(expected, fit(made(name), loader, strategy=strategy, precision="bf16-mixed"))
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_lengths_that_vary(in_flight: int) -> None:
     chance = torch.Generator().manual_seed(5)
     sizes = [(2, 5), (2, 3), (3, 8), (1, 6), (2, 2), (1, 9)]

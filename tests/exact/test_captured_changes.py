@@ -16,6 +16,7 @@ from tests.exact.test_captured import CASES, images, made, words
 from tests.exact.test_live_changes import Edit, assert_differs
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import ResNet, Tower, Whole, Words
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
 from tests.support.small import assert_refused
 
@@ -25,7 +26,10 @@ def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any 
     return fit(make(), loader, callbacks(), strategy=strategy, **settings)
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt", "translator", "pieces", "towers", "noise between"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["resnet", "gpt", "translator", "pieces", "towers", "noise between"], "towers", "noise between"),
+)
 def test_one_in_flight_is_the_plain_trainer(name: str) -> None:
     _, loader, layers = CASES[name]
     assert_same(fit(made(name), loader, strategy="auto"), fit(made(name), loader, strategy=even(layers, 3, 1)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
@@ -142,6 +144,37 @@ def test_workers_that_start_in_the_middle_of_an_epoch() -> None:
     assert len(working) > 2
     assert set(working) == {0}
     assert "_get_iterator" not in vars(loaders["b"])
+
+
+class OneAfterTheOther(Dataset[Batch]):
+    """Batch p is made once ``training_step`` of minibatch p - 1 has told so, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.batches = list(vectors(20, 4))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        deadline = time.monotonic() + 20
+        while index and not (self.folder / str(index - 1)).exists():
+            assert time.monotonic() < deadline, f"training_step {index - 1} waits for batch {index}"
+            time.sleep(0.001)
+        return self.batches[index]
+
+
+def test_steps_run_while_the_next_batch_is_waited_for(tmp_path: Path) -> None:
+    """A wait for the DataLoader's workers leaves the lock over user code to others (law L8)."""
+
+    class Tells(Task):
+        def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+            (tmp_path / str(batch_idx)).touch()
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(OneAfterTheOther(tmp_path), batch_size=None, num_workers=1)
+    record = fit(mlp(task=Tells), loader, strategy=even(7, 2, 3), max_epochs=1)
+    assert len(record.outputs) == 5
 
 
 def small() -> nn.Sequential:

@@ -15,6 +15,7 @@ from tests.exact.running import Record, assert_equal, assert_same, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_direct import Penalty
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import Learner, vectors
 
 
@@ -40,7 +41,7 @@ def two(in_flight: int) -> HetPipeStrategy:
 
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["resnet", "dropout", "translator", "pieces", "unet"])
+@pytest.mark.parametrize("name", slow_except(["resnet", "dropout", "translator", "pieces", "unet"], "unet"))
 def test_captured_models_are_evaluated_where_their_layers_are(name: str, inference_mode: bool) -> None:
     def run(strategy: Any) -> tuple[Record, Tensor]:
         _, loader, _ = CASES[name]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
 from tests.support.small import assert_refused, pipeline
 
@@ -145,8 +146,9 @@ KINDS: dict[str, tuple[Callable[[Recipe], Learner], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("in_flight", "stages"), slow_except([(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)], (1, 3), (4, 3))
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_direct_use_equals_the_oracle(kind: str, in_flight: int, stages: int) -> None:
     make, layers, settings = KINDS[kind]

@@ -27,6 +27,7 @@ from lightning_hetpipe.placement.layout import Layout
 from tests.exact.pipelines import Pinned
 from tests.exact.running import Record, assert_equal, expect, fit, make_trainer
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import CLASSES, SGD, Learner, vectors
 
 Case = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None], str]
@@ -217,7 +218,7 @@ def fitted(task: Model, change: Callable[[Any], None], in_flight: int = 3, after
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_a_change_that_makes_a_difference_is_refused_by_name(kind: str, in_flight: int) -> None:
     """These ran on with the value of the first minibatch, without a word."""
     scale, change, named = KINDS[kind]()

@@ -19,6 +19,7 @@ from tests.exact.running import Record, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_layers import LAYERS
 from tests.oracle import Batch, Outputs
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 
 FURTHER = [(1, 1), (1, 3), (2, 1), (3, 2), (4, 6)]
@@ -50,8 +51,10 @@ def test_sequentials(model: str, stages: int, in_flight: int) -> None:
 @pytest.mark.parametrize(
     ("name", "in_flight"),
     # With one in flight, noise in training_step itself is a plain run's: see test_captured_changes.
-    [*((name, 4) for name in CASES)]
-    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in CASES if name != "noise between"],
+    slow_except(
+        [(name, in_flight) for name in CASES for in_flight in (1, 4) if (name, in_flight) != ("noise between", 1)],
+        *((name, 4) for name in ("noise between", "pieces", "towers")),
+    ),
 )
 def test_captured_models(name: str, in_flight: int) -> None:
     """With dropout, BatchNorm, tied weights, several pieces, and user code between them that draws."""

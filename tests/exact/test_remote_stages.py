@@ -21,6 +21,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.pipeline.host import Wire
+from tests.support.marks import slow_except
 
 
 class RemoteStage(Stage):
@@ -117,7 +118,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Rem
             each.process.wait()
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", slow_except([0, 1], 1))
 @pytest.mark.parametrize(
     "name",
     ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "resnet", "translator", "towers", "vae"))],

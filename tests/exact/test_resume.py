@@ -19,6 +19,7 @@ from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Record, after, assert_equal, expect, fit
 from tests.oracle import Recipe
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 
 RECIPE = Recipe(sgd, decay)
@@ -58,7 +59,7 @@ def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-@pytest.mark.parametrize("p", [3, 7, 9])
+@pytest.mark.parametrize("p", slow_except([3, 7, 9], 7))
 def test_resuming_is_starting_empty(tmp_path: Path, p: int, in_flight: int) -> None:
     task = resnet(RECIPE)
     # An ordinary loader starts again from its first batch when an epoch is resumed in the middle: Lightning says so.

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import slow_except
+
 CHECKOUT = Path(__file__).parents[2]
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "lightning_hetpipe", "conf"]
 
@@ -70,7 +72,7 @@ def sdist(checkout: Path) -> list[str]:
     return [str(build(checkout, "sdist"))]
 
 
-@pytest.mark.parametrize("form", [editable, wheel, pytest.param(sdist, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", slow_except([editable, wheel, sdist], wheel))
 def test_hetpipe_train_runs_from_an_installation(
     form: Callable[[Path], list[str]], checkout: Path, environment: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parity.black_box import Body, Model, assert_as_plain, describe, end, fitted, model_of, trainer
+from tests.support.marks import slow_except
 
 
 def _raising(error: BaseException) -> Body:
@@ -118,7 +119,7 @@ STEPS: dict[str, Body] = {
 
 
 @pytest.mark.parametrize("body", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", slow_except([1, 3], 3))
 def test_what_a_training_step_does(body: Body, accumulate: int, tmp_path: Path) -> None:
     def story(folder: Path) -> Any:
         module = model_of(body)

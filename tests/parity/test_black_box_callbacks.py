@@ -12,6 +12,7 @@ from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.parity.outcomes import Outcome, outcome_of
 from tests.parity.scenarios import SCENARIOS
+from tests.support.marks import slow_except
 
 REFUSED = {
     "two optimizers": "configure_optimizers returned several optimizers",
@@ -62,10 +63,7 @@ def assert_same(name: str, strategy: Any, tmp_path: Path, refused: dict[str, str
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith(("batch size", "lr_find")) else name
-        for name in SCENARIOS
-    ],
+    slow_except(SCENARIOS, "EarlyStopping", "top 2", "by validation", "plateau without monitor", "optimizer in a dict"),
 )
 def test_one_stage_is_the_plain_trainers(name: str, tmp_path: Path) -> None:
     assert_same(name, "hetpipe", tmp_path, REFUSED)
@@ -78,14 +76,8 @@ def test_two_stages_with_one_in_flight_are_the_plain_trainers(name: str, tmp_pat
     assert_same(name, strategy, tmp_path, {**REFUSED, **REFUSED_OVER_STAGES}, "warnings")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "batch size, validate, binsearch" else pytest.param(name, marks=pytest.mark.slow)
-        for name in SCENARIOS
-        if name not in STALE
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in STALE])
 def test_all_but_the_numbers_is_equal_with_several_in_flight(name: str, tmp_path: Path) -> None:
     """Steps, epochs, files, messages. (A BatchSizeFinder that ran evaluation within its own start once failed here.)"""
     strategy = HetPipeStrategy(stages=2, in_flight=3)

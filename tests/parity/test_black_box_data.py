@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.parity.black_box import Model, assert_as_plain, describe, end, fitted, trainer
+from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
 
@@ -153,8 +154,12 @@ class Progress(Callback):
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"accumulate_grad_batches": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}],
-    ids=["plain", "accumulated"],
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param(
+            {"accumulate_grad_batches": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}, id="accumulated"
+        ),
+    ],
 )
 def test_training_on(make: Callable[[], Any], settings: dict[str, Any], tmp_path: Path) -> None:
     def story(folder: Path) -> Any:
@@ -217,7 +222,7 @@ def _checkpoints(folder: Path) -> Any:
     return {path.name: describe(torch.load(path, weights_only=True)) for path in sorted(folder.glob("*.ckpt"))}
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("step", slow_except([1, 3, 4], 3))
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("resumable", [False, True])
 def test_a_resumed_run(step: int, accumulate: int, resumable: bool, tmp_path: Path) -> None:

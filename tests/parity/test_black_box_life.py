@@ -23,6 +23,7 @@ from lightning.pytorch.profilers import Profiler
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.parity.black_box import Model, assert_as_plain, describe, end, fitted, trainer
+from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
 
@@ -212,7 +213,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("hook", ONCE + OFTEN)
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", slow_except([ValueError, KeyboardInterrupt], ValueError))
 def test_a_hook_that_fails(hook: str, error: type[BaseException], tmp_path: Path) -> None:
     """The same error, checkpoint and state; the logger hears of it; and the next ``fit`` of the module works."""
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.parity.black_box import OURS
 
 SUITE = """
@@ -74,6 +76,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe",
 HEAVY = {"grpc", "hydra", "matplotlib", "pytest", "sklearn", "tensorboard", "torchvision", "transformers"}
 
 
+@pytest.mark.slow
 def test_a_suite_that_knows_nothing_of_us(tmp_path: Path) -> None:
     """It passes unchanged, and where it names a strategy of its own it gets that one.
 

@@ -25,6 +25,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import Record, Recorder, after, assert_equal, assert_same, expect, finish, fit, make_trainer
 from tests.oracle import Batch, Recipe
 from tests.parity import plain_task
+from tests.support.marks import slow_except
 from tests.support.models import ADAMW, Task, decay, mlp, sgd, vectors
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
@@ -132,7 +133,10 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize(("first", "then"), [("auto", "auto"), ("auto", 3), (1, 1), (3, "auto"), (4, 5)])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    slow_except([("auto", "auto"), ("auto", 3), (1, 1), (3, "auto"), (4, 5)], (3, "auto"), (4, 5)),
+)
 @pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_every_remaining_batch_is_trained_once(tmp_path: Path, how: str, first: Any, then: Any) -> None:
     """Wherever a run ends early, the checkpoint holds the loader's state at the last step: what was fetched ahead of

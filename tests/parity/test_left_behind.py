@@ -46,11 +46,61 @@ def addresses() -> dict[Address, int]:
     return counted()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every hook that a run calls; the third call of it, or its last."""
-    if "address" in metafunc.fixturenames:
-        found = sorted(addresses())
-        metafunc.parametrize("address", found, ids=[".".join(address) for address in found])
+HOOKS = {
+    "callback": (
+        "on_after_backward on_before_backward on_before_optimizer_step on_before_zero_grad on_fit_end on_fit_start "
+        "on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end on_predict_epoch_start "
+        "on_predict_start on_sanity_check_end on_sanity_check_start on_save_checkpoint on_test_batch_end "
+        "on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start on_test_start on_train_batch_end "
+        "on_train_batch_start on_train_end on_train_epoch_end on_train_epoch_start on_train_start "
+        "on_validation_batch_end on_validation_batch_start on_validation_end on_validation_epoch_end "
+        "on_validation_epoch_start on_validation_start setup state_dict teardown"
+    ),
+    "data": ("predict_dataloader setup state_dict teardown test_dataloader train_dataloader val_dataloader"),
+    "dataset": "__getitem__",
+    "logger": "after_save_checkpoint finalize log_graph log_metrics save",
+    "module": (
+        "configure_callbacks configure_gradient_clipping configure_optimizers lr_scheduler_step on_after_backward "
+        "on_after_batch_transfer on_before_backward on_before_batch_transfer on_before_optimizer_step "
+        "on_before_zero_grad on_fit_end on_fit_start on_predict_batch_end on_predict_batch_start on_predict_end "
+        "on_predict_epoch_end on_predict_epoch_start on_predict_model_eval on_predict_start on_save_checkpoint "
+        "on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start "
+        "on_test_model_eval on_test_start on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end "
+        "on_train_epoch_start on_train_start on_validation_batch_end on_validation_batch_start on_validation_end "
+        "on_validation_epoch_end on_validation_epoch_start on_validation_model_eval on_validation_model_zero_grad "
+        "on_validation_start optimizer_step optimizer_zero_grad predict_step setup teardown test_step "
+        "training_step transfer_batch_to_device validation_step"
+    ),
+    "optimizer": "state_dict step zero_grad",
+    "scheduler": "step",
+}
+ADDRESSES = [(owner, hook) for owner, hooks in HOOKS.items() for hook in hooks.split()]
+FAST = {
+    "callback": "on_before_optimizer_step on_fit_start on_save_checkpoint on_train_batch_end on_validation_batch_end",
+    "data": "train_dataloader",
+    "dataset": "__getitem__",
+    "logger": "log_metrics",
+    "module": (
+        "configure_optimizers lr_scheduler_step on_after_backward on_before_batch_transfer on_train_batch_start"
+        " on_train_epoch_end predict_step training_step transfer_batch_to_device validation_step"
+    ),
+    "optimizer": "step",
+}
+ADDRESS = pytest.mark.parametrize(
+    "address",
+    [
+        pytest.param(
+            address,
+            marks=[] if address[1] in FAST.get(address[0], "").split() else pytest.mark.slow,
+            id=".".join(address),
+        )
+        for address in ADDRESSES
+    ],
+)
+
+
+def test_all_hooks_that_a_run_calls_are_here() -> None:
+    assert sorted(addresses()) == sorted(ADDRESSES)
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +174,7 @@ NM = pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slo
 
 
 @NM
+@ADDRESS
 def test_an_error_in_a_hook(tmp_path: Path, address: Address, in_flight: int) -> None:
     plain, ours = both(address, in_flight, Fault, tmp_path)
     assert isinstance(ours.error, Fault)
@@ -135,6 +186,7 @@ def test_an_error_in_a_hook(tmp_path: Path, address: Address, in_flight: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 3])
+@ADDRESS
 def test_control_c_in_a_hook(tmp_path: Path, address: Address, in_flight: int) -> None:
     plain, ours = both(address, in_flight, KeyboardInterrupt, tmp_path)
     assert isinstance(ours.error, SystemExit)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.exact.pipelines import even
 from tests.parity.comparing import Scenario, assert_as_oracle, assert_as_plain
 from tests.parity.modules import Watched
+from tests.support.marks import slow_except
 from tests.support.models import CLASSES, vectors
 
 
@@ -59,7 +60,7 @@ ACCUMULATION: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any]]] 
 
 
 @NM
-@pytest.mark.parametrize("case", ACCUMULATION)
+@pytest.mark.parametrize("case", slow_except(ACCUMULATION, "epoch", "plateau by step"))
 def test_accumulation_clipping_and_schedulers(tmp_path: Path, case: str, in_flight: int) -> None:
     module, settings = ACCUMULATION[case]
     callbacks = saved({"every_n_train_steps": 2, "save_top_k": -1})
@@ -117,7 +118,7 @@ VALIDATION: dict[str, tuple[Callable[[Path], Sequence[L.Callback]], dict[str, An
 
 
 @NM
-@pytest.mark.parametrize("case", VALIDATION)
+@pytest.mark.parametrize("case", slow_except(VALIDATION, "by fraction", "averaged weights", "across epochs"))
 def test_validation_and_what_depends_on_it(tmp_path: Path, case: str, in_flight: int) -> None:
     callbacks, settings = VALIDATION[case]
     settings = {"enable_checkpointing": True, **settings}
@@ -142,7 +143,10 @@ STOPS: dict[str, dict[str, Any]] = {
 
 
 @NM
-@pytest.mark.parametrize("case", STOPS)
+@pytest.mark.parametrize(
+    "case",
+    slow_except(STOPS, "in mid-flight", "in mid-accumulation", "at the end of an epoch", "a share of the batches"),
+)
 def test_where_a_run_ends(tmp_path: Path, case: str, in_flight: int) -> None:
     settings = STOPS[case]
     callbacks = saved({"every_n_train_steps": 1, "save_last": True}) if not settings.get("fast_dev_run") else list_none
@@ -184,8 +188,11 @@ class Asking(L.Callback):
             trainer.should_stop = True
 
 
+LEAST = [{"min_steps": 9}, {"min_epochs": 2}, {"min_steps": 2, "min_epochs": 1}]
+
+
 @NM
-@pytest.mark.parametrize("least", [{"min_steps": 9}, {"min_epochs": 2}, {"min_steps": 2, "min_epochs": 1}])
+@pytest.mark.parametrize("least", slow_except(LEAST, {"min_steps": 9}))
 def test_a_run_that_must_go_on_for_a_while(tmp_path: Path, least: dict[str, int], in_flight: int) -> None:
     settings = {"max_epochs": 3, "val_check_interval": 2, **least}
     compare(Scenario(Watched, lambda folder: [Asking()], settings=settings), in_flight, tmp_path)
@@ -212,7 +219,7 @@ class Combined(Watched):
 
 
 @NM
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("mode", slow_except(["min_size", "max_size", "max_size_cycle"], "max_size_cycle"))
 def test_loaders_side_by_side(tmp_path: Path, mode: str, in_flight: int) -> None:
     settings = {"accumulate_grad_batches": 2, "val_check_interval": 2}
     draws = mode == "max_size_cycle"  # a loader that starts again seeds its workers
@@ -238,7 +245,12 @@ class Streaming(Watched):
 
 
 @NM
-@pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 4}, {"val_check_interval": 3}, {"max_steps": 9}])
+@pytest.mark.parametrize(
+    "settings",
+    slow_except(
+        [{"accumulate_grad_batches": 4}, {"val_check_interval": 3}, {"max_steps": 9}], {"val_check_interval": 3}
+    ),
+)
 def test_a_stream_and_several_loaders_of_validation(tmp_path: Path, settings: dict[str, Any], in_flight: int) -> None:
     # A loader of validation that begins draws a seed for its workers.
     compare(Scenario(Streaming, settings={"max_epochs": 2, **settings}, draws=True), in_flight, tmp_path)

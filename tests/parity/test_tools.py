@@ -63,7 +63,8 @@ def test_lr_find_and_the_fit_after_it(tmp_path: Path, in_flight: int) -> None:
     assert (different := difference(found[0], found[1], "run")) is None, different
 
 
-@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_batch_size_that_is_found(tmp_path: Path, in_flight: int) -> None:
     found = []
     for strategy in (Stale(in_flight), even(6, 2, in_flight)):

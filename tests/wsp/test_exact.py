@@ -81,12 +81,8 @@ def test_a_validation_in_mid_epoch_sees_the_same_on_all(tmp_path: Path) -> None:
     assert one["metrics"]["mean"].item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-QUICK = "three, unequal stages and lengths"
-
-
-@pytest.mark.parametrize(
-    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != QUICK)]
-)
+@pytest.mark.slow  # test_checkpoints has two launches that are compared in the same way
+@pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, tmp_path: Path) -> None:
     job, wave, options = CASES[name]
     job.folder = tmp_path

@@ -109,6 +109,7 @@ def test_streams_of_unequal_length(here: Path) -> None:
     assert [found["steps"]["epoch"] for found in (one, other)] == [2, 2]
 
 
+@pytest.mark.slow
 def test_decisions_collectives_and_metrics(tmp_path: Path) -> None:
     """One process's bad metric ends both; gathers work in hooks, evaluation and after the fit; metrics are of all."""
     run(tmp_path, "hetpipe", *QUICK, stages=2, in_flight=3)

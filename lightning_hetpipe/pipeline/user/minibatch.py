@@ -43,13 +43,13 @@ class Step:
         check: Given that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
             raise.
         context: Opened once around all of it, in the minibatch's thread.
-        section: Swaps process state in and out around its sections of user code; None where there is nothing to swap.
+        section: Swaps process state in and out around its sections of user code.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    section: UserSection | None
+    section: UserSection
 
 
 @dataclass(slots=True)

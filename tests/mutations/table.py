@@ -1,0 +1,554 @@
+"""Mutations of the package: each breaks one law or rule, and names the tests that must notice it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One broken rule.
+
+    Attributes:
+        rule: Law (docs/architecture.md) or area that is broken.
+        name: What is broken, in a few words.
+        file: File of the package.
+        fragment: Source text that occurs there exactly once.
+        replacement: Text that takes its place.
+        tests: Arguments of pytest that select the tests; at least one of them must fail.
+    """
+
+    rule: str
+    name: str
+    file: str
+    fragment: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+_ENGINE = "tests/pipeline/test_engine.py"
+_SHARD = "tests/server/test_protocol_shard.py"
+_STORIES = "tests/server/test_protocol_stories.py"
+
+EARLY_PUBLISH = """if engine is None or engine.in_flight == 1:
+            return nullcontext()
+
+        @contextmanager
+        def early() -> Iterator[None]:
+            with released_step(engine, optimizer):
+                yield
+            engine.publish(self.begun())
+            engine.publish = lambda version: vars(engine).pop("publish")
+
+        return early()
+"""
+
+MUTATIONS = (
+    # Versions.
+    Mutation(
+        "L1",
+        "a forward runs on the oldest version that is held",
+        "pipeline/segment_runner.py",
+        "self._stash.bind(task.version)",
+        "self._stash.bind(min(self._stash._versions))",
+        (_ENGINE, "-k", "gradients_are_those_of_the_version"),
+    ),
+    Mutation(
+        "L1",
+        "a backward runs on another version than its forward",
+        "pipeline/segment_runner.py",
+        "self._stash.bind(left.version)",
+        "self._stash.bind(max(self._stash._versions))",
+        ("tests/exact/test_recompute.py", "-k", "sequentials"),
+    ),
+    Mutation(
+        "L1",
+        "versions go on counting where the pipeline starts empty",
+        "rules/versions.py",
+        "return max(empty_at, minibatch - in_flight)",
+        "return max(0, minibatch - in_flight)",
+        ("tests/rules/test_versions.py",),
+    ),
+    Mutation(
+        "L1",
+        "a version is published before callbacks had their say",
+        "run/fit.py",
+        "return nullcontext() if engine is None or engine.in_flight == 1 else released_step(engine, optimizer)",
+        EARLY_PUBLISH,
+        ("tests/exact/test_outsiders.py", "-k", "weights_that_a_callback_edits"),
+    ),
+    Mutation(
+        "L1",
+        "weights that were changed through .data keep the old copy",
+        "pipeline/weight_stash.py",
+        "return all_equal([(held, now",
+        "return True or all_equal([(held, now",
+        ("tests/pipeline/test_weight_stash.py",),
+    ),
+    Mutation(
+        "L1",
+        "gradients of a loss scale that has changed since are not rescaled",
+        "run/extensions/loss_scale.py",
+        "return self._present() / self._of.pop(minibatch)",
+        "return 1.0",
+        ("tests/exact/test_options.py", "-k", "precision", "tests/parity/test_precision.py"),
+    ),
+    # The schedule.
+    Mutation(
+        "L2",
+        "a stage runs what came last first",
+        "pipeline/threads.py",
+        "self._inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()",
+        "self._inbox: queue.Queue[T | None] = queue.LifoQueue()",
+        ("tests/pipeline/test_recorded_order.py",),
+    ),
+    Mutation(
+        "L2",
+        "the last stage goes on with others between forward and backward",
+        "pipeline/stage_thread.py",
+        "return self._next_of(number) if isinstance(message, Forward) and message.turn else None",
+        "return None",
+        ("tests/pipeline/test_recorded_order.py",),
+    ),
+    # Waves.
+    Mutation(
+        "L3",
+        "a virtual worker runs D + 1 waves ahead",
+        "rules/waves.py",
+        "c_global >= c_local - distance",
+        "c_global >= c_local - distance - 1",
+        ("tests/server/test_decisions.py", "-k", "fast"),
+    ),
+    Mutation(
+        "L3",
+        "a wave's last version is published before it is merged",
+        "run/driver.py",
+        """        self.extensions.stepped(version)
+        if self.restarts:""",
+        """        if not self.restarts:
+            crew.publish(version)
+            crew.publish = lambda version: vars(crew).pop("publish")
+        self.extensions.stepped(version)
+        if self.restarts:""",
+        ("tests/wsp/test_checkpoints.py",),
+    ),
+    Mutation(
+        "L3",
+        "an update holds what was pushed before",
+        "workers/synchroniser.py",
+        "foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])",
+        "pass",
+        ("tests/workers/test_synchroniser.py", "tests/wsp/test_checkpoints.py"),
+    ),
+    # Servers.
+    Mutation(
+        "L4",
+        "at D = 0 updates are added in order of arrival",
+        "server/protocol/commit_log.py",
+        "return sorted(update for update in self._queue if update.clock == wave)",
+        "return list(update for update in self._queue if update.clock == wave)",
+        ("tests/server/test_client.py", "-k", "oracle", "tests/server/test_protocol.py"),
+    ),
+    Mutation(
+        "L4",
+        "at D = 0 a wave is added before all of it has come",
+        "rules/waves.py",
+        "c_global > clock",
+        "c_global >= clock",
+        ("tests/rules/test_waves.py",),
+    ),
+    Mutation(
+        "L4",
+        "an update with a NaN is accepted",
+        "server/protocol/shard.py",
+        "if name is not None:",
+        "if name is not None and not name:",
+        (_SHARD, "-k", "not_finite"),
+    ),
+    Mutation(
+        "L4",
+        "a mean is divided by how many there are at the commit",
+        "server/protocol/commit_log.py",
+        "self._sizes[update.clock] if self._mean else 1",
+        "len(self.clock) if self._mean else 1",
+        (_STORIES, "-k", "size_of_a_wave"),
+    ),
+    Mutation(
+        "L4",
+        "a mean is not divided",
+        "server/protocol/shard.py",
+        "if divisor != 1:",
+        "if divisor < 1:",
+        (_SHARD, "-k", "mean"),
+    ),
+    # Faults.
+    Mutation(
+        "L5",
+        "commits that were added already are added again",
+        "server/protocol/shard.py",
+        "self._apply(message.tail[self.applied - message.start :])",
+        "self._apply(message.tail)",
+        (_SHARD, "-k", "once"),
+    ),
+    Mutation(
+        "L5",
+        "an update that is announced again, as the answer was lost, is refused",
+        "server/protocol/commit_log.py",
+        "if clock < self.clock[vw]:",
+        "if clock < -1:",
+        ("tests/server/test_commit_log.py",),
+    ),
+    Mutation(
+        "L5",
+        "servers are rebuilt from the oldest pull",
+        "server/protocol/recovery.py",
+        "last = max(pulls, key=",
+        "last = min(pulls, key=",
+        ("tests/server/test_protocol.py",),
+    ),
+    Mutation(
+        "L5",
+        "updates that are pushed again are added in order of arrival",
+        "server/protocol/commit_log.py",
+        "self._queue[:0] = sorted(self._repushed)",
+        "self._queue[:0] = self._repushed",
+        ("tests/server/test_commit_log.py",),
+    ),
+    Mutation(
+        "L5",
+        "an older incarnation is not fenced",
+        "server/protocol/coordinator.py",
+        "if incarnation < known:",
+        "if incarnation < known - 1000:",
+        (_STORIES, "-k", "incarnation"),
+    ),
+    Mutation(
+        "L5",
+        "a lease never expires",
+        "server/protocol/leases.py",
+        "if now - seen > self.seconds]",
+        "if now - seen > 1e9 * self.seconds]",
+        (_STORIES,),
+    ),
+    # Cuts.
+    Mutation(
+        "L6",
+        "an epoch does not begin with an empty pipeline",
+        "run/driver.py",
+        "self.restarts = self.crew is not None",
+        "self.restarts = False",
+        ("tests/run/test_lifecycle.py",),
+    ),
+    Mutation(
+        "L6",
+        "the pipeline looks past max_steps",
+        "run/fit.py",
+        "return min(in_flight, (max_steps - self._trainer.global_step) * accumulate - begun)",
+        "return in_flight",
+        ("tests/exact/test_interruptions.py", "-k", "past_max_steps"),
+    ),
+    Mutation(
+        "L6",
+        "at an epoch's end each keeps its own buffers",
+        "run/extensions/cuts.py",
+        """        self._running = False
+        self._synchroniser.take_buffers()""",
+        "        self._running = False",
+        ("tests/wsp/test_checkpoints.py", "tests/workers/test_synchroniser.py"),
+    ),
+    Mutation(
+        "L6",
+        "an evaluation within an epoch leaves the buffers of virtual worker 0 behind",
+        "run/extensions/cuts.py",
+        "            put_back()",
+        "            pass",
+        ("tests/wsp/test_features.py", "-k", "decisions", "-m", "slow"),
+    ),
+    # Random numbers.
+    Mutation(
+        "L7",
+        "a generator's seed leaves the minibatch out",
+        "pipeline/random/generators.py",
+        'f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"',
+        'f"{self.run_seed}|{self.virtual_worker}|{0}|{ordinal}|{path}"',
+        ("tests/pipeline/test_generators.py",),
+    ),
+    Mutation(
+        "L7",
+        "a generator's seed leaves the virtual worker out",
+        "pipeline/random/generators.py",
+        'f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"',
+        'f"{self.run_seed}|{0}|{minibatch}|{ordinal}|{path}"',
+        ("tests/pipeline/test_generators.py",),
+    ),
+    Mutation(
+        "L7",
+        "a forward that is computed again draws another mask",
+        "pipeline/segment_runner.py",
+        "return tensors_of(self._compute(task, left.inputs, left.kind))",
+        "return tensors_of(self._compute(task._replace(minibatch=-1), left.inputs, left.kind))",
+        ("tests/exact/test_recompute.py", "-k", "sequentials"),
+    ),
+    # User code.
+    Mutation(
+        "L8",
+        "the lock over user code is granted while somebody holds it",
+        "pipeline/user/lock.py",
+        """            if not self._held:
+                self._hand_over()""",
+        """            self._hand_over()""",
+        ("tests/pipeline/test_lock.py",),
+    ),
+    Mutation(
+        "L8",
+        "a minibatch keeps the lock while it waits for the pipeline",
+        "pipeline/user/batch_in_flight.py",
+        """            self.in_user_code = False
+            self._pipeline.lock.release()""",
+        """            self.in_user_code = False
+            if for_good:
+                self._pipeline.lock.release()""",
+        (_ENGINE, "-k", "user_code_is_never_concurrent or pieces_with_user_code"),
+    ),
+    Mutation(
+        "L8",
+        "Lightning's thread keeps the lock while it waits",
+        "run/driver.py",
+        "return nullcontext() if self.crew is None or current() is not None else self.crew.unlocked()",
+        "return nullcontext()",
+        ("tests/exact/test_data.py", "-k", "next_batch"),
+    ),
+    Mutation(
+        "L8",
+        "new minibatches go before those that stages wait for",
+        "pipeline/user/lock.py",
+        """    RESUME = 0
+    START = 1""",
+        """    RESUME = 1
+    START = 0""",
+        ("tests/pipeline/test_lock.py",),
+    ),
+    Mutation(
+        "L8",
+        "the optimizer's hooks run beside other user code",
+        "run/release.py",
+        "    run_first(optimizer, after)  # other post hooks are user code",
+        "    after",
+        ("tests/run/test_user_sections.py", "-k", "optimizer"),
+    ),
+    # Observers.
+    Mutation(
+        "L9",
+        "buffers are shown that a later forward has left",
+        "pipeline/engine.py",
+        "live.show(stage.state(number), self.lanes.outside)",
+        "live.show(stage.state(number + 1), self.lanes.outside)",
+        ("tests/exact/test_grid.py",),
+    ),
+    Mutation(
+        "L9",
+        "what a step has logged is replayed one step late",
+        "run/extensions/observers.py",
+        "self._records.pop(minibatch.number, None)",
+        "self._records.pop(minibatch.number - 1, None)",
+        ("tests/exact/test_outsiders.py", "-k", "logged or metrics"),
+    ),
+    Mutation(
+        "L9",
+        "a discarded minibatch leaves its logs",
+        "run/extensions/observers.py",
+        "            self._replay.discard(self._records.popitem()[1])",
+        "            self._replay.replay(self._records.popitem()[1])",
+        (
+            "tests/exact/test_interruptions.py",
+            "tests/parity/test_pairs.py",
+            "-k",
+            "stop or skipped or where_a_run_ends",
+        ),
+    ),
+    Mutation(
+        "L9",
+        "a checkpoint has the loader's state at the batch fetched last",
+        "run/look_ahead.py",
+        "return redirect.original() if self._states is None else self._states",
+        "return redirect.original()",
+        ("tests/exact/test_resume.py", "-k", "resumable"),
+    ),
+    Mutation(
+        "L9",
+        "an attribute that a step sets is seen at once",
+        "run/extensions/observers.py",
+        "        self._attributes.leave()",
+        "        pass",
+        ("tests/run/test_module_attributes.py", "tests/run/test_user_sections.py"),
+    ),
+    Mutation(
+        "L9",
+        "a request to stop takes effect before its step",
+        "run/extensions/observers.py",
+        "self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops",
+        "self.should_stop = self._trainer.should_stop",
+        ("tests/run/test_user_sections.py", "-k", "stop"),
+    ),
+    # Sums.
+    Mutation(
+        "L10",
+        "a tensor's uses are added the earliest first",
+        "pipeline/values.py",
+        "return functools.reduce(operator.add, gradient) if",
+        "return functools.reduce(operator.add, gradient[::-1]) if",
+        ("tests/exact/test_sums.py",),
+    ),
+    Mutation(
+        "L10",
+        "a tied weight's uses on other stages are lost",
+        "pipeline/segment_runner.py",
+        "        if sums:",
+        "        if not sums and sums:",
+        ("tests/exact/test_options.py", "-k", "tied"),
+    ),
+    Mutation(
+        "gradients",
+        "two parameters share one gradient's memory",
+        "run/gradients.py",
+        "if memory in taken or gradient.stride() != parameter.stride():",
+        "if gradient.stride() != parameter.stride():",
+        ("tests/run/test_gradients.py",),
+    ),
+    Mutation(
+        "gradients",
+        "a parameter that a callback has frozen gets its gradient",
+        "run/gradients.py",
+        "if not parameter.requires_grad:  # a callback froze it meanwhile",
+        "if False:",
+        ("tests/run/test_gradients.py",),
+    ),
+    # What else there is.
+    Mutation(
+        "buffers",
+        "a forward starts from its own buffers of Nm minibatches ago",
+        "pipeline/buffers.py",
+        "own, previous = self._of(minibatch), self._of(minibatch - 1)",
+        "own, previous = self._of(minibatch), self._of(minibatch)",
+        ("tests/pipeline/test_buffers.py",),
+    ),
+    Mutation(
+        "recomputation",
+        "buffers count a forward twice that is computed again",
+        "pipeline/buffers.py",
+        "setattr(module, name, tensor.clone())",
+        "setattr(module, name, tensor)",
+        ("tests/exact/test_recompute.py", "-k", "sequentials"),
+    ),
+    Mutation(
+        "capture",
+        "a value that a graph has frozen changes unnoticed",
+        "capture/frozen.py",
+        '        return ", and ".join(dict.fromkeys(found[:NAMED])) or None',
+        "        return None",
+        ("tests/exact/test_frozen_values.py", "-k", "named"),
+    ),
+    Mutation(
+        "streams",
+        "a stage does not wait for its version's copy",
+        "pipeline/stage.py",
+        "        self.lane.join(self.stash.buffer(task.version).published)\n",
+        "",
+        ("tests/pipeline/test_streams.py",),
+    ),
+    Mutation(
+        "look-ahead",
+        "a batch that cannot be read fails an earlier step",
+        "run/look_ahead.py",
+        "                self._failure = error  # it surfaces at its own batch\n                break",
+        "                raise",
+        ("tests/run/test_look_ahead.py", "-k", "sample"),
+    ),
+    Mutation(
+        "threads",
+        "torch's number of threads stays changed",
+        "run/fit.py",
+        "torch.set_num_threads(self._threads_before)",
+        "pass",
+        ("tests/run/test_refusals.py",),
+    ),
+    Mutation(
+        "deadlocks",
+        "virtual workers that wait for each other go unnoticed",
+        "server/protocol/coordinator.py",
+        "if why is not None:",
+        "if why is not None and not why:",
+        (_STORIES, "-k", "circle"),
+    ),
+    Mutation(
+        "security",
+        "a wrong token is admitted",
+        "server/transport/security.py",
+        "return hmac.compare_digest(given, self.token.encode())",
+        "return bool(given)",
+        ("tests/server/test_security.py",),
+    ),
+    Mutation(
+        "security",
+        "an address that others reach needs no certificates",
+        "server/transport/security.py",
+        "if not self.encrypted and not self.insecure and not is_loopback(host):",
+        "if not host:",
+        ("tests/server/test_security.py",),
+    ),
+    Mutation(
+        "messages",
+        "a message of any size is read",
+        "server/transport/codec.py",
+        "if len(data) > self._limit:",
+        "if len(data) > 1000 * self._limit:",
+        ("tests/server/test_messages.py",),
+    ),
+    Mutation(
+        "messages",
+        "a shard takes weights of any size",
+        "server/protocol/shard.py",
+        '        if size != wanted:\n            raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights',
+        '        if size < 0:\n            raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights',
+        (_SHARD, "-k", "refused"),
+    ),
+    Mutation(
+        "planning",
+        "the memory of a stage leaves versions out",
+        "planning/model/stage_memory.py",
+        "return StageMemory(weights, in_flight * weights,",
+        "return StageMemory(weights, 0,",
+        ("tests/planning/test_choice.py", "-k", "TestMemory"),
+    ),
+    Mutation(
+        "planning",
+        "the bottleneck leaves transfers out",
+        "planning/model/simulate.py",
+        "return self.receive + self.forward + self.loss + self.receive_gradient + self.backward",
+        "return self.forward + self.loss + self.backward",
+        ("tests/planning/test_simulate.py",),
+    ),
+    Mutation(
+        "planning",
+        "a profile of one device is taken for another's",
+        "planning/plan/profile_cache.py",
+        "text = json.dumps(asdict(self), sort_keys=True",
+        'text = json.dumps({**asdict(self), "device": ""}, sort_keys=True',
+        ("tests/planning/test_profile_cache.py",),
+    ),
+    Mutation(
+        "checkpoints",
+        "a save that is killed leaves half a checkpoint",
+        "strategy/checkpoints.py",
+        "super().save_checkpoint(checkpoint, beside)",
+        "super().save_checkpoint(checkpoint, place)",
+        ("tests/parity/test_interrupted_save.py",),
+    ),
+    Mutation(
+        "staleness",
+        "no learning rate is too large for stale gradients",
+        "rules/staleness.py",
+        "return most if group.lr > most * (1 + 1e-6) else None",
+        "return None",
+        ("tests/rules/test_staleness.py",),
+    ),
+)
