@@ -1,4 +1,4 @@
-"""What capture costs: its seconds, the graph's time over the plain module's, and host memory for 100M parameters."""
+"""Costs of capture: its seconds, the graph's time over the plain module's, and host memory for 100M parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compile=True` brings: minibatches per second with compiled layers over those without, and what it takes."""
+"""Gain and cost of `compile=True`: minibatches per second over those uncompiled, and seconds to compile."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -41,7 +41,7 @@ def tasks(options: Options, cores: tuple[int, ...]) -> list[Task]:
 
 
 def variant(task: Task) -> str:
-    """What the table calls it."""
+    """The task's name in the table."""
     return f"{NAMES[task.model]}, layers {COMPILED if task.compile else PLAIN}"
 
 
@@ -107,7 +107,7 @@ def report(
 
 
 def seconds(measurements: Sequence[Measurement]) -> Spread:
-    """Of all stages together, as one compiles at a time. What torch keeps on disk makes later rounds faster."""
+    """Seconds to compile all stages, one at a time. Torch's cache on disk makes later rounds faster."""
     return Spread.of(sum(_numbers(each)) for each in measurements)
 
 

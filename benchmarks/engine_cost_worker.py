@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Measurement, announce
+from benchmarks.line import Line
 from lightning_hetpipe.emulation import Emulation, Pad
-from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.minibatch import Step
 

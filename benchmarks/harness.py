@@ -1,4 +1,4 @@
-"""What every benchmark stands on: fresh processes that report measurements, interleaved rounds, medians and ranges."""
+"""Common parts of all benchmarks: fresh processes that report measurements, interleaved rounds, medians and ranges."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ class ProcessFailed(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for; `rounds` is at least 1."""
+    """Options of the command line; `rounds` is at least 1."""
 
     quick: bool
     rounds: int
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one process measured in its window of minibatches."""
+    """One process's measurement of its window of minibatches."""
 
     name: str
     rate: float
@@ -77,13 +77,13 @@ class Figure:
     """Empty for ratios."""
     target: float | None = None
     at_most: bool = False
-    """Whether `target` is the most that is hoped for; else it is the least."""
+    """True if `target` is an upper bound, else it is a lower one."""
     digits: int = 2
     """After the decimal point."""
 
     @property
     def verdict(self) -> str:
-        """Empty where nothing was hoped for, or nothing measured."""
+        """ "met" or "missed"; empty without a target or a measurement."""
         if self.spread is None or self.target is None:
             return ""
         met = self.spread.median <= self.target if self.at_most else self.spread.median >= self.target

@@ -79,7 +79,7 @@ def row(name: str) -> str:
 
 
 def said(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
-    """Whether weights are equal to the bit; else by how much they differ."""
+    """ "equal" if all weights are equal to the bit, else the largest difference."""
     if all(torch.equal(weight, found[name]) for name, weight in expected.items()):
         return "equal"
     differs = max((weight - found[name]).abs().max().item() for name, weight in expected.items())

@@ -1,4 +1,4 @@
-"""What `import lightning_hetpipe` adds to `import lightning`, in fresh processes."""
+"""Time that `import lightning_hetpipe` adds to `import lightning`, in fresh processes."""
 
 from __future__ import annotations
 

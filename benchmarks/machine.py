@@ -29,7 +29,7 @@ def _core(cpu: int) -> tuple[str, ...]:
 
 
 def describe_machine(cores: Sequence[int]) -> dict[str, object]:
-    """What a reader needs to judge a figure; `cores` are the CPUs that the variants were pinned to."""
+    """Describe the machine, to judge figures by; `cores` are the CPUs that the variants were pinned to."""
     return {
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""How good plans are: beside all others, a reference's dynamic program, splits by hand, and the engine itself."""
+"""Quality of plans: compared with all others, a reference's dynamic program, splits by hand, and the engine."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ MIXES: Mapping[str, Sequence[str]] = {
 EMULATED_MS = 40
 EMULATED = {"bottleneck first": "first", "bottleneck in the middle": "in the middle", "bottleneck last": "last"}
 EMULATED_IN_FLIGHT = (2, 3, 4, 6)
-"""Where the schedule leaves bubbles, and where it does not."""
+"""Minibatches in flight, with bubbles in the schedule and without."""
 PLAIN = "plain Trainer"
 """The same training on one core: with next to nothing to compute, what a minibatch takes is Lightning's step."""
 
@@ -75,7 +75,7 @@ def gap(problems: int) -> float:
 
 
 def seconds_of_large() -> float:
-    """How long the division of 1,000 layers among 16 devices of 4 types takes, on one core that nobody else uses."""
+    """Seconds to divide 1,000 layers among 16 devices of 4 types, on an idle core."""
     profile, cluster = large()
     began = time.process_time()
     assert divided(profile, cluster) is not None
@@ -224,7 +224,7 @@ def _against_hands(name: str, found: Mapping[str, Mapping[bool, Estimate | None]
 
 
 def _against_engine(name: str, each: Task, rounds: Rounds) -> Figure:
-    """How far the engine is from what was simulated with the step of the same round, as a fraction of that."""
+    """Difference of the engine from the simulation with the step of the same round, as a fraction of the latter."""
     found = [
         abs(measured[name].rate / predicted(each, _step(measured)) - 1)
         for measured in rounds

@@ -129,7 +129,7 @@ def _proportional(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, 
 def best_in_flight(
     profile: Profile, cluster: Cluster, splits: Sequence[int], state: float, recompute: bool
 ) -> Estimate | None:
-    """What these stages on all devices come to at the best Nm that fits; None if none does."""
+    """Estimate of these stages on all devices at the best Nm that fits; None if none does."""
     found: list[Estimate] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
         each = estimate(

@@ -1,4 +1,4 @@
-"""What `recompute=True` saves and costs: bytes of activations that stages hold, and minibatches per second."""
+"""Gain and cost of `recompute=True`: bytes of activations that stages hold, and minibatches per second."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

@@ -27,7 +27,7 @@ def missing(*names: str) -> str | None:
 
 
 def file_of(name: str) -> str:
-    """Of the graph ``name``, within the reference data."""
+    """Path of the graph ``name`` within the reference data."""
     return f"graphs/{name}_training.json"
 
 

@@ -1,4 +1,4 @@
-"""How near four unequal, emulated stages come to 1/T_max under a Trainer, beside what the schedule itself allows."""
+"""Throughput of four unequal, emulated stages under a Trainer, over 1/T_max and over the schedule's own bound."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES: Mapping[str, tuple[float, ...]] = {
     "in the middle": (0.6, 1.0, 0.8, 0.5),
     "last": (0.5, 0.6, 0.8, 1.0),
 }
-"""Where the bottleneck is: each stage's time over T_max."""
+"""For each place of the bottleneck, the stages' times over T_max."""
 
 # So little to compute that what is measured is the schedule, and what Lightning and the engine add to it.
 TASK = Task(

@@ -35,7 +35,7 @@ VARIANTS: Mapping[str, Task] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What one variant did over one link, on both machines together but for `bytes`."""
+    """Measurement of one variant over one link, on both machines together except for `bytes`."""
 
     images: float
     """Per second."""

@@ -89,7 +89,7 @@ def largest_stable(momentum: float, steps: int, nesterov: bool = False) -> float
 
 
 def warned(recipe: Recipe, in_flight: int) -> bool:
-    """Whether a fit of one virtual worker begins with a warning."""
+    """True if a fit of one virtual worker begins with a warning."""
     steps = steps_behind(in_flight - 1, recipe.accumulate)
     groups = momenta(recipe.make([torch.nn.Parameter(torch.zeros(1))]))
     return any(bearable_rate(group, steps, clipped=recipe.clip is not None) is not None for group in groups)
@@ -108,7 +108,7 @@ def measure(recipes: Sequence[Recipe], in_flight: Sequence[int], seeds: Sequence
 
 
 def is_exact(recipe: Recipe, in_flight: int, seed: int, epochs: int) -> bool:
-    """Whether the strategy trains to the loop's very weights."""
+    """True if the strategy trains to the loop's weights, to the bit."""
     train, _ = digits()
     loop, strategy = (run(recipe, in_flight, batches(train, seed), seed, epochs) for run in (by_loop, by_strategy))
     return equal(loop, strategy)

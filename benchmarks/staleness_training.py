@@ -147,13 +147,13 @@ def by_strategy(recipe: Recipe, in_flight: int, loader: DataLoader[Any], seed: i
 
 
 def equal(one: Net, other: Net) -> bool:
-    """Whether all weights and buffers are, to the bit."""
+    """True if all weights and buffers are equal to the bit."""
     found = other.state_dict()
     return all(torch.equal(value, found[name]) for name, value in one.state_dict().items())
 
 
 def accuracy(net: Net, test: TensorDataset) -> float:
-    """Of the test images, percent."""
+    """Accuracy on the test images, in percent."""
     images, labels = test.tensors
     with torch.inference_mode():
         right = net.eval().net(images).argmax(1) == labels

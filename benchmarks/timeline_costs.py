@@ -1,4 +1,4 @@
-"""What `timeline=True` costs: the same training with and without it, in turn in one process.
+"""Cost of `timeline=True`: the same training with and without it, alternating in one process.
 
 A percent is less than what two processes that do the same differ by on a shared machine, and by what one and the same
 process does a minute later. So each process trains with it and without, several times and in alternating order.
@@ -34,7 +34,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a process has measured of a pair."""
+    """Measurement of a pair by one process."""
 
     off: Measurement
     on: Measurement

@@ -1,4 +1,4 @@
-"""What one training process of a benchmark is asked to do; written by the benchmark, read by its workers."""
+"""Task of one training process of a benchmark; written by the benchmark, read by its workers."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ class Task:
 
     variant: Variant
     loop: Literal["fit", "test"] = "fit"
-    """What the Trainer does; "schedule_1f1b" has none, and trains."""
+    """The Trainer's entry point; "schedule_1f1b" has no Trainer, and trains."""
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the operating system likes."""
     model: ModelName = "mlp"
@@ -32,7 +32,7 @@ class Task:
     batch: int = 256
     """Samples in a minibatch, of each worker."""
     momentum: float = 0.9
-    """Of SGD."""
+    """Momentum of SGD."""
     warmup: int = 10
     steps: int = 30
     tail: int = 10
@@ -55,7 +55,7 @@ class Task:
     clock_distance: int = 0
     """For "strategy": D."""
     turns: int = 1
-    """How often it is done, where one process takes turns with several tasks."""
+    """Repetitions, where one process alternates between several tasks."""
     together: bool = False
     """Start the window at the same moment as the other processes of the same run."""
     rank: int = 0

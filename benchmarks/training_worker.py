@@ -74,7 +74,7 @@ class Window:
     clock: list[tuple[float, float]] = field(default_factory=list)
     loss: float | None = None
     cpu_seconds: Callable[[], float] = time.process_time
-    """Of this process and of those that work for it alone."""
+    """CPU seconds of this process and of those that work for it alone."""
 
     def minibatch_done(self, loss: Tensor | None) -> None:
         """To be called after each minibatch, its optimizer step included."""
@@ -90,11 +90,11 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Seconds of the window."""
         return self.clock[1][0] - self.clock[0][0]
 
     def measurement(self, name: str, notes: Mapping[str, object] | None = None) -> Measurement:
-        """What the window saw."""
+        """The measurement of the window."""
         return Measurement(
             name=name,
             rate=self.task.steps / self.seconds,

@@ -34,7 +34,7 @@ Round = Callable[[], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to do; ``size`` in bytes, ``folder`` for the address and the certificates."""
+    """Task of one process; ``size`` in bytes, ``folder`` for the address and the certificates."""
 
     role: str
     carrier: str
@@ -64,7 +64,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def shared(size: int) -> torch.Tensor:
-    """Where other processes can see it, and every page already there."""
+    """A block of shared memory, with every page already allocated."""
     return torch.frombuffer(memory(size), dtype=torch.float32).fill_(0)
 
 

@@ -68,7 +68,7 @@ TITLES: Mapping[ModelName, str] = {
 }
 
 Round = Mapping[str, Mapping[str, Measurement]]
-"""Of each variant that ran in the round, its measurements by name (one, except for the microbatches of 1F1B)."""
+"""For each variant that ran in the round, its measurements by name (one, except for the microbatches of 1F1B)."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _numbers(measurement: Measurement, name: str) -> list[float]:
 
 
 def _imbalance(rounds: Sequence[Round]) -> list[str]:
-    """What the two stages did: where a cut is uneven, no pipeline reaches two."""
+    """Lines about the two stages: where the split is uneven, no pipeline reaches a speed-up of two."""
     found = [each for measured in rounds for each in measured.get(TWO_STAGES, {}).values() if each.notes]
     if not found:
         return []

@@ -27,41 +27,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_hetpipe.redirect import Redirect
 
-__all__ = [
-    "BEFORE_TRANSFER",
-    "LOADER_STATES",
-    "BaseLauncher",
-    "DataFetcher",
-    "DataLoaderIterFetcher",
-    "EvaluatingLoop",
-    "StrategyRegistry",
-    "TunerExit",
-    "asks_at_every_step",
-    "averages",
-    "begun_minibatches",
-    "closure_loss",
-    "evaluating_loop",
-    "evaluation_arguments",
-    "fetcher_of",
-    "has_gradient_hooks",
-    "in_a_step",
-    "loader_iterator",
-    "log_interval",
-    "move_before_transfer",
-    "on_requeue",
-    "run_first",
-    "saves_by_steps",
-    "seconds_between_validations",
-    "set_checkpoint_io",
-    "set_fetcher",
-    "share_profiling",
-    "step_arguments",
-    "synchronises_batchnorm",
-    "validates_at_the_end",
-    "wants_several_optimizers",
-    "with_workers",
-]
-
 BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
 EvaluatingLoop = _EvaluationLoop | _PredictionLoop
@@ -95,13 +60,13 @@ def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
 
 
 def in_a_step(trainer: L.Trainer) -> bool:
-    """Whether the loop has begun a minibatch that is not processed yet."""
+    """Tell whether the loop has begun a minibatch that is not processed yet."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.processed < progress.ready)
 
 
 def validates_at_the_end(trainer: L.Trainer) -> bool:
-    """Whether a validation that begins now is that of the epoch's end."""
+    """Tell whether a validation that begins now is that of the epoch's end."""
     if trainer.should_stop and trainer.fit_loop._can_stop_early:
         return True
     last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -120,12 +85,12 @@ def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
 
 
 def saves_by_steps(callback: Any) -> bool:
-    """Whether it is a ModelCheckpoint with ``every_n_train_steps``."""
+    """Tell whether ``callback`` is a ModelCheckpoint with ``every_n_train_steps``."""
     return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
 
 
 def asks_at_every_step(callback: Any) -> bool:
-    """Whether it lets virtual worker 0 decide by time, after every step."""
+    """Tell whether ``callback`` lets virtual worker 0 decide by time, after every step."""
     if isinstance(callback, Timer):
         return callback._duration is not None and callback._interval == "step"
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
@@ -136,12 +101,12 @@ Counters = tuple[int, int, int]
 
 
 def counters(trainer: L.Trainer) -> Counters:
-    """What ``trainer``'s loop counts now."""
+    """The present counts of ``trainer``'s loop."""
     return (*begun_minibatches(trainer), trainer.global_step)
 
 
 def counters_ahead(trainer: L.Trainer, minibatch: int) -> Counters:
-    """What a plain run would count in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
+    """The counts of a plain run in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
     begun, in_epoch, steps = counters(trainer)
     between = range(in_epoch + 1, in_epoch + minibatch - begun)  # of the epoch, counted from 1
     accumulate = trainer.accumulate_grad_batches
@@ -179,7 +144,7 @@ def evaluating_loop(trainer: L.Trainer) -> EvaluatingLoop:
 
 
 def fetcher_of(loop: EvaluatingLoop) -> _DataFetcher | None:
-    """Where ``loop`` gets its batches from."""
+    """The fetcher of ``loop``'s batches."""
     return loop._data_fetcher
 
 
@@ -204,22 +169,22 @@ def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
 
 
 def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
-    """What the setter of ``strategy.checkpoint_io`` does."""
+    """Do as the setter of ``strategy.checkpoint_io``."""
     strategy._checkpoint_io = io
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:
-    """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    """Tell whether ``Trainer(sync_batchnorm=True)`` was asked for."""
     return strategy._layer_sync is not None
 
 
 def wants_several_optimizers(error: RuntimeError) -> bool:
-    """Whether ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
+    """Tell whether ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
     return "multiple optimizers" in str(error)
 
 
 def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
-    """What iterates over ``loader``; None before an epoch and after the run."""
+    """The iterator over ``loader``; None before an epoch and after the run."""
     return loader._iterator
 
 
@@ -229,7 +194,7 @@ def log_interval(trainer: L.Trainer) -> int:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a user has put gradient hooks on ``parameter``."""
+    """Tell whether a user has put gradient hooks on ``parameter``."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 

@@ -329,10 +329,10 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
         pending.extend(following for following, _ in node.next_functions)
 
 
-def graph_leaves(output: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:
+def graph_leaves(output: Tensor, boundaries: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:
     """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``).
 
-    At a node of ``seams`` the search goes on at the tensors given for it instead.
+    At a node of ``boundaries`` the search goes on at the tensors given for it instead.
     """
     leaves: list[Tensor] = []
     seen: set[Any] = set()
@@ -347,8 +347,8 @@ def graph_leaves(output: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = 
             if node in seen:
                 continue
             seen.add(node)
-            if seams and node in seams:
-                starts.extend(seams[node])
+            if boundaries and node in boundaries:
+                starts.extend(boundaries[node])
                 continue
             if hasattr(node, "variable"):
                 leaves.append(node.variable)

@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.opaque_containers import opaque_in
 from lightning_hetpipe.capture.parity_check import equal_outputs
-from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
@@ -129,7 +129,7 @@ def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], fr
         piece.layers = piece.captured.layers
     for name, layer in [] if piece.captured is not None else piece.modules_of_layers():
         refuse_hooks(name, layer)
-        piece.layers.append(Layer(name, layer))
+        piece.layers.append(Layer(name, layer, kind=class_of(layer)))
 
 
 def _counter(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from lightning_hetpipe.torch_private import graph_leaves
 
 
 def refuse_leaves(
-    root: nn.Module, allowed: Collection[int], loss: Tensor, seams: Mapping[Any, Sequence[Tensor]] | None = None
+    root: nn.Module, allowed: Collection[int], loss: Tensor, boundaries: Mapping[Any, Sequence[Tensor]] | None = None
 ) -> None:
     """Refuses a leaf that ``loss`` reaches, in ``root`` or not, whose gradient would be of another version or lost.
 
@@ -22,12 +22,12 @@ def refuse_leaves(
         root: The LightningModule, which names parameters.
         allowed: Leaves, by ``id``.
         loss: What is differentiated.
-        seams: Nodes of the graph where pieces gave their outputs. The search goes on at what each piece was given.
+        boundaries: Nodes of the graph where pieces gave their outputs. The search goes on at what each piece was given.
 
     Raises:
         SettingError: which names the parameter.
     """
-    reached = next((leaf for leaf in graph_leaves(loss, seams) if id(leaf) not in allowed), None)
+    reached = next((leaf for leaf in graph_leaves(loss, boundaries) if id(leaf) not in allowed), None)
     if reached is None:
         return
     name = next((name for name, parameter in root.named_parameters() if parameter is reached), None)

@@ -38,6 +38,11 @@ class SingleLayer(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
+def class_of(layer: nn.Module) -> str:
+    """Name of a layer's class, for people."""
+    return type(layer.module if isinstance(layer, SingleLayer) else layer).__name__
+
+
 @dataclass
 class Piece:
     """One pipelined module.

@@ -22,7 +22,7 @@ from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, Module
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
 from lightning_hetpipe.capture.opaque_containers import opaque_in
 from lightning_hetpipe.capture.parity_check import WatchedCall, capture
-from lightning_hetpipe.capture.pieces import Piece, never_called, refuse_hooks
+from lightning_hetpipe.capture.pieces import Piece, class_of, never_called, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -87,7 +87,7 @@ class TrainingWatch(Watch):
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._ordinary: set[nn.Module] = set()
-        self._seams: dict[Any, list[Tensor]] = {}
+        self._boundaries: dict[Any, list[Tensor]] = {}
         self._calls: dict[str, WatchedCall] = {}
         self._counters: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -120,8 +120,8 @@ class TrainingWatch(Watch):
         for name, weight in self.root.named_parameters():
             if version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
-        refuse_leaves(self.root, {id(parameter) for parameter in self.root.parameters()}, loss, self._seams)
-        self._seams.clear()
+        refuse_leaves(self.root, {id(parameter) for parameter in self.root.parameters()}, loss, self._boundaries)
+        self._boundaries.clear()
         for piece in self.pieces:
             if (call := self._calls.pop(piece.name, None)) is not None:
                 capture(piece, call, self.generators, self._minibatch)
@@ -206,7 +206,7 @@ class TrainingWatch(Watch):
         return self._joined(given, value)
 
     def _joined(self, given: list[Tensor], output: Any) -> Any:
-        """``output``, behind a seam in the graph where a search for leaves goes on at ``given``."""
+        """``output``, behind a boundary in the graph where a search for leaves goes on at ``given``."""
         value = Value.of(output)
         outputs = tensors_of(output)
         joined = {id(tensor): tensor for tensor in outputs if tensor.requires_grad}
@@ -214,7 +214,7 @@ class TrainingWatch(Watch):
             return output
         join: Any = _WatchedBoundary.apply  # torch has no types here
         joined = dict(zip(joined, join(*joined.values()), strict=True))
-        self._seams[next(iter(joined.values())).grad_fn] = given
+        self._boundaries[next(iter(joined.values())).grad_fn] = given
         return value.tree([joined.get(id(tensor), tensor) for tensor in outputs])
 
 
@@ -260,7 +260,8 @@ def _run_observed(
             refuse_changes(name, part, earlier)
     _refuse_opaque(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
-    return output, Layer(name, module, mutates, not blocks(given).keys().isdisjoint(blocks(tensors_of(output))))
+    aliases = not blocks(given).keys().isdisjoint(blocks(tensors_of(output)))
+    return output, Layer(name, module, mutates, aliases, class_of(module))
 
 
 def _custom_function(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:

@@ -23,9 +23,10 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.settings import count, switch
+from lightning_hetpipe.strategy.settings import count
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",

@@ -90,7 +90,7 @@ class LostWorkers:
             self._exits, self._failed = False, True
 
     def watch(self) -> None:
-        """Begin a run, whose losses the exit code tells; called before anything else is registered for the exit."""
+        """Begin a run, whose lost workers the exit code tells; called before all else is registered for the exit."""
         self._failed = False
         if self._uncaught is None:
             self._uncaught = Uncaught()

@@ -59,19 +59,19 @@ class Engine(RunnerPool[Minibatch]):
         timeout: float,
         root: nn.Module | None = None,
         changing: Collection[int] = (),
-        lanes: Streams | None = None,
+        streams: Streams | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
-        self.lanes = lanes or Streams()
+        self.streams = streams or Streams()
         self.root_device = devices[-1]
         self.piece_names = [name for name, _ in pieces]
         self._layers = layers = [layer for _, own in pieces for layer in own]
-        self._parts = segments([len(own) for _, own in pieces], cuts)
-        _check_shared_buffers([layers[part.first : part.last + 1] for part in self._parts])
+        self._segments = segments([len(own) for _, own in pieces], cuts)
+        _check_shared_buffers([layers[segment.first : segment.last + 1] for segment in self._segments])
         # Where a minibatch goes on by itself after the forward and the backward of each segment; None: user code does.
-        self._after_forward: list[Segment | None] = [None] * len(self._parts)
-        self._after_backward: list[Segment | None] = [None] * len(self._parts)
-        for step, after in pairwise(route(self._parts)):
+        self._after_forward: list[Segment | None] = [None] * len(self._segments)
+        self._after_backward: list[Segment | None] = [None] * len(self._segments)
+        for step, after in pairwise(route(self._segments)):
             if step.segment.piece == after.segment.piece:
                 found = self._after_forward if step.work is Work.FORWARD else self._after_backward
                 found[step.segment.index] = after.segment
@@ -79,14 +79,14 @@ class Engine(RunnerPool[Minibatch]):
             Stage(
                 index,
                 device,
-                [part for part in self._parts if part.stage == index],
+                [segment for segment in self._segments if segment.stage == index],
                 layers,
                 settings,
                 self.watchdog,
                 self.compute_lock,
                 self.exclusively,
                 self._done,
-                self.lanes,
+                self.streams,
             )
             for index, device in enumerate(devices)
         ]
@@ -117,7 +117,7 @@ class Engine(RunnerPool[Minibatch]):
     def discard(self) -> None:
         super().discard()
         for stage in self.stages:
-            stage.lane.synchronize()  # what was dropped may still be computed, on the weights that come next
+            stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
 
     def copy_layers(self) -> None:
         """Copies the live layers anew, as they have changed in other ways than their weights; before :meth:`begin`."""
@@ -141,17 +141,17 @@ class Engine(RunnerPool[Minibatch]):
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
         for weight, sum in minibatch.sums.items():
             (last if weight in minibatch.continued else found)[weight] = sum.gradient
-        marks = [sum.mark for sum in minibatch.sums.values() if sum.mark is not None]
+        events = [sum.event for sum in minibatch.sums.values() if sum.event is not None]
         for stage, live in zip(reversed(self.stages), reversed(self.live), strict=True):
             taken = stage.take(number)
             found.update((live.parameters[number], gradient) for number, gradient in taken.gradients.items())
-            marks += taken.marks
+            events += taken.events
         found.update(last)
-        if marks:
+        if events:
             with self.unlocked():
-                for mark in marks:
-                    mark.synchronize()
-            self.lanes.outside.join(None, found.values())
+                for event in events:
+                    event.synchronize()
+            self.streams.user.join(None, found.values())
         return minibatch
 
     def publish(self, version: int) -> None:
@@ -166,7 +166,7 @@ class Engine(RunnerPool[Minibatch]):
         """Makes the live buffers and computed weights what forward ``number`` left."""
         for stage, live in zip(self.stages, self.live, strict=True):
             if live.shows:
-                live.show(stage.state(number), self.lanes.outside)
+                live.show(stage.state(number), self.streams.user)
 
     def _let_go(self) -> None:
         for stage in self.stages:
@@ -176,20 +176,20 @@ class Engine(RunnerPool[Minibatch]):
 
     def _find_layers(self) -> None:
         """Finds the live layers of each stage, and which weights are used in several segments."""
-        self.live = [Live([self._modules(part) for part in stage.segments]) for stage in self.stages]
+        self.live = [Live([self._modules(segment) for segment in stage.segments]) for stage in self.stages]
         numbers = [{weight: number for number, weight in enumerate(live.parameters)} for live in self.live]
         self._weights_of = [
-            {weight: numbers[part.stage][weight] for weight in nn.ModuleList(self._modules(part)).parameters()}
-            for part in self._parts
+            {weight: numbers[segment.stage][weight] for weight in nn.ModuleList(self._modules(segment)).parameters()}
+            for segment in self._segments
         ]
         self._handed_on: list[tuple[int, ...]] = []
-        for part, own in zip(self._parts, self._weights_of, strict=True):
-            before = self._parts[: part.index]
+        for segment, own in zip(self._segments, self._weights_of, strict=True):
+            before = self._segments[: segment.index]
             last = {weight: earlier.stage for earlier in before for weight in self._weights_of[earlier.index]}
-            self._handed_on.append(tuple([own[w] for w in own if last.get(w, part.stage) != part.stage]))
+            self._handed_on.append(tuple([own[w] for w in own if last.get(w, segment.stage) != segment.stage]))
 
-    def _modules(self, part: Segment) -> list[nn.Module]:
-        return [self._layers[number].module for number in part.layers]
+    def _modules(self, segment: Segment) -> list[nn.Module]:
+        return [self._layers[number].module for number in segment.layers]
 
     def _find_weights(self) -> None:
         """Makes the stashes of the trainable parameters that no stage holds, one on each device, and finds all stashes.
@@ -215,20 +215,20 @@ class Engine(RunnerPool[Minibatch]):
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
-        first = next(part for part in self._parts if part.piece == call.piece)
-        mark = self.lanes.outside.mark(tensor.device for tensor in call.inputs.tensors)
-        self._forward(minibatch, first, call.inputs, mark)
+        first = next(segment for segment in self._segments if segment.piece == call.piece)
+        event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
+        self._forward(minibatch, first, call.inputs, event)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """The outputs of a piece are with the user: if it is the last one, the loss begins."""
-        if call.piece != self._parts[-1].piece:
+        if call.piece != self._segments[-1].piece:
             return None
         return self.stages[-1].loss(minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
-        last = [part for part in self._parts if part.piece == call.piece][-1]
-        if last is self._parts[-1]:
+        last = [segment for segment in self._segments if segment.piece == call.piece][-1]
+        if last is self._segments[-1]:
             minibatch.loss_ends(call.collected)
         self._backward(minibatch, last, gradients, call.collected)
 
@@ -244,25 +244,27 @@ class Engine(RunnerPool[Minibatch]):
 
     # Messages.
 
-    def _forward(self, minibatch: Minibatch, part: Segment, value: Value, mark: StreamEvent | None) -> None:
-        turn, autocast = part is self._parts[-1], minibatch.autocast(part.piece)
-        message = Forward(minibatch.number, part.index, value, minibatch.version, autocast, turn)
-        self.stages[part.stage].put(Parcel(message, mark))
+    def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, event: StreamEvent | None) -> None:
+        last, autocast = segment is self._segments[-1], minibatch.autocast(segment.piece)
+        message = Forward(minibatch.number, segment.index, value, minibatch.version, autocast, last)
+        self.stages[segment.stage].put(Parcel(message, event))
 
-    def _backward(self, minibatch: Minibatch, part: Segment, gradients: Gradients, mark: StreamEvent | None) -> None:
+    def _backward(
+        self, minibatch: Minibatch, segment: Segment, gradients: Gradients, event: StreamEvent | None
+    ) -> None:
         sums: dict[int, Tensor] = {}
-        wanted, marks = self._handed_on[part.index], tuple[StreamEvent, ...]()
+        wanted, events = self._handed_on[segment.index], tuple[StreamEvent, ...]()
         if minibatch.sums or minibatch.continued:
-            own = self._weights_of[part.index]
+            own = self._weights_of[segment.index]
             found = {own[weight]: minibatch.sums.pop(weight) for weight in [*minibatch.sums] if weight in own}
             sums = {number: sum.gradient for number, sum in found.items()}
-            marks = tuple([sum.mark for sum in found.values() if sum.mark is not None])
+            events = tuple([sum.event for sum in found.values() if sum.event is not None])
             wanted = tuple({*wanted, *(own[weight] for weight in minibatch.continued if weight in own)})
-        apart = minibatch.has_later_uses(part.piece)
-        message = Backward(minibatch.number, part.index, gradients, sums, wanted, apart)
-        self.stages[part.stage].put(Parcel(message, mark, marks))
+        apart = minibatch.has_later_uses(segment.piece)
+        message = Backward(minibatch.number, segment.index, gradients, sums, wanted, apart)
+        self.stages[segment.stage].put(Parcel(message, event, events))
 
-    def _done(self, result: Result, mark: StreamEvent | None) -> None:
+    def _done(self, result: Result, event: StreamEvent | None) -> None:
         """Sends a minibatch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
         minibatch = self.minibatches.get(result.minibatch)
         if minibatch is None:  # it has failed, and nobody waits for it
@@ -274,18 +276,18 @@ class Engine(RunnerPool[Minibatch]):
         elif isinstance(result, Output):
             following = self._after_forward[result.segment]
             if following is None:
-                minibatch.deliver(result.value, mark)
+                minibatch.deliver(result.value, event)
             else:
-                self._forward(minibatch, following, result.value, mark)
+                self._forward(minibatch, following, result.value, event)
         elif isinstance(result, InputGradients):
             if result.sums:
-                weights = self.live[self._parts[result.segment].stage].parameters
-                minibatch.sums.update((weights[number], Sum(each, mark)) for number, each in result.sums.items())
+                weights = self.live[self._segments[result.segment].stage].parameters
+                minibatch.sums.update((weights[number], Sum(each, event)) for number, each in result.sums.items())
             following = self._after_backward[result.segment]
             if following is None:
-                minibatch.deliver(result.gradients, mark)
+                minibatch.deliver(result.gradients, event)
             else:
-                self._backward(minibatch, following, result.gradients, mark)
+                self._backward(minibatch, following, result.gradients, event)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

@@ -40,7 +40,7 @@ class EvaluationBatch(BatchInFlight):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection | None,
+        section: UserSection,
     ) -> None:
         super().__init__(evaluator, number, section)
         self._evaluator = evaluator
@@ -139,7 +139,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         number: int,
         run: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection | None,
+        section: UserSection,
     ) -> None:
         """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
         self.launch(EvaluationBatch(self, number, run, context, section))
@@ -159,7 +159,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
             for stage in self.stages:
                 stage.put(Parcel(Cancel(number)))
 
-    def _done(self, result: Result, mark: StreamEvent | None) -> None:
+    def _done(self, result: Result, event: StreamEvent | None) -> None:
         batch = self.minibatches.get(result.minibatch)
         if batch is None:
             return
@@ -183,7 +183,7 @@ class ForwardStage(StageThread):
         self,
         index: int,
         device: torch.device,
-        lane: WaitingStream,
+        stream: WaitingStream,
         settings: StageSettings,
         compute_lock: ReadersWriterLock,
         watchdog: Watchdog,
@@ -192,7 +192,7 @@ class ForwardStage(StageThread):
         tag: str,
     ) -> None:
         name = f"hetpipe-evaluation-stage-{index}"
-        super().__init__(name, index, device, lane, settings.torch_threads, watchdog, done)
+        super().__init__(name, index, device, stream, settings.torch_threads, watchdog, done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings

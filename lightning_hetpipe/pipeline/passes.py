@@ -16,7 +16,7 @@ class Computes(Protocol):
     """A stage, as far as a :class:`Pass` goes."""
 
     index: int
-    lane: Stream
+    stream: Stream
 
 
 class Pass:
@@ -37,7 +37,7 @@ class Pass:
 
     def __enter__(self) -> None:
         self._compute_lock.begin()
-        self._since = self._stage.lane.now()
+        self._since = self._stage.stream.now()
         if self._before is not None:
             try:
                 self._after = self._before(self._stage.index, self._work, self._minibatch)
@@ -48,11 +48,11 @@ class Pass:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                lane = self._stage.lane
+                stream = self._stage.stream
                 if self._after is not None:  # who looks at a clock wants to know when it is computed
-                    lane.synchronize()
+                    stream.synchronize()
                     self._after()
-                lane.spent(self._since)
+                stream.spent(self._since)
         finally:
             self._compute_lock.end()
 
@@ -66,12 +66,12 @@ class Loss:
     def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
         self._stage = stage
         self._after = None if before is None else before(stage.index, "loss", minibatch)
-        self._since = stage.lane.now()
+        self._since = stage.stream.now()
 
-    def end(self, mark: StreamEvent | None) -> None:
-        """What user code has given to its device stands before ``mark``."""
+    def end(self, event: StreamEvent | None) -> None:
+        """What user code has given to its device stands before ``event``."""
         if self._after is not None:
-            if mark is not None:
-                mark.synchronize()
+            if event is not None:
+                event.synchronize()
             self._after()
-        self._stage.lane.spent(self._since)
+        self._stage.stream.spent(self._since)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SavedForBackward:
-    """What a forward leaves for its backward.
+    """State that a forward saves for its backward.
 
     Attributes:
         version: The weights that it ran on.
@@ -115,24 +115,24 @@ class SegmentRunner:
             )
         self.buffers.after_forward(number, self._places)
         self.computed.after_forward(number, self._computed_places)
-        if not self._settings.recompute or task.turn:  # whose backward follows at once: nothing is gained
+        if not self._settings.recompute or task.last:  # whose backward follows at once: nothing is gained
             return Value.of(result), SavedForBackward(task.version, inputs, tensors_of(result), kept, kind)
         again = task._replace(value=replace(task.value, tensors=()))
         changes = [version_counter(tensor) for tensor in inputs]
         return Value.of(result), SavedForBackward(task.version, inputs, [], kept, kind, again, changes)
 
-    def backward(self, task: Backward, left: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
-        """The backward of what has ``left`` this: the gradients of the inputs, and of :attr:`weights`.
+    def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
+        """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.
 
         Args:
             sums: The gradients of weights that were used later, which autograd goes on with. A plain backward adds the
                 uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
                 would give other last bits. What is given for a leaf itself, autograd adds before all else.
         """
-        self._stash.bind(left.version)
+        self._stash.bind(saved.version)
         own = self._parameters
         given = [moved(gradient, self._device) for gradient in task.gradients]
-        outputs = [*left.outputs] if left.again is None else self._again(left.again, left)
+        outputs = [*saved.outputs] if saved.again is None else self._again(saved.again, saved)
         self.buffers.bind(task.minibatch, self._places)
         before = self.buffers.changes(task.minibatch)
         if sums:
@@ -142,11 +142,11 @@ class SegmentRunner:
                     given.append(move(sums[number], self._device))
         below: Gradients
         if task.apart:
-            below, found = gradients_apart(outputs, given, left.inputs, own)
+            below, found = gradients_apart(outputs, given, saved.inputs, own)
         else:
-            both = gradients(outputs, given, [*left.inputs, *own])
-            below, found = [*both[: len(left.inputs)]], both[len(left.inputs) :]
-        del left, outputs
+            both = gradients(outputs, given, [*saved.inputs, *own])
+            below, found = [*both[: len(saved.inputs)]], both[len(saved.inputs) :]
+        del saved, outputs
         if before != self.buffers.changes(task.minibatch):
             raise SettingError(
                 f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
@@ -155,17 +155,17 @@ class SegmentRunner:
             )
         return below, found
 
-    def _again(self, task: Forward, left: SavedForBackward) -> list[Tensor]:
-        """The outputs of the forward that has ``left`` this, computed once more: on the same weights, buffers, random
+    def _again(self, task: Forward, saved: SavedForBackward) -> list[Tensor]:
+        """The outputs of the forward that was ``saved``, computed once more: on the same weights, buffers, random
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """
-        if left.changes != [version_counter(tensor) for tensor in left.inputs]:
+        if saved.changes != [version_counter(tensor) for tensor in saved.inputs]:
             raise SettingError(
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
         self.buffers.before_again(task.minibatch, self._places)
-        return tensors_of(self._compute(task, left.inputs, left.kind))
+        return tensors_of(self._compute(task, saved.inputs, saved.kind))
 
     def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:
         """What the layers make of ``inputs``, with the structure of what ``task`` gives them."""

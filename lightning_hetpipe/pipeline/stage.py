@@ -91,11 +91,11 @@ class StageSettings:
 
 
 class FoundGradients:
-    """The gradients of weights that backwards of one minibatch have found, by number, and the marks behind them."""
+    """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
-        self.marks: list[StreamEvent] = []
+        self.events: list[StreamEvent] = []
 
 
 class Stage(StageThread):
@@ -116,18 +116,18 @@ class Stage(StageThread):
         compute_lock: ReadersWriterLock,
         exclusively: Exclusively,
         done: Done,
-        lanes: Streams,
+        streams: Streams,
     ) -> None:
         name = f"hetpipe-stage-{index}"
-        super().__init__(name, index, device, lanes.on(device), settings.torch_threads, watchdog, done)
+        super().__init__(name, index, device, streams.on(device), settings.torch_threads, watchdog, done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compiling = Compiling(index, exclusively)
         self.memory = Memory()
-        self._outside = lanes.outside
+        self._user_stream = streams.user
         self._settings = settings
         self._compute_lock = compute_lock
-        self._left: dict[tuple[int, int], SavedForBackward] = {}
+        self._saved: dict[tuple[int, int], SavedForBackward] = {}
         self._found: dict[int, FoundGradients] = {}
         self.copy_layers()
 
@@ -136,36 +136,36 @@ class Stage(StageThread):
         self.stash = WeightStash(
             nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device
         )
-        self._parts: dict[int, SegmentRunner] = {}
+        self._runners: dict[int, SegmentRunner] = {}
         start = 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
-            self._parts[segment.index] = SegmentRunner(own, start, self.stash, self._settings, self.device)
+            self._runners[segment.index] = SegmentRunner(own, start, self.stash, self._settings, self.device)
             start += len(own)
-        self.lane.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
+        self.stream.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
 
     def let_go(self) -> None:
         """Gives the memory of versions, buffers and activations back."""
-        self._left.clear()
+        self._saved.clear()
         self._found.clear()
         self.stash.let_go()
-        for part in self._parts.values():
-            part.buffers.let_go()
-            part.computed.let_go()
+        for runner in self._runners.values():
+            runner.buffers.let_go()
+            runner.computed.let_go()
 
     # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
         """Publishes ``version``, with the buffers as forward ``forwards`` left them, into an empty pipeline."""
-        self._left.clear()
+        self._saved.clear()
         self._found.clear()
         self.memory.clear()
         self.stash.begin(version.number, version.parameters, version.flags)
         self.memory.publish(self.stash.held_bytes)
-        for part, buffers in zip(self._parts.values(), version.buffers, strict=True):
-            part.buffers.begin(forwards, buffers)
-            self.lane.join(None, part.buffers.all())
-            part.counter.clear()
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            runner.buffers.begin(forwards, buffers)
+            self.stream.join(None, runner.buffers.all())
+            runner.counter.clear()
         self._mark(version.number)
 
     def publish(self, version: Version) -> None:
@@ -176,18 +176,20 @@ class Stage(StageThread):
         """
         self.stash.publish(version.number, version.parameters, version.flags)
         self.memory.publish(self.stash.held_bytes)
-        for part, buffers in zip(self._parts.values(), version.buffers, strict=True):
-            if part.buffers.publish(version.number, buffers):
-                self.lane.join(None, part.buffers.all())
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            if runner.buffers.publish(version.number, buffers):
+                self.stream.join(None, runner.buffers.all())
         self._mark(version.number)
 
     def _mark(self, version: int) -> None:
-        self.stash.buffer(version).published = self._outside.mark([self.device])
+        self.stash.buffer(version).published = self._user_stream.record([self.device])
 
     def state(self, minibatch: int) -> StageState:
         """What the forwards of ``minibatch``, one of the last Nm, have left."""
-        parts = self._parts.values()
-        return StageState([p.buffers.left(minibatch) for p in parts], [p.computed.left(minibatch) for p in parts])
+        runners = self._runners.values()
+        return StageState(
+            [each.buffers.left(minibatch) for each in runners], [each.computed.left(minibatch) for each in runners]
+        )
 
     def take(self, minibatch: int) -> FoundGradients:
         """Hands over the gradients of ``minibatch``, which is through."""
@@ -203,56 +205,56 @@ class Stage(StageThread):
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         if isinstance(task, Forward):
-            return self._forward(task, parcel.mark)
+            return self._forward(task, parcel.event)
         assert isinstance(task, Backward)
         return self._backward(task, parcel)
 
-    def _forward(self, task: Forward, mark: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
+    def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
-        self.lane.join(self.stash.buffer(task.version).published)
-        self.lane.join(mark, task.value.tensors)
-        part = self._parts[segment]
-        kind = part.kind(task)
-        with self._alone(part.compiles(kind), part, number), self._computing("forward", number):
-            output, left = part.forward(task, kind)
-        self._left[number, segment] = left
-        self.memory.hold(number, segment, left.kept.all)
-        if left.again is not None:
-            self.memory.hold(number, segment, left.kept.inputs)
-        return Output(number, segment, output), self.lane.mark()
+        self.stream.join(self.stash.buffer(task.version).published)
+        self.stream.join(event, task.value.tensors)
+        runner = self._runners[segment]
+        kind = runner.kind(task)
+        with self._alone(runner.compiles(kind), runner, number), self._computing("forward", number):
+            output, saved = runner.forward(task, kind)
+        self._saved[number, segment] = saved
+        self.memory.hold(number, segment, saved.kept.all)
+        if saved.again is not None:
+            self.memory.hold(number, segment, saved.kept.inputs)
+        return Output(number, segment, output), self.stream.record()
 
     def _backward(self, task: Backward, parcel: Parcel) -> tuple[InputGradients, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
-        if (number, segment) not in self._left:
+        if (number, segment) not in self._saved:
             raise Discarded
-        self.lane.join(parcel.mark, tensors_in(task.gradients))
+        self.stream.join(parcel.event, tensors_in(task.gradients))
         for behind in parcel.others:
-            self.lane.join(behind, task.sums.values())
-        part, left = self._parts[segment], self._left.pop((number, segment))
-        if left.again is not None:
-            self.memory.hold(number, segment, left.kept.all)
-        compiles = part.compiles(left.kind, backward=True)
+            self.stream.join(behind, task.sums.values())
+        runner, saved = self._runners[segment], self._saved.pop((number, segment))
+        if saved.again is not None:
+            self.memory.hold(number, segment, saved.kept.all)
+        compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()
         sums = {**found.gradients, **task.sums} if found.gradients or task.sums else _NO_SUMS
-        kept = [left]  # so that nobody here holds what the backward lets go of
-        del left
-        with self._alone(compiles, part, number), self._computing("backward", number):
-            below, own = part.backward(task, kept.pop(), sums)
-        handed_on, waiting = self._keep(found.gradients, part, own, task)
+        kept = [saved]  # so that nobody here holds what the backward lets go of
+        del saved
+        with self._alone(compiles, runner, number), self._computing("backward", number):
+            below, own = runner.backward(task, kept.pop(), sums)
+        handed_on, waiting = self._keep(found.gradients, runner, own, task)
         self.memory.release(number, segment, waiting)
-        mark = self.lane.mark()
-        if mark is not None:
-            found.marks.append(mark)
-        return InputGradients(number, segment, below, handed_on), mark
+        event = self.stream.record()
+        if event is not None:
+            found.events.append(event)
+        return InputGradients(number, segment, below, handed_on), event
 
     def _keep(
-        self, found: dict[int, Tensor], part: SegmentRunner, own: Sequence[Tensor | None], task: Backward
+        self, found: dict[int, Tensor], runner: SegmentRunner, own: Sequence[Tensor | None], task: Backward
     ) -> tuple[Sums, int]:
-        """Adds the gradients of a part's ``own`` weights to those that were ``found``, but for those to be handed on;
-        gives these, and the bytes by which the others have grown."""
+        """Adds the gradients of a segment's ``own`` weights to those ``found``, but for those to be handed on; gives
+        these, and the bytes by which the others have grown."""
         size, grown = self.stash.bytes, 0
-        for number, gradient in zip(reversed(part.weights), reversed(own), strict=True):
+        for number, gradient in zip(reversed(runner.weights), reversed(own), strict=True):
             if gradient is not None:
                 if number not in found:
                     grown += size[number]
@@ -281,20 +283,20 @@ class Stage(StageThread):
     def _forget(self, minibatch: int) -> None:
         self._found.pop(minibatch, None)
         for segment in self.segments:
-            self._left.pop((minibatch, segment.index), None)
+            self._saved.pop((minibatch, segment.index), None)
             self.memory.release(minibatch, segment.index)
         self.memory.take(minibatch)
 
     def _told(self, message: Message) -> str:
         assert isinstance(message, Forward | Backward)
         verb, work = "compiled" if self.compiling.at_work else "run", type(message).__name__.lower()
-        layers = self._parts[message.segment].describe()
+        layers = self._runners[message.segment].describe()
         return f"has {verb} the {work} of minibatch {message.minibatch} ({layers})"
 
     # What is wrapped around a task.
 
-    def _alone(self, compiles: bool, part: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
-        return self.compiling.alone(part.describe(), minibatch) if compiles else _NOTHING
+    def _alone(self, compiles: bool, runner: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
+        return self.compiling.alone(runner.describe(), minibatch) if compiles else _NOTHING
 
     def _computing(self, work: str, minibatch: int) -> Pass:
         return Pass(self, self._compute_lock, self._settings.before_pass, work, minibatch)

@@ -71,7 +71,7 @@ class Forward(NamedTuple):
         value: What the segment is given.
         version: The weights to run on.
         autocast: What autocast did where the piece was called.
-        turn: Whether the segment is the last one: the minibatch's backward is the next thing that the stage does.
+        last: Whether the segment is the last one: the minibatch's backward is the next thing that the stage does.
     """
 
     minibatch: int
@@ -79,7 +79,7 @@ class Forward(NamedTuple):
     value: Value
     version: int
     autocast: Autocast
-    turn: bool = False
+    last: bool = False
 
 
 class Backward(NamedTuple):

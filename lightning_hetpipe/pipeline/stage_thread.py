@@ -19,17 +19,17 @@ class Parcel(NamedTuple):
 
     Attributes:
         message: What is to be done.
-        mark: Behind it in streams stands what the message brings.
+        event: Behind it in streams stands what the message brings.
         others: Behind these stand the sums that it brings.
     """
 
     message: Message
-    mark: StreamEvent | None = None
+    event: StreamEvent | None = None
     others: tuple[StreamEvent, ...] = ()
 
 
 Done = Callable[[Result, StreamEvent | None], None]
-"""Takes a result, and the mark behind which it is computed."""
+"""Takes a result, and the event behind which it is computed."""
 
 
 class StageThread:
@@ -37,7 +37,7 @@ class StageThread:
 
     Args:
         name: Of the thread.
-        lane: In which it computes.
+        stream: In which it computes.
         torch_threads: Threads of each torch operation.
         watchdog: Of its waits.
         done: Called in the thread with each result.
@@ -48,14 +48,14 @@ class StageThread:
         name: str,
         index: int,
         device: torch.device,
-        lane: Stream,
+        stream: Stream,
         torch_threads: int,
         watchdog: Watchdog,
         done: Done,
     ) -> None:
         self.index = index
         self.device = device
-        self.lane = lane
+        self.stream = stream
         self._name = name
         self._torch_threads = torch_threads
         self._watchdog = watchdog
@@ -67,7 +67,7 @@ class StageThread:
     # Whoever sends.
 
     def start(self) -> None:
-        self._worker = Worker(self._name, self._run, self._torch_threads, self.lane.enter)
+        self._worker = Worker(self._name, self._run, self._torch_threads, self.stream.enter)
 
     def put(self, parcel: Parcel) -> None:
         assert self._worker is not None
@@ -106,24 +106,24 @@ class StageThread:
             self._forget(number)
             return None
         self._doing = message, time.monotonic()
-        mark: StreamEvent | None
+        event: StreamEvent | None
         try:
             if number in self._cancelled:
                 raise Discarded
-            result, mark = self._compute(parcel)
+            result, event = self._compute(parcel)
         except BaseException as error:
             self._forget(number)
-            result, mark = Failure(number, error), None
+            result, event = Failure(number, error), None
         self._doing = None
         self._watchdog.moved()
-        self._done(result, mark)
-        return self._next_of(number) if isinstance(message, Forward) and message.turn else None
+        self._done(result, event)
+        return self._next_of(number) if isinstance(message, Forward) and message.last else None
 
     def _next_of(self, minibatch: int) -> Parcel | None:
         """The next message of ``minibatch``, whose loss is being computed; what else arrives waits."""
 
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
-        """The result of what ``parcel`` asks for, and the mark behind which it is computed."""
+        """The result of what ``parcel`` asks for, and the event behind which it is computed."""
         raise NotImplementedError
 
     def _forget(self, minibatch: int) -> None:

@@ -40,23 +40,23 @@ class StreamEvent(Protocol):
 
 
 class UserStream(Protocol):
-    """The lane of user code and Lightning's thread."""
+    """The stream of user code and Lightning's thread."""
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Behind all that this thread has given to ``devices`` (a stage's lane has but one); None: it is computed."""
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+        """Behind all that this thread has given to ``devices`` (a stage's stream has but one); None: it is computed."""
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """What follows comes after ``mark``, and uses ``tensors`` of another lane."""
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+        """What follows comes after ``event``, and uses ``tensors`` of another stream."""
 
 
 class Stream(UserStream, Protocol):
-    """The lane of a stage."""
+    """The stream of a stage."""
 
     def enter(self) -> None:
         """Called in the stage's thread, first."""
 
     def now(self) -> Any:
-        """A moment in what this thread gives the lane's device, for :meth:`spent`; user code may ask as well."""
+        """A moment in what this thread gives the stream's device, for :meth:`spent`; user code may ask as well."""
 
     def spent(self, since: Any) -> None:
         """What came after ``since`` counts as busy."""
@@ -78,12 +78,12 @@ class HostStream:
     def enter(self) -> None:
         pass
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> None:
+    def record(self, devices: Iterable[torch.device] = ()) -> None:
         return None
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        if mark is not None:
-            mark.synchronize()
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+        if event is not None:
+            event.synchronize()
             self._sides.of(tensors)
 
     def now(self) -> float:
@@ -149,7 +149,7 @@ class _Sides:
 
 
 def _used(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """``stream`` uses it: else its memory might be used anew as soon as the lane that made it lets go of it."""
+    """``stream`` uses it: else its memory might be used anew as soon as the stream that made it lets go of it."""
     for part in strided_parts(tensor):
         part.record_stream(stream)
 
@@ -178,16 +178,16 @@ class CudaStream:
     def enter(self) -> None:
         torch.cuda.set_stream(self._stream)  # and with it this thread's device
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> CudaEvents:
+    def record(self, devices: Iterable[torch.device] = ()) -> CudaEvents:
         return CudaEvents([self._stream])
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         tensors = list(tensors)
         streams = {self._stream, *self._sides.of(tensors, self._stream)}
         for tensor in tensors:
             if tensor.device == self._stream.device:
                 _used(tensor, self._stream)
-        _wait(streams, mark)
+        _wait(streams, event)
 
     def now(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -224,38 +224,38 @@ def _is_over(event: torch.cuda.Event) -> bool:
 class CudaUserStream:
     """Of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> CudaEvents | None:
+    def record(self, devices: Iterable[torch.device] = ()) -> CudaEvents | None:
         streams = [torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"]
         return CudaEvents(streams) if streams else None
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         streams = set()
         for tensor in tensors:
             if tensor.device.type == "cuda":
                 stream = torch.cuda.current_stream(tensor.device)
                 streams.add(stream)
                 _used(tensor, stream)
-        _wait(streams, mark)
+        _wait(streams, event)
 
 
-def _wait(streams: Iterable[torch.cuda.Stream], mark: StreamEvent | None) -> None:
-    if isinstance(mark, CudaEvents):
+def _wait(streams: Iterable[torch.cuda.Stream], event: StreamEvent | None) -> None:
+    if isinstance(event, CudaEvents):
         for stream in streams:
-            for event in mark.events:
-                stream.wait_event(event)
+            for each in event.events:
+                stream.wait_event(each)
 
 
-def lane_on(device: torch.device) -> Stream:
+def stream_on(device: torch.device) -> Stream:
     """For a stage on ``device``."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Who makes lanes: for a stage on a device, and the one of user code and Lightning's thread."""
+    """Who makes streams: for a stage on a device, and the one of user code and Lightning's thread."""
 
-    on: Callable[[torch.device], Stream] = lane_on
-    outside: UserStream = field(default_factory=CudaUserStream)
+    on: Callable[[torch.device], Stream] = stream_on
+    user: UserStream = field(default_factory=CudaUserStream)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

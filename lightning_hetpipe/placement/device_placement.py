@@ -118,7 +118,7 @@ class DevicePlacement:
 
     @property
     def is_even(self) -> bool:
-        """Whether all devices are of one type; that one has a few MiB less, for a screen, is no difference."""
+        """True if all devices are of one type; a few MiB less on one, for a screen, are no difference."""
         return len({slot.device.name for slot in self.cluster.slots}) == 1
 
     def name(self, slot: DeviceSlot) -> str:

@@ -1,4 +1,4 @@
-"""How slow the stages on a CPU are to be, so that they compare as the devices do that are not here."""
+"""Speeds of emulated devices: how long stages on a CPU take, so that they compare as devices that are not here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.profile import Profile
 
 SHARE = 1 / 3
-"""Of the CPU's cores, what stages may compute on at once: the rest is Lightning's loop's, and the system's."""
+"""Share of the CPU's cores that stages may compute on at once: the rest is Lightning's loop's, and the system's."""
 
 LEAST = 2.0
-"""How many times as long as the layers alone the fastest device takes: a stage does more than to compute layers."""
+"""Time of the fastest device as a multiple of its layers' time: a stage does more than to compute layers."""
 
 TOLERATED = 0.1
-"""Of the passes of an emulated stage, how many may take longer than they are to, before that is warned of."""
+"""Share of an emulated stage's passes that may take longer than they should before a warning."""
 
 
 def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tuple[Profile, float]:
@@ -44,19 +44,19 @@ def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tupl
 
 
 def _knows_ratios_only(profile: Profile) -> bool:
-    """Whether nothing but this machine's CPU was measured."""
+    """Tell whether nothing but this machine's CPU was measured."""
     return set(profile.times) - set(profile.estimated) == {"cpu"}
 
 
 def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
-    """Of each device, how many times faster than the CPU it does the whole model."""
+    """Speed of each device on the whole model, as a multiple of the CPU's."""
     cpu = sum(each.forward + each.backward for each in profile.times["cpu"])
     whole = [sum(each.forward + each.backward for each in profile.times_on(slot.device)) for slot in cluster.slots]
     return [cpu / each if each else 1.0 for each in whole]
 
 
 def pads(stages: Sequence[StageEstimate]) -> list[Pad]:
-    """What each stage takes: its layers on its device, and what it receives over the links."""
+    """Time of each stage: its layers on its device, and transfers to it over the links."""
     return [Pad(s.times.forward + s.times.receive, s.times.backward + s.times.receive_gradient) for s in stages]
 
 

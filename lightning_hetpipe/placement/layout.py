@@ -1,11 +1,11 @@
-"""Which layers run on which stage and device, and the report of it."""
+"""Layout of layers on stages and devices, and the report of it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -20,16 +20,19 @@ from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
+if TYPE_CHECKING:
+    from lightning_hetpipe.placement.planner import Decision
+
 T = TypeVar("T")
 
 
 @dataclass
 class Layout:
-    """Which layers run on which stage, and what was measured.
+    """Layers of each stage, its device, and its measured time.
 
     Attributes:
         layers: All layers of all pieces, in order.
-        cuts: The first layer of each stage.
+        split_points: The first layer of each stage.
         devices: The device of each stage.
         times: Seconds of each stage per minibatch, as profiled.
         names: Of each stage's device, for people, where others were declared than torch's.
@@ -37,21 +40,28 @@ class Layout:
     """
 
     layers: list[Layer]
-    cuts: tuple[int, ...]
+    split_points: tuple[int, ...]
     devices: list[torch.device]
     times: list[float]
     names: Sequence[str] | None = None
     emulated: bool = False
 
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], decision: Decision) -> Layout:
+        """Layers of ``pieces`` as ``decision`` has them."""
+        layers = [layer for piece in pieces for layer in piece.layers]
+        devices = list(decision.devices)
+        return cls(layers, decision.split_points, devices, decision.times, decision.names, decision.emulated)
+
     def is_spread(self) -> bool:
-        """Whether stages lie on different devices."""
+        """Tell whether stages lie on different devices."""
         return len(set(self.devices)) > 1
 
     def stage_layers(self, stage: int) -> list[Layer]:
-        return self.layers[slice(self.cuts[stage], [*self.cuts[1:], len(self.layers)][stage])]
+        return self.layers[slice(self.split_points[stage], [*self.split_points[1:], len(self.layers)][stage])]
 
     def run_piece(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs live layers of ``piece``, each on its stage's device: what evaluation does outside the pipeline.
+        """Run live layers of ``piece``, each on its stage's device, as evaluation does outside the pipeline.
 
         Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
         """
@@ -87,7 +97,7 @@ class Layout:
                     layers=[layer.name for layer in self.stage_layers(index)],
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=self.times[index],
-                    busy=min(1.0, engine.stages[index].lane.busy_seconds() / seconds),
+                    busy=min(1.0, engine.stages[index].stream.busy_seconds() / seconds),
                     parameters=sum(p.numel() for p in engine.live[index].parameters),
                     versions_bytes=memories[index].versions.most,
                     activations_bytes=memories[index].activations.most,

@@ -22,7 +22,7 @@ _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
 
 
 def profiled(
-    study: ProfilingInput,
+    profiling: ProfilingInput,
     devices: Mapping[str, torch.device],
     model: str,
     precision: str,
@@ -32,7 +32,7 @@ def profiled(
     """The profile of the layers on ``devices``, of which there is at least one.
 
     Args:
-        study: What the watched step has shown.
+        profiling: What the watched step has shown.
         devices: By the name of their type.
         model: For people.
         precision: The Trainer's.
@@ -41,11 +41,11 @@ def profiled(
     """
     found: Profile | None = None
     for name, device in devices.items():
-        one = kept(study, name, model, precision, cache)
+        one = kept(profiling, name, model, precision, cache)
         if one is None:
-            one = _measured(study, device, name, model, bar)
+            one = _measured(profiling, device, name, model, bar)
             if cache is not None:
-                cache.put(conditions(study, name, precision).key(), one)
+                cache.put(conditions(profiling, name, precision).key(), one)
         found = one if found is None else _joined(found, one)
     assert found is not None
     return found
@@ -59,29 +59,33 @@ def _joined(one: Profile, other: Profile) -> Profile:
     return replace(one, layers=layers).joined(replace(other, layers=layers))
 
 
-def kept(study: ProfilingInput, name: str, model: str, precision: str, cache: ProfileCache | None) -> Profile | None:
+def kept(
+    profiling: ProfilingInput, name: str, model: str, precision: str, cache: ProfileCache | None
+) -> Profile | None:
     """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
-    one = None if cache is None else cache.get(conditions(study, name, precision).key())
-    if one is None or name not in one.times or len(one.layers) != len(study.layers):  # a file that somebody has changed
+    one = None if cache is None else cache.get(conditions(profiling, name, precision).key())
+    if (
+        one is None or name not in one.times or len(one.layers) != len(profiling.layers)
+    ):  # a file that somebody has changed
         return None
-    return replace(one, model=model, samples=study.samples)
+    return replace(one, model=model, samples=profiling.samples)
 
 
-def _measured(study: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
+def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
     sizes: list[LayerBytes] = []
     times: list[Times] = []
-    with bar(f"measuring on {name}", len(study.layers)) as tick:
-        for size, time in study.on(device):
+    with bar(f"measuring on {name}", len(profiling.layers)) as tick:
+        for size, time in profiling.on(device):
             sizes.append(size)
             times.append(time)
             tick()
-    return Profile(model, study.samples, sizes, {name: times}, {})
+    return Profile(model, profiling.samples, sizes, {name: times}, {})
 
 
-def layer_seconds(study: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
-    """Measure seconds of each layer on ``device``, forward and backward: all that cuts for equal devices need."""
-    with bar(f"measuring on {device}", (ROUNDS + 1) * len(study.layers)) as tick:
-        return measure(study.pieces, study.generators, study.default_dtype, device, tick=tick)
+def layer_seconds(profiling: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
+    """Measure seconds of each layer on ``device``, forward and backward: all that equal stages need."""
+    with bar(f"measuring on {device}", (ROUNDS + 1) * len(profiling.layers)) as tick:
+        return measure(profiling.pieces, profiling.generators, profiling.default_dtype, device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
@@ -94,13 +98,13 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     return name if name in OPTIMIZERS else None
 
 
-def conditions(study: ProfilingInput, device: str, precision: str) -> Conditions:
-    """Conditions of measuring the layers of ``study`` on a device; where they differ, no kept profile holds.
+def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:
+    """Conditions of measuring the layers of ``profiling`` on a device; where they differ, no kept profile holds.
 
     They are the same on a machine that has the device and on one that has not, so that a cache can be copied there:
     which of its wheels of one version torch came in is left out.
     """
-    layers = [(layer.name, layer.module) for layer, _, _ in study.layers]
+    layers = [(layer.name, layer.module) for layer, _, _ in profiling.layers]
     return Conditions(
         layers=[(name, code_of(module)) for name, module in layers],
         parameters=[
@@ -108,11 +112,11 @@ def conditions(study: ProfilingInput, device: str, precision: str) -> Conditions
             for name, module in layers
             for own, each in [*module.named_parameters(), *module.named_buffers()]
         ],
-        inputs=[each for _, value, _ in study.layers for each in _inputs(value)],
+        inputs=[each for _, value, _ in profiling.layers for each in _inputs(value)],
         precision=precision,
         torch=_WHEEL.sub("", torch.__version__),
         device=device,
-        settings=_settings(study) | ({"processor": processor()} if device == "cpu" else {}),
+        settings=_settings(profiling) | ({"processor": processor()} if device == "cpu" else {}),
     )
 
 
@@ -127,18 +131,18 @@ def processor() -> str:
     return f"{model or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _settings(study: ProfilingInput) -> dict[str, str]:
+def _settings(profiling: ProfilingInput) -> dict[str, str]:
     """Settings of the process and of the Trainer."""
     backends: Any = torch.backends
     found = {
         "method": METHOD,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "default dtype": study.default_dtype,
-        "autocast": [[str(dtype) for kind, dtype in piece.autocast.dtypes if dtype] for piece in study.pieces],
-        "optimizer": f"{type(study.optimizer).__module__}.{type(study.optimizer).__qualname__}",
+        "default dtype": profiling.default_dtype,
+        "autocast": [[str(dtype) for kind, dtype in piece.autocast.dtypes if dtype] for piece in profiling.pieces],
+        "optimizer": f"{type(profiling.optimizer).__module__}.{type(profiling.optimizer).__qualname__}",
         # Those that decide how a step is computed are switches, or off at zero; how large the others are is no matter.
-        "options": _switches({} if study.optimizer is None else study.optimizer.defaults),
+        "options": _switches({} if profiling.optimizer is None else profiling.optimizer.defaults),
         # These can be read whichever of torch's two ways to set them the user has taken.
         "matmul": [backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision],
         "convolutions": [backends.cudnn.conv.fp32_precision, backends.cudnn.benchmark, backends.mkldnn.enabled],

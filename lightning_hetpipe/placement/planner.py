@@ -1,11 +1,8 @@
-"""Decision at the start of a fit: stages, cuts, devices and the number in flight.
+"""Planner of a fit: decides on stages, their devices and the number in flight at its start.
 
-There are three cases, in this order:
-
-- a saved plan is followed;
-- devices that are all the same, and not declared, get equal stages by the layers' times and Nm = k + 1: Nm, on which
-  results depend (law L1), is so a matter of settings alone, and measured times decide the cuts only;
-- else a plan is made from a profile of the layers.
+A saved plan is followed. Else one is made from measurements of the layers. Devices that are all the same, and not
+declared, get equal stages by the layers' times and Nm = k + 1: Nm, on which results depend (law L1), is so a matter of
+settings alone, and measured times decide the split points only.
 """
 
 from __future__ import annotations
@@ -44,23 +41,23 @@ UNKNOWN_OPTIMIZER = "adam"
 
 @dataclass(frozen=True)
 class Decision:
-    """Which layers run where, and how many minibatches are in flight.
+    """Division of layers into stages, their devices, and how many minibatches are in flight.
 
     Attributes:
-        cuts: The first layer of each stage.
+        split_points: The first layer of each stage.
         devices: Of each stage.
         in_flight: Nm.
         times: Seconds of each stage for one minibatch, forward and backward; 0 where nothing was measured.
-        said: What the user is told of it, a line each.
+        explanation: For the user, a line each.
         names: Of each stage's device, where others were declared than torch's.
         emulated: Whether stages take as long as the devices ``names``, which are not here.
     """
 
-    cuts: tuple[int, ...]
+    split_points: tuple[int, ...]
     devices: Sequence[torch.device]
     in_flight: int
     times: list[float]
-    said: Sequence[str] = ()
+    explanation: Sequence[str] = ()
     names: Sequence[str] | None = None
     emulated: bool = False
 
@@ -91,8 +88,8 @@ class Planner:
         emulation: Of the placement's devices, where they are emulated; it is told what stages take.
         cache: Of profiles.
         bar: Shows the measuring.
-        even: Whether the devices are taken to be all the same, and without a memory limit.
-        choose_cuts: The first layer of each stage, by the layers' seconds and k, on even devices.
+        even: Whether devices are taken to be all the same, and without a memory limit.
+        choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
         reported: Whether one stage is measured, too, as there is a logger to be told.
     """
 
@@ -108,10 +105,10 @@ class Planner:
     cache: ProfileCache | None = None
     bar: Bar = hidden
     even: bool = False
-    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]] = partition
+    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
 
-    def __call__(self, study: ProfilingInput) -> Decision:
+    def __call__(self, profiling: ProfilingInput) -> Decision:
         """Decide.
 
         Raises:
@@ -119,81 +116,68 @@ class Planner:
                 stages than there are layers.
         """
         if self.plan is not None:
-            return self._follow(self.plan, study)
+            return self._follow(self.plan, profiling)
         if self.even:
-            return self._equal_stages(study)
-        profile, factor = self._profile(study)
-        found = self._found(profile, study)
-        return self._decision(found, profile, factor, self._why(found, profile, study))
+            return self._divide_equally(profiling)
+        profile, factor = self._profile(profiling)
+        found = self._search(profile, profiling)
+        return self._estimated(found, profile, factor, self._reasons(found, profile, profiling))
 
-    # A plan that was given.
-
-    def _follow(self, plan: Plan, study: ProfilingInput) -> Decision:
-        names = [layer.name for layer, _, _ in study.layers]
+    def _follow(self, plan: Plan, profiling: ProfilingInput) -> Decision:
+        """Take over a plan that was given."""
+        names = _names(profiling)
         if (differs := plan.differences(names)) is not None:
             raise SettingError(
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
                 " plan out"
             )
         slots = plan.slots(0, self.placement.cluster)
-        cuts = [stage.first_layer for stage in plan.virtual_workers[0].stages]
+        first = [stage.first_layer for stage in plan.virtual_workers[0].stages]
+        why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
-            profile, factor = self._profile(study)
-            state = optimizer_state(_optimizer(study))
-            found = estimate(
-                profile, self.placement.cluster, slots, cuts, plan.in_flight, state=state, recompute=self.recompute
-            )
+            profile, factor = self._profile(profiling)
+            found = self._estimate(profile, slots, first, plan.in_flight, profiling, watched=True)
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
-            return self._decision(found, profile, factor, [f"because plan={self.plan_name} says so"])
+            return self._estimated(found, profile, factor, why)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
-        seconds = {name: layer_seconds(study, types[name], self.bar) for name in kinds}
-        ends = [*cuts[1:], len(names)]
-        each = [
-            sum(seconds[slot.device.name][first:after]) / slot.device.speed
-            for slot, first, after in zip(slots, cuts, ends, strict=True)
+        seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
+        times = [
+            sum(seconds[slot.device.name][start:after]) / slot.device.speed
+            for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        where = [self.placement.name(slot) for slot in slots]
-        said = [_what(where, names, cuts, plan.in_flight), f"because plan={self.plan_name} says so"]
-        known = where if self.placement.declared else None
-        return Decision(tuple(cuts), [self.placement.device(slot) for slot in slots], plan.in_flight, each, said, known)
+        return self._decision(slots, first, plan.in_flight, times, names, why)
 
-    # Devices that are all the same.
-
-    def _equal_stages(self, study: ProfilingInput) -> Decision:
-        names, devices = [layer.name for layer, _, _ in study.layers], self.placement.devices
-        stages = stage_count(self.stages, len(devices), len(names))
-        times = [0.0] * len(names)
+    def _divide_equally(self, profiling: ProfilingInput) -> Decision:
+        """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""
+        names, slots = _names(profiling), self.placement.cluster.slots
+        stages = stage_count(self.stages, len(slots), len(names))
+        seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
-            times = layer_seconds(study, devices[-1], self.bar)
-        cuts = self.choose_cuts(times, stages)
-        each = stage_times(times, cuts)
+            seconds = layer_seconds(profiling, self.placement.devices[-1], self.bar)
+        first = self.choose_split_points(seconds, stages)
+        times = stage_times(seconds, first)
         in_flight, why = self.in_flight, f"in_flight={self.in_flight} was asked for"
         if in_flight == "auto":
             in_flight = stages + 1 if stages > 1 else 1
             why = "one more in flight than there are stages keeps all of them busy"
-        said = []
-        if stages > 1:
-            slowest = max(range(stages), key=each.__getitem__)
-            said = [
-                f"HetPipe: {stages} stages, which start at {', '.join(names[cut] for cut in cuts)}, and"
-                f" {told_in_flight(in_flight)}",
-                f"because no cut makes the slowest stage faster ({slowest}: {1000 * each[slowest]:.3g} ms for a"
-                f" minibatch), and {why}",
-            ]
-        return Decision(cuts, place(stages, devices), in_flight, each, said)
+        slowest = max(range(stages), key=times.__getitem__)
+        why = (
+            f"because no other split makes the slowest stage faster ({slowest}: {1000 * times[slowest]:.3g} ms for a"
+            f" minibatch), and {why}"
+        )
+        decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
+        return decision if stages > 1 else replace(decision, explanation=())
 
-    # A plan of its own.
-
-    def _profile(self, study: ProfilingInput) -> tuple[Profile, float]:
+    def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
         placement = self.placement
-        profile = profiled(study, placement.types, self.model, self.precision, self.cache, self.bar)
+        profile = profiled(profiling, placement.types, self.model, self.precision, self.cache, self.bar)
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
             return profile, 1.0
         for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
-            if (one := kept(study, name, self.model, self.precision, self.cache)) is not None:
+            if (one := kept(profiling, name, self.model, self.precision, self.cache)) is not None:
                 # Its kernels may keep other bytes there; a profile has one number for all.
                 profile = profile.joined(replace(one, layers=profile.layers, samples=profile.samples))
         if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
@@ -201,19 +185,19 @@ class Planner:
         precision = "16" if "16" in self.precision else "32"
         return emulated_speeds.slowed(profile.with_estimates(devices, precision), placement.cluster)
 
-    def _found(self, profile: Profile, study: ProfilingInput) -> Estimate:
+    def _search(self, profile: Profile, profiling: ProfilingInput) -> Estimate:
         cluster = self.placement.cluster
         stages = None
         if self.stages != "auto":
             stages = stage_count(self.stages, len(cluster.slots), len(profile.layers))
             if stages > len(cluster.slots):
-                return self._shared(profile, study, stages)
+                return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
         plan = partial(
             best_plan,
             profile,
             cluster,
-            optimizer=_optimizer(study),
+            optimizer=_optimizer(profiling),
             in_flight=asked,
             recompute=self.recompute,
             watched=self.placement.emulated,
@@ -224,26 +208,30 @@ class Planner:
             raise self._unfit(choice, [*other, *ways_out(choice)], profile)
         return choice
 
-    def _shared(self, profile: Profile, study: ProfilingInput, stages: int) -> Estimate:
-        """More stages than devices, of which neighbours share one; with as many in flight as have room."""
-        cluster, state = self.placement.cluster, optimizer_state(_optimizer(study))
-        slots = place(stages, cluster.slots)
-        cuts = split_points_in_order(profile, cluster, slots, self.recompute)
+    def _shared(self, profile: Profile, profiling: ProfilingInput, stages: int) -> Estimate:
+        """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
+        slots = place(stages, self.placement.cluster.slots)
+        first = split_points_in_order(profile, self.placement.cluster, slots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
-            found = estimate(
-                profile,
-                cluster,
-                slots,
-                cuts,
-                in_flight,
-                state=state,
-                recompute=self.recompute,
-                watched=self.placement.emulated,
-            )
+            found = self._estimate(profile, slots, first, in_flight, profiling, watched=self.placement.emulated)
             if not _lacking(found.stages):
                 return found
         raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
+
+    def _estimate(
+        self,
+        profile: Profile,
+        slots: Sequence[DeviceSlot],
+        first: Sequence[int],
+        in_flight: int,
+        profiling: ProfilingInput,
+        watched: bool,
+    ) -> Estimate:
+        state, cluster = optimizer_state(_optimizer(profiling)), self.placement.cluster
+        return estimate(
+            profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute, watched=watched
+        )
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> SettingError:
         lacks, last = _lacking(found.stages), found.stages[-1]
@@ -258,7 +246,7 @@ class Planner:
         names = [layer.name for layer in profile.layers]
         return Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated])
 
-    def _why(self, found: Estimate, profile: Profile, study: ProfilingInput) -> list[str]:
+    def _reasons(self, found: Estimate, profile: Profile, profiling: ProfilingInput) -> str:
         reasons = list(found.reasons) if isinstance(found, Choice) else []
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
@@ -266,34 +254,54 @@ class Planner:
             *most, last = [self.placement.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
-        if study.optimizer is None or optimizer_name(study.optimizer) is None:
+        if profiling.optimizer is None or optimizer_name(profiling.optimizer) is None:
             reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
         reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
-        return [f"because {'; '.join(reasons)}"]
+        return f"because {'; '.join(reasons)}"
 
-    def _decision(self, found: Estimate, profile: Profile, factor: float, why: Sequence[str]) -> Decision:
-        placement, names = self.placement, [layer.name for layer in profile.layers]
-        cuts = tuple(stage.first for stage in found.stages)
-        where = [placement.name(stage.slot) for stage in found.stages]
-        said = [_what(where, names, cuts, found.in_flight), *why]
+    def _estimated(self, found: Estimate, profile: Profile, factor: float, why: str) -> Decision:
+        """Decide for ``found``, and tell the emulation, if any, what its stages take."""
+        placement, stages = self.placement, found.stages
+        slots, first = [stage.slot for stage in stages], [stage.first for stage in stages]
+        reasons = [why]
         if placement.emulated:
             assert self.emulation is not None
-            self.emulation.begin(emulated_speeds.pads(found.stages), [stage.slot for stage in found.stages])
-            said.append(emulated_speeds.described(profile, placement.cluster, factor))
+            self.emulation.begin(emulated_speeds.pads(stages), slots)
+            reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
+        names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
+        return self._decision(slots, first, found.in_flight, times, names, *reasons)
+
+    def _decision(
+        self,
+        slots: Sequence[DeviceSlot],
+        first: Sequence[int],
+        in_flight: int,
+        times: list[float],
+        layers: Sequence[str],
+        *why: str,
+    ) -> Decision:
+        placement = self.placement
+        where = [placement.name(slot) for slot in slots]
+        stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
+        if placement.emulated:
             where = [f"{each} (emulated)" for each in where]
         return Decision(
-            cuts,
-            [placement.device(stage.slot) for stage in found.stages],
-            found.in_flight,
-            [stage.times.total for stage in found.stages],
-            said,
+            tuple(first),
+            [placement.device(slot) for slot in slots],
+            in_flight,
+            times,
+            [f"HetPipe: stages on {stages}; {told_in_flight(in_flight)}", *why],
             where if placement.declared else None,
             placement.emulated,
         )
 
 
-def _optimizer(study: ProfilingInput) -> str:
-    return (optimizer_name(study.optimizer) if study.optimizer is not None else None) or UNKNOWN_OPTIMIZER
+def _names(profiling: ProfilingInput) -> list[str]:
+    return [layer.name for layer, _, _ in profiling.layers]
+
+
+def _optimizer(profiling: ProfilingInput) -> str:
+    return (optimizer_name(profiling.optimizer) if profiling.optimizer is not None else None) or UNKNOWN_OPTIMIZER
 
 
 def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
@@ -303,8 +311,3 @@ def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
         taken[stage.slot] = max(taken.get(stage.slot, 0) + stage.memory.total, stage.first_minibatch)
     limits = ((slot, slot.device.memory) for slot in taken)
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
-
-
-def _what(devices: Sequence[str], layers: Sequence[str], cuts: Sequence[int], in_flight: int) -> str:
-    stages = ", ".join(f"{device} from {layers[cut]}" for device, cut in zip(devices, cuts, strict=True))
-    return f"HetPipe: stages on {stages}; {told_in_flight(in_flight)}"

@@ -18,7 +18,7 @@ _BETWEEN = 0.1
 """Seconds, at least, between drawings, as tqdm has it."""
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
-"""Takes what is done and how many steps that has; within it, each step is told. It leaves nothing on the screen."""
+"""Context around work of that name and number of steps; gives what to call after each. It leaves no trace."""
 
 
 @contextmanager
@@ -29,13 +29,13 @@ def hidden(what: str, of: int) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def on_terminal(what: str, of: int) -> Iterator[Callable[[], object]]:
-    """On stderr, if that is a terminal."""
+    """Bar on stderr, if that is a terminal."""
     with tqdm(desc=what, total=of, unit="layer", leave=False, delay=MOMENT, disable=None) as bar:
         yield bar.update
 
 
 def of_trainer(trainer: L.Trainer) -> Bar:
-    """As the user wants bars of this process."""
+    """Bar as the user wants it in this process."""
     own = trainer.progress_bar_callback
     if own is None or not trainer.is_global_zero:
         return hidden

@@ -1,1 +1,1 @@
-"""What a run reports: metrics for the loggers and a summary for people."""
+"""Reports of a run: metrics for loggers, timelines, and a summary for people."""

@@ -30,11 +30,11 @@ COLOURS = {
     "drain": "#FFFFFF",
     "evaluation": "#CC79A7",
 }
-"""Those of Okabe and Ito (2008), which people with any kind of colour vision tell apart; waits are white."""
+"""Colours of Okabe and Ito (2008), which people with any kind of colour vision tell apart; waits are white."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Of the stages' curves, again and again; line styles tell those alike apart."""
+"""Colours of the stages' curves, in turn; line styles tell equal ones apart."""
 WAITS = {"wait_for_minibatch", "drain"}
-"""Of Lightning's thread, hatched like those of stages."""
+"""Waits of Lightning's thread, hatched like those of stages."""
 WORDS = {
     "step": "Lightning's step",
     "wait_for_minibatch": "nothing to do yet",
@@ -44,13 +44,13 @@ WORDS = {
     "evaluation": "evaluate",
     IDLE: "nothing to do yet",
 }
-"""What a legend calls them, where that is not their own name."""
+"""Names in a legend, where they differ."""
 ORDER = (FORWARD, LOSS, BACKWARD, EVALUATE, TURN, IDLE)
-"""Of a legend's first words."""
+"""Order of a legend's first entries."""
 THIN = 0.004
 """Boxes with a smaller share of the width have no edges, which would cover them."""
 POINTS = 200
-"""Of a curve of utilisation."""
+"""Points of a curve of utilisation."""
 
 
 def draw(timeline: Timeline, first: int | None = None, last: int | None = None) -> Figure:
@@ -116,7 +116,7 @@ def _matplotlib() -> type[Any]:
 
 
 def _readable(timeline: Timeline) -> tuple[int, int]:
-    """As many minibatches, from the middle: at an epoch's start and end a pipeline does not look as it does else."""
+    """Minibatches from the middle: at an epoch's start and end a pipeline does not look as it does else."""
     kept = timeline.minibatches
     if not kept:
         raise SettingError("this timeline is empty, so that there is nothing to draw; record some minibatches")
@@ -173,7 +173,7 @@ def _style(span: Span) -> dict[str, Any]:
 
 
 def _write(axes: Axes, text: str, place: int, left: float, right: float, width: float) -> None:
-    """In the box, if it is wide enough for it."""
+    """Write ``text`` in the box, if it is wide enough."""
     if (right - left) / width > 0.005 * len(text):
         centre = 500.0 * (left + right)
         axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)

@@ -1,4 +1,4 @@
-"""What one run did: the report that summaries are made from."""
+"""Report of one run, from which summaries are made."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class StageReport:
     time_s: float
     busy: float
     parameters: int
-    versions_bytes: int
-    activations_bytes: int | None
-    gradients_bytes: int | None
-    memory_bytes: int | None
-    held: int
-    device_bytes: int | None
+    versions_bytes: int = 0
+    activations_bytes: int | None = None
+    gradients_bytes: int | None = None
+    memory_bytes: int | None = None
+    held: int = 1
+    device_bytes: int | None = None
     compile_s: float = 0.0
 
 

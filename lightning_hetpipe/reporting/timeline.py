@@ -1,4 +1,4 @@
-"""The timeline of one virtual worker: which stage did what when, measured or simulated."""
+"""Timeline of one virtual worker, measured or simulated: work of each stage over time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LIG
 
 @dataclass(frozen=True)
 class Timeline:
-    """What took place when.
+    """Spans of one virtual worker, over time.
 
     Attributes:
         spans: By their start, in seconds since ``zero``. Those of one row do not overlap. Rows are the stages,
-            "Lightning" (its own thread) and "user code" (the stretches of ``training_step``).
+            "Lightning" (its own thread) and "user code" (the sections of ``training_step``).
         stages: k.
         in_flight: Nm.
         virtual_worker: i.
@@ -39,7 +39,7 @@ class Timeline:
 
     @classmethod
     def simulated(cls, simulation: Simulation, stages: Sequence[StageTimes], in_flight: int) -> Timeline:
-        """That of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
+        """Timeline of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
         spans = [part for span in simulation.spans for part in _parts(span, stages[span.stage])]
         versions = {span.minibatch: max(0, span.minibatch - in_flight) for span in spans}
         return cls(tuple(sorted(spans, key=_start)), len(stages), in_flight, versions=versions)
@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def extent(self) -> tuple[float, float]:
-        """From the first start to the last end, in seconds."""
+        """The first start and the last end, in seconds."""
         return _extent(self.spans)
 
     def between(self, first: int, last: int) -> Timeline:
@@ -81,7 +81,7 @@ class Timeline:
         return replace(self, spans=tuple(sorted(own, key=_start)), versions=versions)
 
     def row(self, row: Row) -> list[Span]:
-        """What took place in ``row``, by its start."""
+        """The spans in ``row``, by their start."""
         return [span for span in self.spans if span.row == row]
 
     def waits(self, stage: int) -> Iterator[Span]:
@@ -98,8 +98,7 @@ class Timeline:
         return computed / (end - start) if end > start else 0.0
 
     def flights(self) -> dict[int, tuple[float, float]]:
-        """Of each minibatch, from when to when it was in flight: from its first stretch of user code, or forward, to
-        its last backward."""
+        """Start (first user code, or forward) and end (last backward) of each minibatch's time in flight."""
         found: dict[int, tuple[float, float]] = {}
         for span in self.spans:
             if span.row != LIGHTNING and span.work != EVALUATE:
@@ -108,7 +107,7 @@ class Timeline:
         return found
 
     def in_flight_over_time(self) -> list[tuple[float, int]]:
-        """How many minibatches are in flight from each of these times on, in seconds; it begins with the first."""
+        """Times in seconds, each with the number of minibatches that are in flight from then on."""
         changes = [change for start, end in self.flights().values() for change in ((start, 1), (end, -1))]
         curve: list[tuple[float, int]] = []
         count = 0
@@ -120,7 +119,7 @@ class Timeline:
         return curve
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """As the JSON object that https://ui.perfetto.dev and chrome://tracing open."""
+        """The JSON object that https://ui.perfetto.dev and chrome://tracing open."""
         return chrome_trace(self)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -144,7 +143,7 @@ def _parts(span: Any, times: StageTimes) -> Iterator[Span]:
         yield Span(span.stage, span.work.value, span.minibatch, span.start, span.end)
         return
     loss = span.forwarded
-    # Jitter stretches a turn as a whole.
+    # Jitter lengthens a turn as a whole.
     backward = loss + (span.end - span.start) * times.loss / times.total if times.loss else loss
     yield Span(span.stage, FORWARD, span.minibatch, span.start, loss)
     if times.loss:

@@ -93,7 +93,7 @@ def _category(span: Span) -> str:
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """From stage to stage, along each minibatch's way."""
+    """Arrows from stage to stage, along each minibatch's way."""
     threads = _threads(timeline)
     ways: dict[int, list[Span]] = {}
     for span in timeline.spans:

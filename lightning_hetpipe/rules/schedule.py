@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Work(Enum):
-    """What a stage does for one minibatch at one segment."""
+    """Kind of a stage's task for one minibatch at one segment."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -53,20 +53,22 @@ class Instruction:
     segment: Segment
 
 
-def segments(piece_lengths: Sequence[int], cuts: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of pieces with ``piece_lengths`` layers each, over stages that start at the layers ``cuts``.
+def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments of pieces with ``piece_lengths`` layers each, over stages that start at the layers ``split_points``.
 
     Raises:
-        ValueError: where ``cuts`` is not an increasing sequence that starts at 0 and lies within the layers.
+        ValueError: where ``split_points`` is not an increasing sequence that starts at 0 and lies within the layers.
     """
     total = sum(piece_lengths)
-    if not cuts or cuts[0] != 0 or any(a >= b for a, b in zip(cuts, [*cuts[1:], total], strict=True)):
-        raise ValueError(f"cuts {tuple(cuts)} must start at 0, increase, and stay below the number of layers, {total}")
+    ends = [*split_points[1:], total]
+    if not split_points or split_points[0] != 0 or any(a >= b for a, b in zip(split_points, ends, strict=True)):
+        wrong = f"split points {tuple(split_points)}"
+        raise ValueError(f"{wrong} must start at 0, increase, and stay below the number of layers, {total}")
     found: list[Segment] = []
     start = 0
     for piece, length in enumerate(piece_lengths):
         end = start + length
-        for stage, (first, after) in enumerate(zip(cuts, [*cuts[1:], total], strict=True)):
+        for stage, (first, after) in enumerate(zip(split_points, ends, strict=True)):
             low, high = max(first, start), min(after, end)
             if low < high:
                 found.append(Segment(len(found), piece, stage, low, high - 1))

@@ -1,4 +1,4 @@
-"""Which learning rates stale gradients bear.
+"""Learning rates that stale gradients bear.
 
 Gradient descent with momentum mu on a loss of curvature h, with gradients that are s >= 1 steps old, is stable where
 
@@ -14,20 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOMENTUM = 0.9
-"""From here on the effective rate is ten times lr or more, so that recipes that train plainly fail."""
+"""Least momentum to warn of: the effective rate is ten times lr or more, so that recipes that train plainly fail."""
 
 STEPS = 2
-"""From here on recipes with such momentum were seen to fail (docs/staleness.md); one step old they lost little."""
+"""Least staleness to warn of: such recipes were seen to fail (docs/staleness.md); at 1 they lost little."""
 
 CLIPPED_STEPS = 4
-"""The same where gradients are clipped: that was seen to be enough for three steps, and not for seven."""
+"""Least staleness where gradients are clipped: that was seen to be enough for three steps, and not for seven."""
 
 LIMIT = 0.1
-"""Of the effective rate times the staleness: enough for curvatures up to 10, with which plain gradient descent without
+"""Bound of effective rate times staleness: enough for curvatures up to 10, with which plain gradient descent without
 momentum bears learning rates up to 0.2."""
 
 NORMALISED = 0.01
-"""The same for RMSprop, whose steps are about as long as the rate, whatever the gradients: clipping changes nothing."""
+"""Bound for RMSprop, whose steps are about as long as the rate, whatever the gradients: clipping changes nothing."""
 
 
 @dataclass(frozen=True)

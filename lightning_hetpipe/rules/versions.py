@@ -1,4 +1,7 @@
-"""Which version of the weights a minibatch uses (law L1), and how long a version must be kept."""
+"""Versions of the weights: the one that a minibatch uses (law L1), and how long one must be kept.
+
+Another weight policy is another formula here; ``pipeline/weight_stash.py`` keeps the versions that it needs.
+"""
 
 from __future__ import annotations
 

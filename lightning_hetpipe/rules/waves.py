@@ -31,12 +31,12 @@ def slowest(clocks: Iterable[int | None]) -> int | None:
 
 
 def may_pull(c_local: int, c_global: int | None, distance: int) -> bool:
-    """Whether a VW that has pushed ``c_local`` waves may take weights and go on (HetPipe, section 5.1)."""
+    """Tell whether a VW that has pushed ``c_local`` waves may take weights and go on (HetPipe, section 5.1)."""
     return c_global is None or c_global >= c_local - distance
 
 
 def may_commit(clock: int, c_global: int | None) -> bool:
-    """With D = 0: whether the updates of wave ``clock`` may be added, as none is still to come."""
+    """Tell, with D = 0, whether the updates of wave ``clock`` may be added, as none is still to come."""
     return c_global is None or c_global > clock
 
 

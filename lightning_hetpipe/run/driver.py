@@ -1,25 +1,29 @@
 """The driver of a run: turns Lightning's calls into the life of a minibatch, and raises its events.
 
 Lightning asks for a batch (:meth:`Driver.publish_last` and what the look-ahead asks next), runs a step
-(:meth:`Driver.step`), and begins and ends its loop (:meth:`Driver.epoch`). The driver answers with a pipeline once one
-is there, and until then lets the user's step run in Lightning's own thread.
+(:meth:`Driver.finish`), and begins and ends its loop (:meth:`Driver.epoch`). The driver answers with a pipeline once
+one has been started, and until then lets the user's step run in Lightning's own thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from lightning_hetpipe.lightning_private import DataFetcher, with_workers
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
 F = TypeVar("F", bound=BatchInFlight)
-C = TypeVar("C", bound=RunnerPool[Any])
+
+Opened = Callable[[], AbstractContextManager[Any]]
 
 
 class Loop(Protocol):
@@ -32,7 +36,7 @@ class Loop(Protocol):
         """The minibatch that the loop is at, or was at last."""
 
     def limit(self, in_flight: int) -> int:
-        """How many of ``in_flight`` minibatches, from the next one on, the loop will still ask for."""
+        """Number of minibatches that the loop will still ask for, from the next one on, up to ``in_flight``."""
 
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves ``batch`` to the devices, with all hooks."""
@@ -41,38 +45,68 @@ class Loop(Protocol):
         """Puts minibatch ``number`` in flight, ``ahead`` minibatches after the next one."""
 
 
-class Driver(Generic[F, C]):
-    """Drives ``loop``, with ``extensions``.
+class NoPipeline:
+    """Stands in for the pipeline as long as the user's steps run in Lightning's own thread."""
+
+    in_flight = 1
+    minibatches: Mapping[int, Any] = MappingProxyType({})
+
+    def finish(self, number: int) -> NoReturn:
+        raise LookupError(f"minibatch {number} is not in flight")
+
+    def begin(self, version: int) -> None: ...
+
+    def publish(self, version: int) -> None: ...
+
+    def show(self, number: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def offer(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def unlocked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Driver(Generic[F]):
+    """Drives ``loop``.
 
     Attributes:
-        crew: The pipeline; None as long as the user's steps run in Lightning's own thread.
+        extensions: Told of each event.
         restarts: Whether the pipeline starts empty at the next version, for whatever reason.
     """
 
-    def __init__(self, loop: Loop, extensions: Extensions) -> None:
-        self.extensions = extensions
-        self.crew: C | None = None
+    def __init__(self, loop: Loop) -> None:
+        self.extensions = Extensions()
         self.restarts = False
         self._loop = loop
+        self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
 
-    def extend(self, *extensions: Extension) -> None:
-        """Adds ``extensions``, for all events from now on."""
-        self.extensions.all.extend(extensions)
+    def start(self, pipeline: RunnerPool[F]) -> None:
+        """Start ``pipeline``, in which the user's steps run from the next minibatch on."""
+        self._pipeline, self.restarts = pipeline, False
+        pipeline.start()
 
     def close(self) -> None:
         """Ends all threads, and the run."""
         with ExitStack() as stack:
-            stack.callback(self.extensions.closed)
-            stack.callback(self.extensions.discarded)
-            if self.crew is not None:
-                self.crew.close()
+            stack.callback(self.extensions.close)
+            stack.callback(self.extensions.tell, Extension.discarded)
+            self._pipeline.close()
 
     # Lightning's loop.
 
     def epoch(self, run: Callable[[DataFetcher], Any], fetcher: DataFetcher, looks_ahead: bool) -> None:
         """One run of Lightning's loop over ``fetcher``: an epoch."""
-        self.restarts = self.crew is not None
-        self.extensions.epoch_begins(self._loop.begun() + 1)
+        self.restarts = True
+        self.extensions.tell(Extension.epoch_begins, self._loop.begun() + 1)
         if looks_ahead:
             ahead = LookAhead(fetcher, self)
             try:
@@ -81,101 +115,124 @@ class Driver(Generic[F, C]):
                 ahead.close()
         else:
             run(fetcher)
-        self.extensions.epoch_ends()
+        self.extensions.tell(Extension.epoch_ends)
         self.discard()
+
+    def is_in_flight(self, number: int) -> bool:
+        """Tell whether minibatch ``number`` was submitted, and is not finished."""
+        return number in self._pipeline.minibatches
 
     def step_inline(self, number: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step for minibatch ``number`` in Lightning's own thread, by its own step ``native``."""
-        with self.extensions.inline_step(number):
+        with self.extensions.around(Extension.inline_step, number):
             output = native(*args)
-        self.extensions.inline_output(number, args, output)
+        self.extensions.tell(Extension.inline_output, number, args, output)
         return output
 
     def backward_inline(self, number: int, native: Callable[[], None]) -> None:
         """Run Lightning's own backward, ``native``, after :meth:`step_inline`."""
-        with self.extensions.inline_backward(number):
+        with self.extensions.around(Extension.inline_backward, number):
             native()
 
     def finish(self, number: int, args: Sequence[Any]) -> F:
         """Lightning's loop is at step ``number``, which is in flight, with ``args``; waits for it."""
-        assert self.crew is not None
         try:
-            with self.extensions.waiting(number):
-                flight: F = self.crew.finish(number)
+            with self.extensions.around(Extension.waiting, number):
+                flight = self._pipeline.finish(number)
         finally:  # what it has set before it failed is there, as in a plain run
-            self.extensions.arrived(number)
-        self.crew.show(number)
-        self.extensions.finished(flight, args)
+            self.extensions.tell(Extension.arrived, number)
+        self._pipeline.show(number)
+        self.extensions.tell(Extension.finished, flight, args)
         return flight
+
+    def computed(self, work: str, minibatch: int, start: float) -> None:
+        """Lightning's own thread has done ``work`` of ``minibatch`` since ``start``."""
+        self.extensions.tell(Extension.computed, work, minibatch, start)
 
     def publish(self, version: int) -> None:
         """Lightning's step ``version`` is over, with all its callbacks."""
-        crew = self.crew
-        assert crew is not None
-        self.extensions.stepped(version)
+        tell, around = self.extensions.tell, self.extensions.around
+        tell(Extension.stepped, version)
         if self.restarts:
-            with self.extensions.publishing(version):
-                crew.begin(version)
+            with around(Extension.publishing, version):
+                self._pipeline.begin(version)
             self.restarts = False
-            self.extensions.emptied(version)
+            tell(Extension.emptied, version)
             return
-        self.extensions.continues(version)
-        with self.extensions.publishing(version):
-            crew.publish(version)
-        self.extensions.published(version)
+        tell(Extension.continues, version)
+        with around(Extension.publishing, version):
+            self._pipeline.publish(version)
+        tell(Extension.published, version)
 
     def discard(self) -> None:
         """Drops what is in flight."""
-        if self.crew is not None:
-            self.crew.discard()
-        self.extensions.discarded()
+        self._pipeline.discard()
+        self.extensions.tell(Extension.discarded)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation: what is in flight waits."""
         number = self._loop.begun()
-        with self.extensions.draining(number):
+        with self.extensions.around(Extension.draining, number):
             self.drain()
-        with self.extensions.evaluating(number):
+        with self.extensions.around(Extension.evaluating, number):
+            yield
+
+    @contextmanager
+    def synchronising(self) -> Iterator[None]:
+        """Around a synchronisation with other virtual workers: user code may run."""
+        with self.extensions.around(Extension.synchronising, self._loop.begun()), self.unlocked():
             yield
 
     def offer(self) -> None:
         """Between Lightning's hooks: lets user code that stages wait for go first."""
-        if self.crew is not None:
-            self.crew.offer()
+        self._pipeline.offer()
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Around a wait of Lightning's thread: user code may run. Not so in a minibatch's own thread."""
-        return nullcontext() if self.crew is None or current() is not None else self.crew.unlocked()
+        return self._pipeline.unlocked() if current() is None else nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
         """Around what Lightning's thread computes."""
-        return nullcontext() if self.crew is None else self.crew.compute_lock.computing()
+        return self._pipeline.computing()
 
     def drain(self) -> None:
         """Waits until nothing in flight moves."""
-        if self.crew is not None:
-            self.crew.drain()
+        self._pipeline.drain()
 
     # What the look-ahead asks.
 
     def publish_last(self) -> None:
-        if self.crew is not None and self.crew.in_flight > 1:
+        if self._pipeline.in_flight > 1:
             self.publish(self._loop.begun())
 
     def ahead_limit(self) -> int:
-        return 1 if self.crew is None else max(1, self._loop.limit(self.crew.in_flight))
+        return max(1, self._loop.limit(self._pipeline.in_flight))
 
     def fetching(self, ahead: int) -> AbstractContextManager[None]:
-        return self.extensions.fetching(self._loop.begun() + 1 + ahead)
+        return self.extensions.around(Extension.fetching, self._loop.begun() + 1 + ahead)
 
     def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
-        with self.extensions.transferring(self._loop.begun() + 1 + ahead):
+        with self.extensions.around(Extension.transferring, self._loop.begun() + 1 + ahead):
             return self._loop.prepare(batch, dataloader_idx)
 
     def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        if self.crew is not None and self.crew.in_flight > 1:
+        if self._pipeline.in_flight > 1:
             self._loop.submit(self._loop.begun() + 1 + ahead, batch, ahead, batch_idx, dataloader_idx)
 
     def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
         return with_workers(fetcher, self.unlocked, self.drain)
+
+    # What the loop asks.
+
+    def launch(self, number: int, start: Callable[[Opened, UserSection], int]) -> None:
+        """Puts minibatch ``number`` in flight.
+
+        Args:
+            number: The next one.
+            start: Does so; gets what is to be open around the user's step, and around each section of it, and gives
+                the version that the minibatch uses.
+        """
+        self.extensions.tell(Extension.submitting, number)
+        version = start(partial(self.extensions.around, Extension.user_step, number), self.extensions.section(number))
+        self.extensions.tell(Extension.submitted, number, version)

@@ -27,7 +27,7 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.planning.search.split_points import stage_times
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
-from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 
 
@@ -67,7 +67,7 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        """From now on every run of the loop goes through here; for one outside of training."""
+        """Take over every run of the loop from now on; for one outside of training."""
         self._redirects = [
             Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)),
             Redirect(self.module, BEFORE_TRANSFER, before_transfer),
@@ -83,7 +83,7 @@ class Evaluation:
         self.pieces, self.layout, self.in_flight = pieces, layout, in_flight
 
     def is_worth_it(self) -> bool:
-        """Whether several batches could be in flight over several stages."""
+        """Tell whether several batches could be in flight over several stages."""
         if self.layout is not None:
             return len(self.layout.devices) > 1 and self.in_flight > 1
         stages = len(self.settings.devices) if self.settings.stages == "auto" else self.settings.stages
@@ -119,8 +119,8 @@ class Evaluation:
         devices, asked = self.settings.devices, self.settings.stages
         stages = min(len(devices) if asked == "auto" else asked, len(layers))
         times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
-        cuts = self.settings.choose_cuts(times, stages)
-        layout = Layout(layers, cuts, place(stages, devices), stage_times(times, cuts))
+        first = self.settings.choose_split_points(times, stages)
+        layout = Layout(layers, first, place(stages, devices), stage_times(times, first))
         move_to_devices(layout, None)
         for piece in pieces:
             piece.inputs.clear()
@@ -148,8 +148,3 @@ class Evaluation:
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
-
-
-def before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The redirected hook before a transfer, which a batch that was transferred ahead has had."""
-    return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)

@@ -20,18 +20,21 @@ from lightning_hetpipe.lightning_private import (
     DataLoaderIterFetcher,
     evaluation_arguments,
     fetcher_of,
-    move_before_transfer,
     set_fetcher,
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.driver import Driver
-from lightning_hetpipe.run.extensions.observers import Observers
-from lightning_hetpipe.run.lifecycle import Extension, Extensions
+from lightning_hetpipe.run.driver import Driver, Opened
+from lightning_hetpipe.run.extensions.module_attributes import Attributes
+from lightning_hetpipe.run.extensions.random_states import RandomStates, own_state
+from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead
 from lightning_hetpipe.run.piece_calls import PieceForwards
+from lightning_hetpipe.run.prepared_batch import prepared
+from lightning_hetpipe.run.user_step import default_dtype_in
 from lightning_hetpipe.torch_private import version_counter
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class EvaluationRun:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._driver: Driver[EvaluationBatch, Evaluator] = Driver(self, Extensions())
+        self._driver: Driver[EvaluationBatch] = Driver(self)
         self._evaluator: Evaluator | None = None
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
@@ -60,7 +63,7 @@ class EvaluationRun:
             self._driver.close()
 
     def resting(self) -> AbstractContextManager[None]:
-        """Within it, another run of the loop does not go through this one."""
+        """Let another run of the loop, within it, not go through this one."""
         return self._reset.aside()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
@@ -68,8 +71,7 @@ class EvaluationRun:
         if self._ahead is None:  # the user's step fetches batches itself
             return native(*args)
         self._steps += 1
-        crew = self._driver.crew
-        if crew is not None and self._steps in crew.minibatches:
+        if self._driver.is_in_flight(self._steps):
             return self._driver.finish(self._steps, args).output
         return self._first(hook, native, *args) if self._steps == 1 else native(*args)
 
@@ -78,23 +80,19 @@ class EvaluationRun:
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
         evaluation.settings.asked()
-        section = ProcessSection(self._state(1))  # which depends on no thread's timing, as that of later batches
-        section.enter()
-        try:
+        with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
             if evaluation.layout is not None and evaluation.layout.is_spread():
                 # No module could run as it is: its layers run on their devices, one by one.
                 self._evaluator = self._stand_in(pieces)
-                output = native(*args)
+                output = self._driver.step_inline(1, native, args)
             else:
                 watch = EvaluationWatch(
                     evaluation.module, evaluation.names, evaluation.generators, self._tag(1), pieces
                 )
                 with watch.watching():
-                    output = native(*args)
+                    output = self._driver.step_inline(1, native, args)
                 pieces = watch.pieces
                 evaluation.warn(watch.reasons)
-        finally:
-            section.leave()
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._evaluator or self._stand_in(pieces))
@@ -116,14 +114,10 @@ class EvaluationRun:
         return in_flight
 
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
-        evaluation = self._evaluation
-        batch = evaluation.precision.convert_input(batch)
-        batch = move_before_transfer(evaluation.module, batch, dataloader_idx)
-        return evaluation.trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        return prepared(batch, dataloader_idx, self._evaluation.trainer, self._evaluation.precision)
 
     def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        evaluation, hook = self._evaluation, self._hook
-        evaluator, extensions = self._driver.crew, self._driver.extensions
+        evaluation, evaluator, hook = self._evaluation, self._evaluator, self._hook
         assert evaluator is not None
         args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
 
@@ -131,7 +125,11 @@ class EvaluationRun:
             with evaluation.context(hook):
                 return getattr(evaluation.module, hook)(*args)
 
-        evaluator.submit(number, step, partial(extensions.user_step, number), extensions.section(number))
+        def start(context: Opened, section: UserSection) -> int:
+            evaluator.submit(number, step, context, section)
+            return 0  # the live weights are all there is
+
+        self._driver.launch(number, start)
 
     # Random numbers.
 
@@ -151,32 +149,32 @@ class EvaluationRun:
     def _stand_in(self, pieces: Sequence[Piece]) -> Evaluator:
         """Makes the pipeline, and lets calls of ``pieces`` go through it once it is started."""
         evaluation = self._evaluation
-        with evaluation.context(self._hook):
-            inside = torch.get_default_dtype()
-        default_dtype = None if inside is torch.get_default_dtype() else inside
+        default_dtype = default_dtype_in(partial(evaluation.context, self._hook))
         if evaluation.layout is None:
             evaluation.plan(pieces, default_dtype)
         assert evaluation.layout is not None
         evaluator = Evaluator(
             [(piece.name, piece.layers) for piece in evaluation.pieces],
-            evaluation.layout.cuts,
+            evaluation.layout.split_points,
             evaluation.layout.devices,
             evaluation.stage_settings(default_dtype),
             evaluation.settings.timeout,
             self._tag(),
         )
-        self._driver.extend(EvaluatedPieces(evaluation, evaluator, pieces, self._tag))
+        self._driver.extensions.add(EvaluatedPieces(evaluation, evaluator, pieces, self._tag))
         return evaluator
 
     def _start(self, evaluator: Evaluator) -> None:
         """The first batch is through, in Lightning's own thread."""
         evaluation = self._evaluation
-        self._driver.extend(
+        self._evaluator = evaluator
+        self._driver.extensions.add(
             UnchangedWeights(evaluation.pieces),
-            Observers(evaluation.module, evaluation.in_flight, 1, self._state, partial(evaluation.context, self._hook)),
+            RandomStates(self._state),
+            Replay(evaluation.module, partial(evaluation.context, self._hook)),
+            Attributes(evaluation.module, evaluation.in_flight, 1),  # after the stand-ins of Replay, which all see
         )
-        self._driver.crew = evaluator
-        evaluator.start()
+        self._driver.start(evaluator)
 
 
 class UnchangedWeights(Extension):

@@ -19,11 +19,12 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.random_states import own_state
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.staleness_warning import check_staleness
@@ -152,14 +153,14 @@ class FirstMinibatch(Extension):
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
             raise ahead(self._asked)
-        for line in decision.said:
+        for line in decision.explanation:
             rank_zero_info(line)
-        if decision.said and in_flight != decision.in_flight:
+        if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
-        if settings.recompute and len(decision.cuts) == len(pieces) == 1:
+        if settings.recompute and len(decision.split_points) == len(pieces) == 1:
             nothing_to_recompute()
         return decision, in_flight
 
@@ -170,9 +171,5 @@ class FirstMinibatch(Extension):
         if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
             yield
             return
-        section = ProcessSection(ProcessState.seeded(self._run_seed, self._settings.virtual_worker, minibatch))
-        section.enter()
-        try:
+        with own_state(ProcessState.seeded(self._run_seed, self._settings.virtual_worker, minibatch)):
             yield
-        finally:
-            section.leave()

@@ -1,49 +1,59 @@
 """The life of a minibatch: the events of a run, of which every feature is an extension.
 
 One :class:`~lightning_hetpipe.run.driver.Driver` raises the events; it alone knows Lightning's loop and the
-engine. Minibatch p, of which the weights after Lightning's step p are version p, lives through these. All are raised in
-Lightning's thread, but for ``user_step`` and ``section``, which are raised in the runner's.
+pipeline. Minibatch p, of which the weights after Lightning's step p are version p, lives through these. All are raised
+in Lightning's thread, but for ``user_step`` and ``section``, which are raised in the runner's.
 
-======================  ================================================================================================
-event                   what has just become true
-======================  ================================================================================================
-epoch_begins(first)     Lightning's loop begins an epoch, whose first minibatch is ``first``
-fetching(p)             *around*: the DataLoader is asked for the batch of p
-transferring(p)         *around*: the hooks of that batch's transfer run, ahead of Lightning's loop
-submitting(p)           p is about to be put in flight
-user_step(p)            *around*: all of the user's step for p
-section(p)              *around*: each section of it, between two calls of pipelined modules; a pair of functions
-submitted(p, v)         p is in flight, on the weights of version v
-waiting(p)              *around*: Lightning's loop is at step p, and waits for its gradients
-arrived(p)              they are there, or p has failed
-finished(p, args)       they are there, and Lightning's buffers are those that p's forward has left
-stepped(v)              step v is over, with all its callbacks, and its weights are in the live parameters
-continues(v)            later minibatches are in flight, and stay so
-publishing(v)           *around*: the live weights become version v on all stages
-published(v)            they are, and minibatches are in flight
-emptied(v)              they are, and the pipeline starts empty, at version v
-inline_step(p)          *around*: the user's step for p runs in Lightning's own thread, on the live weights
-inline_output(p, ...)   it was called with ``args``, and has returned ``output``
-inline_backward(p)      *around*: Lightning's own backward of it
-draining(p)             *around*: an evaluation is to begin after step p, and waits until nothing in flight moves
-evaluating(p)           *around*: that evaluation
-epoch_ends()            Lightning's loop is through with the epoch, and what is in flight is of no use
-discarded()             nothing is in flight any more
-closed()                the run is over
-======================  ================================================================================================
+==========================  ============================================================================================
+event                       what has just become true
+==========================  ============================================================================================
+epoch_begins(first)         Lightning's loop begins an epoch, whose first minibatch is ``first``
+fetching(p)                 *around*: the DataLoader is asked for the batch of p
+transferring(p)             *around*: the hooks of that batch's transfer run, ahead of Lightning's loop
+submitting(p)               p is about to be put in flight
+user_step(p)                *around*: all of the user's step for p
+section(p)                  *around*: each section of it, between two calls of pipelined modules; a pair of functions
+submitted(p, v)             p is in flight, on the weights of version v
+waiting(p)                  *around*: Lightning's loop is at step p, and waits for its gradients
+arrived(p)                  they are there, or p has failed
+finished(p, args)           they are there, and Lightning's buffers are those that p's forward has left
+inline_step(p)              *around*: the user's step for p runs in Lightning's own thread, on the live weights
+inline_output(p, ...)       it was called with ``args``, and has returned ``output``
+inline_backward(p)          *around*: Lightning's own backward of it
+placed()                    what the first minibatch has shown was planned, and layers lie on their stages' devices
+computed(work, p, start)    Lightning's own thread has done the forward or the backward of p, since the time ``start``
+stepped(v)                  step v is over, with all its callbacks, and its weights are in the live parameters
+synchronising(v)            *around*: step v has ended a wave, which is merged with other virtual workers'
+continues(v)                later minibatches are in flight, and stay so
+publishing(v)               *around*: the live weights become version v on all stages
+published(v)                they are, and minibatches are in flight
+emptied(v)                  they are, and the pipeline starts empty, at version v
+draining(p)                 *around*: an evaluation is to begin after step p, and waits until nothing in flight moves
+evaluating(p)               *around*: that evaluation
+epoch_ends()                Lightning's loop is through with the epoch, and what is in flight is of no use
+discarded()                 nothing is in flight any more
+closed()                    the run is over
+==========================  ============================================================================================
 
-Where the user's step runs in Lightning's own thread (the first minibatch of a fit, and all with a single stage),
-there are ``epoch_begins``, ``fetching``, the ``inline_...`` events, ``evaluating``, ``epoch_ends`` and ``closed``.
+Where the user's step runs in Lightning's own thread (the first minibatch of a fit or of an evaluation, and all with a
+single stage), there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``,
+``epoch_ends``, ``discarded`` and ``closed``.
+
+Version v is published by ``Driver.publish``; a wave is pushed at ``stepped`` (``extensions/waves_and_cuts.py``);
+gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``); ``rules/versions.py`` says which version p
+uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Concatenate, ParamSpec
 
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
-from lightning_hetpipe.pipeline.user.user_section import UserSection, UserSections
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection, UserSections
+
+P = ParamSpec("P")
 
 Around = AbstractContextManager[Any]
 NOTHING: Around = nullcontext()
@@ -65,8 +75,8 @@ class Extension:
     def user_step(self, minibatch: int) -> Around:
         return NOTHING
 
-    def section(self, minibatch: int) -> UserSection | None:
-        return None
+    def section(self, minibatch: int) -> UserSection:
+        return NO_SECTION
 
     def submitted(self, minibatch: int, version: int) -> None: ...
 
@@ -77,7 +87,22 @@ class Extension:
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None: ...
 
+    def inline_step(self, minibatch: int) -> Around:
+        return NOTHING
+
+    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None: ...
+
+    def inline_backward(self, minibatch: int) -> Around:
+        return NOTHING
+
+    def computed(self, work: str, minibatch: int, start: float) -> None: ...
+
+    def placed(self) -> None: ...
+
     def stepped(self, version: int) -> None: ...
+
+    def synchronising(self, version: int) -> Around:
+        return NOTHING
 
     def continues(self, version: int) -> None: ...
 
@@ -87,14 +112,6 @@ class Extension:
     def published(self, version: int) -> None: ...
 
     def emptied(self, version: int) -> None: ...
-
-    def inline_step(self, minibatch: int) -> Around:
-        return NOTHING
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None: ...
-
-    def inline_backward(self, minibatch: int) -> Around:
-        return NOTHING
 
     def draining(self, minibatch: int) -> Around:
         return NOTHING
@@ -109,120 +126,56 @@ class Extension:
     def closed(self) -> None: ...
 
 
-class Extensions(Extension):
-    """Several extensions as one, for whoever raises events.
+class Extensions:
+    """The extensions of one run, which hear of each event in their order.
 
-    Each event reaches them in their order; what is opened around something is opened in the reverse order, so that the
-    first of them has the innermost one.
+    An event is named by the method of :class:`Extension` that answers it: ``tell(Extension.published, version)``.
     """
 
-    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
-        self.all = list(extensions)
+    def __init__(self) -> None:
+        self._all: list[Extension] = []
+        self._listening: dict[str, list[Callable[..., Any]]] = {}
 
-    def epoch_begins(self, first: int) -> None:
-        for extension in self.all:
-            extension.epoch_begins(first)
+    def add(self, *extensions: Extension) -> None:
+        """Adds ``extensions``, for all events from now on."""
+        self._all.extend(extensions)
+        self._listening.clear()
 
-    def fetching(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.fetching(minibatch))
+    def tell(self, event: Callable[Concatenate[Extension, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Raises ``event``."""
+        for hear in self._who_hear(event):
+            hear(*args, **kwargs)
 
-    def transferring(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.transferring(minibatch))
+    def around(self, event: Callable[Concatenate[Extension, P], Around], *args: P.args, **kwargs: P.kwargs) -> Around:
+        """Raises ``event``, which lasts as long as what is returned is open; the first extension has the innermost."""
+        opened = [hear(*args, **kwargs) for hear in reversed(self._who_hear(event))]
+        if len(opened) < 2:
+            return opened[0] if opened else NOTHING
+        return _all(opened)
 
-    def submitting(self, minibatch: int) -> None:
-        for extension in self.all:
-            extension.submitting(minibatch)
+    def section(self, minibatch: int) -> UserSections:
+        """The sections of all extensions as one."""
+        return UserSections([hear(minibatch) for hear in self._who_hear(Extension.section)])
 
-    def user_step(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.user_step(minibatch))
-
-    def section(self, minibatch: int) -> UserSections | None:
-        found = [section for extension in self.all if (section := extension.section(minibatch)) is not None]
-        return UserSections(found) if found else None
-
-    def submitted(self, minibatch: int, version: int) -> None:
-        for extension in self.all:
-            extension.submitted(minibatch, version)
-
-    def waiting(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.waiting(minibatch))
-
-    def arrived(self, minibatch: int) -> None:
-        for extension in self.all:
-            extension.arrived(minibatch)
-
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        for extension in self.all:
-            extension.finished(minibatch, args)
-
-    def stepped(self, version: int) -> None:
-        for extension in self.all:
-            extension.stepped(version)
-
-    def continues(self, version: int) -> None:
-        for extension in self.all:
-            extension.continues(version)
-
-    def publishing(self, version: int) -> Around:
-        return self._around(lambda extension: extension.publishing(version))
-
-    def published(self, version: int) -> None:
-        for extension in self.all:
-            extension.published(version)
-
-    def emptied(self, version: int) -> None:
-        for extension in self.all:
-            extension.emptied(version)
-
-    def inline_step(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.inline_step(minibatch))
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        for extension in self.all:
-            extension.inline_output(minibatch, args, output)
-
-    def inline_backward(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.inline_backward(minibatch))
-
-    def draining(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.draining(minibatch))
-
-    def evaluating(self, minibatch: int) -> Around:
-        return self._around(lambda extension: extension.evaluating(minibatch))
-
-    def epoch_ends(self) -> None:
-        for extension in self.all:
-            extension.epoch_ends()
-
-    def discarded(self) -> None:
-        for extension in self.all:
-            extension.discarded()
-
-    def closed(self) -> None:
-        """The last one ends first, and each of them, whatever others raise."""
+    def close(self) -> None:
+        """Tells all that the run is over, the last one first, and each of them, whatever others raise."""
         with ExitStack() as stack:
-            for extension in self.all:
-                stack.callback(extension.closed)
+            for hear in self._who_hear(Extension.closed):
+                stack.callback(hear)
 
-    def _around(self, opened: Callable[[Extension], Around]) -> Around:
-        found = [around for extension in reversed(self.all) if (around := opened(extension)) is not NOTHING]
-        if len(found) < 2:
-            return found[0] if found else NOTHING
-        return _All(found)
+    def _who_hear(self, event: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The methods of those extensions that implement ``event``."""
+        name = event.__name__
+        if name not in self._listening:
+            listening = [each for each in self._all if getattr(type(each), name) is not event]
+            self._listening[name] = [getattr(each, name) for each in listening]
+        return self._listening[name]
 
 
-class _All:
+@contextmanager
+def _all(opened: Sequence[Around]) -> Iterator[None]:
     """Opens several, the first one outermost."""
-
-    def __init__(self, opened: Sequence[Around]) -> None:
-        self._opened = opened
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for around in self._opened:
-                stack.enter_context(around)
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    with ExitStack() as stack:
+        for around in opened:
+            stack.enter_context(around)
+        yield

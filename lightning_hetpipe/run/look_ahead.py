@@ -17,16 +17,7 @@ from typing import Any, Protocol
 
 from lightning_hetpipe.lightning_private import LOADER_STATES, DataFetcher, loader_iterator, share_profiling
 from lightning_hetpipe.redirect import Redirect
-
-
-class ReadyBatch:
-    """A batch that has gone through all transfer hooks already; Lightning's own transfer lets it pass.
-
-    Not a dataclass: Lightning would look into it.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+from lightning_hetpipe.run.prepared_batch import ReadyBatch
 
 
 @dataclass
@@ -40,13 +31,13 @@ class _Fetched:
 
 
 class Ahead(Protocol):
-    """What the look-ahead asks of the strategy."""
+    """Interface of the driver for the look-ahead."""
 
     def publish_last(self) -> None:
         """Lightning asks for a batch: the step before it is over."""
 
     def ahead_limit(self) -> int:
-        """How many batches, from the one that Lightning asks for, may be in flight now."""
+        """Number of batches, from the one that Lightning asks for, that may be in flight now."""
 
     def fetching(self, ahead: int) -> AbstractContextManager[None]:
         """Opened around the fetch of the batch that is ``ahead`` batches after the one that Lightning asks for."""
@@ -64,7 +55,7 @@ class Ahead(Protocol):
 class LookAhead(DataFetcher):
     """Stands before Lightning's fetcher ``inner`` for one epoch."""
 
-    def __init__(self, inner: DataFetcher, strategy: Ahead) -> None:
+    def __init__(self, inner: DataFetcher, driver: Ahead) -> None:
         super().__init__()
         self._combined_loader = inner.combined_loader
         self.iterator = inner.iterator
@@ -73,7 +64,7 @@ class LookAhead(DataFetcher):
         self.done = inner.done
         self._inner = inner
         share_profiling(inner, self)  # where Lightning has told it already
-        self._strategy = strategy
+        self._driver = driver
         self._waiting: deque[_Fetched] = deque()
         self._states: list[dict[str, Any]] | None = None
         self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
@@ -92,10 +83,10 @@ class LookAhead(DataFetcher):
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
             share_profiling(self, self._inner)
-            self._redirects += self._strategy.on_iterators(self._inner)
+            self._redirects += self._driver.on_iterators(self._inner)
             self._first = False
-        self._strategy.publish_last()
-        limit = self._strategy.ahead_limit()
+        self._driver.publish_last()
+        limit = self._driver.ahead_limit()
         if self._failure is not None and not self._waiting:
             raise self._failure
         while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
@@ -112,7 +103,7 @@ class LookAhead(DataFetcher):
                     raise
                 self._failure = error  # it surfaces at its own batch
                 break
-            self._strategy.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
+            self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
@@ -129,10 +120,10 @@ class LookAhead(DataFetcher):
             Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
 
     def _fetch(self) -> _Fetched:
-        with self._strategy.fetching(len(self._waiting)):
+        with self._driver.fetching(len(self._waiting)):
             batch, batch_idx, dataloader_idx = next(self._inner)
         return _Fetched(
-            ready=ReadyBatch(self._strategy.prepare(batch, len(self._waiting), dataloader_idx)),
+            ready=ReadyBatch(self._driver.prepare(batch, len(self._waiting), dataloader_idx)),
             batch_idx=batch_idx,
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,

@@ -15,16 +15,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import seconds_between_validations
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.planner import Decide
-from lightning_hetpipe.placement.progress import Bar, hidden
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the strategy was asked for, and what tests put in its place."""
+    """Settings of one run, as the strategy was asked for them."""
 
     stages: int | Literal["auto"]
     in_flight: int | Literal["auto"]
@@ -32,7 +30,7 @@ class RunSettings:
     timeout: float
     devices: Sequence[torch.device]
     torch_threads: int
-    choose_cuts: Callable[[Sequence[float], int], tuple[int, ...]]
+    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
     before_pass: BeforePass | None
     virtual_worker: int = 0
     recompute: bool = False
@@ -41,9 +39,7 @@ class RunSettings:
     decide: Decide | None = None
     """Decides on stages and Nm; None outside of a fit."""
     planned: bool = False
-    """Whether there is more to decide than for devices that are all the same: a plan, a cluster, unequal devices."""
-    bar: Bar = hidden
-    """Shows what takes longer than a moment."""
+    """True if more is decided than for devices that are all the same: for a plan, a cluster, unequal devices."""
     first_memory: int | None = None
     """Bytes of the device that runs the first minibatch whole; None for no limit."""
     resumed: int | None = None
@@ -92,15 +88,6 @@ def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool
         raise SettingError(
             f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
             " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
-        )
-
-
-def check_together(trainer: L.Trainer) -> None:
-    """Refuses what several virtual workers cannot do at the same minibatch."""
-    if (seconds := seconds_between_validations(trainer)) is not None:
-        raise SettingError(
-            f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
-            " minibatch; give it as a number of batches, or as a part of an epoch"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from lightning_hetpipe.placement.layout import device_bytes, device_name
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
-from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
 
@@ -44,9 +43,13 @@ class SingleStage(Extension):
     """Steps of a fit without a pipeline, of which it keeps the numbers and the random generators."""
 
     def __init__(
-        self, module: L.LightningModule, settings: RunSettings, generators: RandomGenerators, recording: Recording
+        self,
+        module: L.LightningModule,
+        settings: RunSettings,
+        generators: RandomGenerators,
+        computed: Callable[[str, int, float], None],
     ) -> None:
-        self._recording = recording
+        self._computed = computed
         self._module = module
         self._settings = settings
         self._names = named_pieces(module, settings.module)
@@ -96,11 +99,6 @@ class SingleStage(Extension):
                     time_s=self._busy / max(1, self._meter.minibatches),
                     busy=min(1.0, self._busy / seconds),
                     parameters=sum(parameter.numel() for parameter in parameters),
-                    versions_bytes=0,
-                    activations_bytes=None,
-                    gradients_bytes=None,
-                    memory_bytes=None,
-                    held=1,
                     device_bytes=device_bytes(self._settings.devices[0]),
                 )
             ],
@@ -133,7 +131,7 @@ class SingleStage(Extension):
         yield
         self._busy += time.perf_counter() - started
         if not self._first:
-            self._recording.computed(work, minibatch, started)
+            self._computed(work, minibatch, started)
 
     @contextmanager
     def _drawing(self, minibatch: int) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 DOWN = Context(prec=1, rounding=ROUND_DOWN)
-"""Rounds so that whoever does as the warning says has done enough."""
+"""Rounding by which a user who does as the warning says has done enough."""
 
 AVERAGING = (torch.optim.Muon,)
 """Optimizers whose ``momentum`` averages gradients, as Adam's first beta does, and so does not add to the rate."""
@@ -51,7 +51,7 @@ def check_staleness(trainer: L.Trainer, in_flight: int, synchroniser: Synchronis
 
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[Momentum]:
-    """What each parameter group of ``optimizer`` has of heavy-ball momentum; none is 0."""
+    """Heavy-ball momentum of each parameter group of ``optimizer``; none is 0."""
     if isinstance(optimizer, AVERAGING):
         return []
     return [

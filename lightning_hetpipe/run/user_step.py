@@ -1,7 +1,9 @@
-"""The user's ``training_step``, as the pipeline's runners call it."""
+"""``training_step`` as the pipeline's runners call it: its loss on the minibatch's scale."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
@@ -15,7 +17,7 @@ from lightning_hetpipe.run.run_settings import returned_none
 
 
 class UserStep:
-    """That of the Trainer's module, under its ``precision``, with losses on ``loss_scale``."""
+    """``training_step`` of the Trainer's module, under its ``precision``, with losses on ``loss_scale``."""
 
     def __init__(self, trainer: L.Trainer, precision: Precision, loss_scale: LossScale) -> None:
         self._trainer = trainer
@@ -24,7 +26,7 @@ class UserStep:
         self._loss_scale = loss_scale
 
     def run(self, number: int, args: tuple[Any, ...]) -> tuple[Any, Tensor]:
-        """Minibatch ``number``: what the step returns, and the loss to start its backward from."""
+        """Run minibatch ``number``; return what the step returns, and the loss to start its backward from."""
         with self._precision.train_step_context():
             output = self._module.training_step(*args)
         return output, self._loss_scale.scaled(number, self.loss_of(output))
@@ -42,9 +44,14 @@ class UserStep:
 
     def default_dtype(self) -> torch.dtype | None:
         """The default dtype within ``training_step``, where the precision plugin makes it another one."""
-        with self._precision.train_step_context():
-            inside = torch.get_default_dtype()
-        return None if inside is torch.get_default_dtype() else inside
+        return default_dtype_in(self._precision.train_step_context)
+
+
+def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:
+    """The default dtype within ``context``; None where that is the process's."""
+    with context():
+        inside = torch.get_default_dtype()
+    return None if inside is torch.get_default_dtype() else inside
 
 
 def without_graph(output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes checkpoints so that an interrupted save leaves the file that was there."""
+"""Checkpoint files that an interrupted save leaves as they were."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def filled(io: CheckpointIO | None) -> CheckpointIO | None:
 
 
 def is_lightnings_own(io: CheckpointIO) -> bool:
-    """Whether nobody has chosen ``io``."""
+    """Tell whether nobody has chosen ``io``."""
     return type(io) is TorchCheckpointIO

@@ -38,12 +38,12 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.run import run_settings
+from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
-from lightning_hetpipe.run.look_ahead import ReadyBatch
+from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.single_stage import is_single_stage
-from lightning_hetpipe.strategy import compile_setting, environment, other_lightning, settings
+from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.checkpoints import (
     ReplacingCheckpointIO,
     filled,
@@ -86,17 +86,17 @@ class HetPipeStrategy(VirtualWorkers):
             all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
             what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
             warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
-            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other cuts. A
+            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A
             weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight. By default, where devices differ, one is made at the start of a fit from measurements of the layers,
-            which are kept on disk: the devices' order, the cuts and, unless they are given, k and Nm. Results depend on
-            Nm alone of these (law L1 of the design), and so on measurements, which differ a little from time to time:
-            runs on one machine repeat as long as what was measured is kept, and ``plan`` or ``in_flight`` pins Nm for
-            good. Where devices are all the same, measurements decide on cuts only.
+            which are kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results
+            depend on Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs
+            on one machine repeat as long as measurements are kept, and ``plan`` or ``in_flight`` pins Nm for good.
+            Where devices are all the same, measurements decide on split points only.
         cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
@@ -162,14 +162,17 @@ class HetPipeStrategy(VirtualWorkers):
             settings.check_later(name, value)
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
-        self.plan, self.cluster = settings.plan(plan), settings.cluster(cluster)
+        self.plan, self.cluster = (
+            settings.plan(plan),
+            checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster"),
+        )
         self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
             self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
-        self._check_alone(self.virtual_workers)
+        self._check_single(self.virtual_workers)
         self.module = settings.module_names(module)
-        self.recompute = settings.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
+        self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compile_setting.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run: RunReport | None = None
@@ -201,7 +204,7 @@ class HetPipeStrategy(VirtualWorkers):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
         if is_lightnings_own(super().checkpoint_io):
             self.checkpoint_io = ReplacingCheckpointIO()
         return super().checkpoint_io
@@ -213,13 +216,13 @@ class HetPipeStrategy(VirtualWorkers):
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
-        self._check_alone(self.world_size)
+        self._check_single(self.world_size)
         super()._configure_launcher()
 
-    def _check_alone(self, virtual_workers: int) -> None:
+    def _check_single(self, virtual_workers: int) -> None:
         for name, value in (("plan", self.plan), ("cluster", self.cluster)):
             if value is not None:
-                settings.check_alone(name, virtual_workers)
+                settings.check_single(name, virtual_workers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -234,11 +237,11 @@ class HetPipeStrategy(VirtualWorkers):
             run_settings.check_module(trainer.lightning_module)
             run_settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
             if self._group is not None:
-                run_settings.check_together(trainer)
+                together.check_together(trainer)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        asked, seed = self._fit_settings(), self._agreed(environment.run_seed())
+        asked, seed = self._fit_settings(), self._agreed(settings.run_seed())
         self._resumed = None
         if not fitting:
             loop = evaluating_loop(trainer)
@@ -363,7 +366,7 @@ class HetPipeStrategy(VirtualWorkers):
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _devices(self) -> list[torch.device]:
-        """Those that stages may lie on, in the plan's order if there is one."""
+        """Devices that stages may lie on, in the plan's order if there is one."""
         found = self._found_devices()
         if self.plan is None and self.cluster is None:
             return found
@@ -396,7 +399,7 @@ class HetPipeStrategy(VirtualWorkers):
             ProfileCache(),
             progress.of_trainer(trainer),
             even,
-            self._choose_cuts,
+            self._choose_split_points,
             bool(trainer.loggers),
         )
 
@@ -409,8 +412,8 @@ class HetPipeStrategy(VirtualWorkers):
             module=self.module,
             timeout=self.timeout,
             devices=self._devices(),
-            torch_threads=environment.torch_threads(),
-            choose_cuts=self._choose_cuts,
+            torch_threads=settings.torch_threads(),
+            choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.emulation,
             decide=planner,
             planned=not planner.even,
@@ -418,14 +421,13 @@ class HetPipeStrategy(VirtualWorkers):
             compile=self.compile,
             virtual_worker=self.global_rank,
             timeline=self._timeline,
-            bar=progress.of_trainer(self.lightning_module.trainer),
             asked=self.asked,
             first_memory=self._placement().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
 
-    def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
-        """The first layer of each stage; tests put their own cuts in its place."""
+    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """Give the first layer of each stage; tests put their own in its place."""
         if self.plan is not None and len(times) == len(self.plan.layers):  # evaluation outside of a fit
             return tuple(stage.first_layer for stage in self.plan.virtual_workers[0].stages)
         return partition(times, stages)

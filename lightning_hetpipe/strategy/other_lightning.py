@@ -35,7 +35,7 @@ def refuse_trainer(accelerator: Any) -> None:
 
 
 def is_of_other(thing: Any) -> bool:
-    """Whether it is an object of a class of ``pytorch_lightning``, or of one derived from such."""
+    """Tell whether ``thing`` is of a class of ``pytorch_lightning``, or of one derived from such."""
     return any(each.__module__.partition(".")[0] == OTHER for each in type(thing).__mro__)
 
 

@@ -52,16 +52,16 @@ class ProfilingStrategy(HetPipeStrategy):
     def _fit_settings(self) -> RunSettings:
         return replace(super()._fit_settings(), decide=self._measure)
 
-    def _measure(self, study: ProfilingInput) -> Decision:
+    def _measure(self, profiling: ProfilingInput) -> Decision:
         assert self.lightning_module is not None
         devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
         found = {slot.device: device for device in devices for slot in discovered_cluster([device]).slots}
         memory = {each.name: each.memory for each in found if each.memory is not None}
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
-        measured = profiled(study, one_of_each, model, precision, self._cache, self._bar)
+        measured = profiled(profiling, one_of_each, model, precision, self._cache, self._bar)
         self.found = replace(measured, memory=memory)
-        self.optimizer_name = None if study.optimizer is None else optimizer_name(study.optimizer)
+        self.optimizer_name = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
         raise _Studied
 
 

@@ -1,17 +1,18 @@
-"""Checks of the arguments that the strategy was given: each refusal is one sentence."""
+"""Settings of the strategy, from its arguments and from environment variables: each refusal is one sentence."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Literal
+
+import torch
 
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
-from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.strategy.checks import whole
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
 MOST = 1000
@@ -47,17 +48,10 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
     """``value``, if it is "auto" or a whole number of at least 1."""
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(f"{name}={value!r} must be a whole number of at least 1, or 'auto'")
-    if value > MOST:
+    found = whole(name, value, other=", or 'auto'")
+    if found > MOST:
         raise SettingError(f"{name}={value!r} is more than {MOST}, each of which would take a thread; set fewer")
-    return value
-
-
-def cluster(value: Any) -> Cluster | None:
-    if value is not None and not isinstance(value, Cluster):
-        raise SettingError(f"cluster={value!r} must be a lightning_hetpipe.Cluster, or None")
-    return value
+    return found
 
 
 def plan(value: Any) -> Plan | None:
@@ -87,14 +81,14 @@ def plan(value: Any) -> Plan | None:
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """What a plan says, unless something else was asked for, or it says more than there may be."""
+    """Take the number of a plan, unless another was asked for, or it is more than there may be."""
     count(name, planned)
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned
 
 
-def check_alone(name: str, virtual_workers: int) -> None:
+def check_single(name: str, virtual_workers: int) -> None:
     """Refuses several virtual workers with what is for one: ``name``."""
     if virtual_workers > 1:
         raise SettingError(
@@ -103,14 +97,8 @@ def check_alone(name: str, virtual_workers: int) -> None:
         )
 
 
-def switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise SettingError(f"{name}={value!r} must be True or False")
-    return value
-
-
 def timeline(value: Any) -> Window | None:
-    """Of which minibatches a timeline is to be kept; None for no timeline."""
+    """Minibatches of which a timeline is to be kept; None for no timeline."""
     if value is False:
         return None
     if value is True:
@@ -130,25 +118,13 @@ def timeline(value: Any) -> Window | None:
     return Window(first, last, LONGEST)
 
 
-def virtual_workers(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(f"virtual_workers={value!r} must be a whole number of at least 1")
-    return value
-
-
 def check_platform(virtual_workers: int, platform: str) -> None:
-    """Whether several processes can be started here; ``platform`` is ``sys.platform``."""
+    """Refuse several processes where they cannot be started; ``platform`` is ``sys.platform``."""
     if virtual_workers > 1 and platform == "win32":
         raise SettingError(
             f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
             " train in WSL 2, or leave virtual_workers out"
         )
-
-
-def wsp(value: Any) -> WSPCallback | None:
-    if value is not None and not isinstance(value, WSPCallback):
-        raise SettingError(f"wsp={value!r} must be a WSPCallback, or None")
-    return value
 
 
 def only_wsp(given: Sequence[WSPCallback]) -> WSPCallback:
@@ -193,19 +169,6 @@ def _other_stages(stages: Sequence[Any], virtual_workers: int, of: int | None = 
     )
 
 
-def seconds(timeout: timedelta | float) -> float:
-    """``timeout`` in seconds."""
-    if isinstance(timeout, timedelta):
-        found = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        found = float(timeout)
-    else:
-        raise SettingError(f"timeout={timeout!r} must be a datetime.timedelta, or a number of seconds")
-    if not found > 0:
-        raise SettingError(f"timeout={timeout!r} must be longer than nothing")
-    return found
-
-
 def module_names(module: str | Sequence[str] | None) -> list[str] | None:
     """The ``module`` setting as a list of names."""
     if module is None or isinstance(module, str):
@@ -214,3 +177,15 @@ def module_names(module: str | Sequence[str] | None) -> list[str] | None:
     if not names or not all(isinstance(name, str) for name in names):
         raise SettingError(f"module={module!r} must be the name of a module, or a list of names")
     return names
+
+
+def run_seed() -> int:
+    """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else torch.initial_seed()
+
+
+def torch_threads() -> int:
+    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1

@@ -23,7 +23,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _group: Group | None = None
-"""This process's place among the virtual workers of its launch, which all its Trainers share."""
+"""Membership of this process in the virtual workers of its launch, which all its Trainers share."""
 _ended: dict[int, str] = {}
-"""How other virtual workers of this node have ended, those that have."""
+"""Exits of other virtual workers of this node, those that have ended."""
 
 
 class VirtualWorkers(ParallelStrategy):
@@ -55,10 +55,10 @@ class VirtualWorkers(ParallelStrategy):
 
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.virtual_workers = settings.virtual_workers(virtual_workers)
+        self.virtual_workers = checks.whole("virtual_workers", virtual_workers)
         settings.check_platform(self.virtual_workers, sys.platform)
-        self.wsp: WSPCallback | None = settings.wsp(wsp)
-        self.timeout = settings.seconds(timeout)
+        self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
+        self.timeout = checks.seconds("timeout", timeout)
         self._num_nodes = 1
         self._group: Group | None = None
         self._shared: Synchroniser | None = None
@@ -203,7 +203,7 @@ class VirtualWorkers(ParallelStrategy):
         share(self._share)
 
     def _configure_launcher(self) -> None:
-        """Where this process is one of several, or is to start them."""
+        """Make the launcher, where this process is one of several, or is to start them."""
         rank = self._rank
         check_processes(rank)
         self._launcher = None
@@ -284,7 +284,7 @@ class VirtualWorkers(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """What this virtual worker would have saved, if it has taken part in saving."""
+        """Load what this virtual worker would have saved, if it has taken part in saving."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
         resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING

@@ -12,9 +12,11 @@ import lightning as L
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.strategy.checks import one_of, seconds, whole
 
 AGGREGATES = ("sum", "mean")
 PLACEMENTS = ("size", "round_robin", "local")
+DTYPES = ("bfloat16", "float16", "float32")
 LONGEST = 365 * 24 * 3600.0
 """Seconds of a setting; clocks and timers count on."""
 
@@ -57,39 +59,21 @@ class WSPCallback(L.Callback):
         end_timeout: timedelta | float | None = None,
         join_timeout: timedelta | float = timedelta(minutes=10),
     ) -> None:
-        if isinstance(clock_distance, bool) or not isinstance(clock_distance, int) or clock_distance < 0:
-            raise SettingError(f"clock_distance={clock_distance!r} must be a whole number of at least 0")
-        if wave != "auto" and (isinstance(wave, bool) or not isinstance(wave, int) or wave < 1):
-            raise SettingError(f"wave={wave!r} must be a whole number of at least 1, or 'auto'")
-        _one_of("aggregate", aggregate, AGGREGATES)
-        _one_of("placement", placement, PLACEMENTS)
-        if update_dtype is not None:
-            _one_of("update_dtype", update_dtype, ("bfloat16", "float16", "float32"))
         if isinstance(servers, str) or (servers is not None and not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
         _check_addresses(servers or ())
         self.settings = WSPSettings(
-            clock_distance,
-            wave,
-            aggregate,
-            update_dtype,
+            whole("clock_distance", clock_distance, least=0),
+            "auto" if wave == "auto" else whole("wave", wave, other=", or 'auto'"),
+            one_of("aggregate", aggregate, AGGREGATES),
+            None if update_dtype is None else one_of("update_dtype", update_dtype, DTYPES),
             None if servers is None else tuple(servers),
-            placement,
+            one_of("placement", placement, PLACEMENTS),
             _security(security),
-            _seconds("lease", lease),
-            None if end_timeout is None else _seconds("end_timeout", end_timeout),
-            _seconds("join_timeout", join_timeout),
+            seconds("lease", lease, LONGEST),
+            None if end_timeout is None else seconds("end_timeout", end_timeout, LONGEST),
+            seconds("join_timeout", join_timeout, LONGEST),
         )
-
-
-def _seconds(name: str, given: object) -> float:
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
-        raise SettingError(
-            f"{name}={given!r} must be a datetime.timedelta or a number of seconds, longer than nothing and at most a"
-            " year"
-        )
-    return float(seconds)
 
 
 def _security(given: Security | Mapping[str, Any] | None) -> Security:
@@ -121,8 +105,3 @@ def _check_addresses(servers: Sequence[str]) -> None:
             )
         if address in servers[:number]:
             raise SettingError(f"servers={list(servers)!r} holds {address!r} twice; name each server once")
-
-
-def _one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise SettingError(f"{name}={value!r} is not known; use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")

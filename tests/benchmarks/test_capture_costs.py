@@ -1,4 +1,4 @@
-"""What capture costs: what is counted as memory and time, and what the report makes of it."""
+"""Costs of capture: how memory and time are counted, and how the report shows them."""
 
 from __future__ import annotations
 

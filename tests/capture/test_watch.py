@@ -245,3 +245,8 @@ def test_the_watched_step_draws_as_the_minibatch_would() -> None:
     assert chance() == before
     assert torch.equal(first.inputs[2].tensors[0], second.inputs[2].tensors[0])
     assert (first.inputs[2].tensors[0] == 0).any()
+
+
+def test_a_single_layer_of_torchs_own_is_told_by_its_class() -> None:
+    (piece,) = watch(Watched(run_net, net=nn.Linear(4, 2)), X)
+    assert [(layer.name, layer.kind) for layer in piece.layers] == [("net", "Linear")]

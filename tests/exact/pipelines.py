@@ -22,7 +22,7 @@ class Pinned(HetPipeStrategy):
         super().__init__(stages=len(cuts), in_flight=in_flight, **settings)
         self.cuts = tuple(cuts)
 
-    def _choose_cuts(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)
         return self.cuts
 

@@ -62,7 +62,7 @@ class RemoteStage(Stage):
             self._done(Failure(number, RemoteFailure("the process of a stage has ended")), None)
 
     def put(self, parcel: Parcel) -> None:
-        assert parcel.mark is None
+        assert parcel.event is None
         if isinstance(parcel.message, Cancel) and self.process.stdin.closed:  # type: ignore[union-attr]
             return
         if not isinstance(parcel.message, Cancel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+
+import lightning_hetpipe
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
@@ -119,3 +122,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "reference" / "public" / "index.html").read_text()
     assert "in_flight" in reference
     assert ":func:" not in reference
+
+
+def test_the_reference_names_what_exists() -> None:
+    names = re.findall(r"^::: (\S+)$", "\n".join(PAGES.values()), re.MULTILINE)
+    assert {f"lightning_hetpipe.{name}" for name in lightning_hetpipe.__all__} <= set(names)
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises, the repository keeps."""
+"""The promises of pyproject.toml: packages, scripts, versions, one lowest Python."""
 
 from __future__ import annotations
 

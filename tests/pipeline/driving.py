@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline import line
+from benchmarks import line
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Step
 

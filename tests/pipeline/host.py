@@ -65,7 +65,7 @@ def main(wire: Wire) -> None:
     def exclusively(number: int, who: str) -> Iterator[None]:
         yield
 
-    def done(result: Result, mark: StreamEvent | None) -> None:
+    def done(result: Result, event: StreamEvent | None) -> None:
         try:
             frame = encode(result)
         except Exception as error:  # it would end the stage's thread

@@ -1,10 +1,11 @@
-"""Finds races between streams, without a GPU: lanes that note who has seen what, and a mode that sees every operator.
+"""Finds races between streams, without a GPU: by streams that note who has seen what, and a mode that sees operators.
 
-On a real device a lane's stream computes what its thread has given it later, in order; other streams come before or
-after only as marks say. Here all is computed at once, but each lane has a vector clock: an operator may read what
-another lane wrote, and write what another lane read, only if it has seen that moment by way of marks. What it reads or
-writes of memory that another lane has made must have been named in ``join``, too: as soon as nobody holds it any more,
-it would else be given away. What was made unseen is that of user code and Lightning's thread, as layers' copies are.
+On a real device a stream computes what its thread has given it later, in order; other streams come before or after only
+as events say. Here all is computed at once, but each stream has a vector clock: an operator may read what another
+stream wrote, and write what another stream read, only if it has seen that moment by way of events. What it reads or
+writes of memory that another stream has made must have been named in ``join``, too: as soon as nobody holds it any
+more, it would else be given away. What was made unseen is that of user code and Lightning's thread, as layers' copies
+are.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, curre
 from lightning_hetpipe.torch_private import ThreadDispatchMode, arguments_of, pytree
 
 Moments = dict[int, int]
-"""For each lane, how many of its operators were seen."""
+"""For each stream, how many of its operators were seen."""
 
 
 class StreamRaces:
-    """The lanes of one engine, and the races between them.
+    """The streams of one engine, and the races between them.
 
     Args:
-        broken: What joins leave out: "marks" or "tensors", of those whose ``what`` it says yes to.
-        host_inputs: Pieces are given what lies on the host, so that no stream's mark comes with it.
+        broken: What joins leave out: "events" or "tensors", of those whose ``what`` it says yes to.
+        host_inputs: Pieces are given what lies on the host, so that no stream's event comes with it.
     """
 
     def __init__(
-        self, broken: Callable[[str, FakeStream], bool] = lambda what, lane: False, host_inputs: bool = False
+        self, broken: Callable[[str, FakeStream], bool] = lambda what, stream: False, host_inputs: bool = False
     ) -> None:
         self.host_inputs = host_inputs
         self.called: set[BatchInFlight] = set()
@@ -42,20 +43,20 @@ class StreamRaces:
         self.broken = broken
         self.lock = threading.Lock()
         self.outside = FakeStream(self, 0)
-        self._lanes = [self.outside]
-        self._made: dict[int, int] = {}  # by which lane
+        self._streams = [self.outside]
+        self._made: dict[int, int] = {}  # by which stream
         self._written: dict[int, tuple[int, int]] = {}
         self._read: dict[int, Moments] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no memory is used twice
         self._thread = threading.local()
 
-    def lanes(self) -> Streams:
+    def streams(self) -> Streams:
         return Streams(self._on, self.outside)
 
     def _on(self, device: torch.device) -> FakeStream:
-        lane = FakeStream(self, len(self._lanes))
-        self._lanes.append(lane)
-        return lane
+        stream = FakeStream(self, len(self._streams))
+        self._streams.append(stream)
+        return stream
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -65,42 +66,44 @@ class StreamRaces:
 
     @property
     def here(self) -> FakeStream:
-        lane: FakeStream = getattr(self._thread, "lane", self.outside)
-        return lane
+        stream: FakeStream = getattr(self._thread, "stream", self.outside)
+        return stream
 
-    def enter(self, lane: FakeStream) -> None:
-        self._thread.lane = lane
+    def enter(self, stream: FakeStream) -> None:
+        self._thread.stream = stream
         _Mode(self).__enter__()
 
     def computed(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """This thread has run an operator."""
         with self.lock:
-            lane = self.here
-            lane.seen[lane.number] = now = lane.seen[lane.number] + 1
+            stream = self.here
+            stream.seen[stream.number] = now = stream.seen[stream.number] + 1
             for tensor in read:
-                self._check(lane, name, tensor, "reads", [self._written.get(_key(tensor))])
-                self._read.setdefault(_key(tensor), {})[lane.number] = now
+                self._check(stream, name, tensor, "reads", [self._written.get(_key(tensor))])
+                self._read.setdefault(_key(tensor), {})[stream.number] = now
             for tensor in written:
                 key = _key(tensor)
-                self._check(lane, name, tensor, "writes", [self._written.get(key), *self._read.get(key, {}).items()])
+                self._check(stream, name, tensor, "writes", [self._written.get(key), *self._read.get(key, {}).items()])
             for tensor in made:
-                self._made[_key(tensor)] = lane.number
+                self._made[_key(tensor)] = stream.number
             for tensor in [*written, *made]:
                 self._kept.append(tensor.untyped_storage())
-                self._written[_key(tensor)] = lane.number, now
+                self._written[_key(tensor)] = stream.number, now
                 self._read.pop(_key(tensor), None)
 
     def _check(
-        self, lane: FakeStream, name: str, tensor: Tensor, does: str, moments: list[tuple[int, int] | None]
+        self, stream: FakeStream, name: str, tensor: Tensor, does: str, moments: list[tuple[int, int] | None]
     ) -> None:
         for moment in moments:
-            if moment is None or moment[0] == lane.number:
+            if moment is None or moment[0] == stream.number:
                 continue
-            if lane.seen.get(moment[0], 0) < moment[1]:
-                self.races.append(f"{name} of lane {lane.number} {does} what lane {moment[0]} may still compute")
+            if stream.seen.get(moment[0], 0) < moment[1]:
+                self.races.append(f"{name} of stream {stream.number} {does} what stream {moment[0]} may still compute")
         owner = self._made.get(_key(tensor), 0)
-        if owner != lane.number and _key(tensor) not in lane.named:
-            self.races.append(f"{name} of lane {lane.number} {does} memory of lane {owner} that may be given away")
+        if owner != stream.number and _key(tensor) not in stream.named:
+            self.races.append(
+                f"{name} of stream {stream.number} {does} memory of stream {owner} that may be given away"
+            )
 
 
 class FakeStream:
@@ -116,7 +119,7 @@ class FakeStream:
     def enter(self) -> None:
         self._streams.enter(self)
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> FakeMark | None:
+    def record(self, devices: Iterable[torch.device] = ()) -> FakeEvent | None:
         if not (self.number or list(devices)):  # user code has streams on several devices
             return None
         flight = current()
@@ -124,18 +127,18 @@ class FakeStream:
             self._streams.called.add(flight)
             return None
         with self._streams.lock:
-            return FakeMark(self._streams, dict(self.seen))
+            return FakeEvent(self._streams, dict(self.seen))
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         if not self._streams.broken("tensors", self):
             self.named |= {_key(tensor) for tensor in tensors}
-        if isinstance(mark, FakeMark) and not self._streams.broken("marks", self):
-            self.see(mark.moments)
+        if isinstance(event, FakeEvent) and not self._streams.broken("events", self):
+            self.see(event.moments)
 
     def see(self, moments: Moments) -> None:
         with self._streams.lock:
-            for lane, moment in moments.items():
-                self.seen[lane] = max(moment, self.seen.get(lane, 0))
+            for stream, moment in moments.items():
+                self.seen[stream] = max(moment, self.seen.get(stream, 0))
 
     def now(self) -> None:
         return None
@@ -150,15 +153,15 @@ class FakeStream:
         self._streams.here.see(self.seen)
 
 
-class FakeMark:
-    """What a lane had seen at ``moments``."""
+class FakeEvent:
+    """What a stream had seen at ``moments``."""
 
     def __init__(self, streams: StreamRaces, moments: Moments) -> None:
         self.moments = moments
         self._streams = streams
 
     def synchronize(self) -> None:
-        """Whoever waits here gives its lane what follows only afterwards."""
+        """Whoever waits here gives its stream what follows only afterwards."""
         if not self._streams.broken("waits", self._streams.here):
             self._streams.here.see(self.moments)
 

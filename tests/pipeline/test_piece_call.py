@@ -179,7 +179,7 @@ class InStreams:
         self.current = "first"
         self.joined: list[tuple[str, str]] = []
 
-    def mark(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         assert list(devices)
         return Current(self.current)
 

@@ -81,7 +81,7 @@ def test_spoilt_bytes_are_refused(spoil: Any) -> None:
 
 def test_messages() -> None:
     value = Value.of({"x": X, "again": (X, 3)})
-    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), turn=True)
+    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), last=True)
     found = decode(encode(forward))
     assert found._replace(value=value) == forward
     assert oracle.difference(value.tree([X]), found.value.tree(found.value.tensors)) is None

@@ -1,4 +1,4 @@
-"""No lane uses what another one's stream may still compute, or may give away."""
+"""No stream uses what another one's stream may still compute, or may give away."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from benchmarks.line import Line
 from lightning_hetpipe.pipeline import values
 from lightning_hetpipe.pipeline.evaluator import Evaluator
-from lightning_hetpipe.pipeline.line import Line
 from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
@@ -39,15 +39,15 @@ def head() -> nn.Sequential:
 def train(
     cuts: tuple[int, ...],
     in_flight: int,
-    streams: StreamRaces | None = None,
+    checker: StreamRaces | None = None,
     pieces: int = 1,
-    lanes: Streams | None = None,
+    streams: Streams | None = None,
 ) -> list[Tensor]:
     """The weights after some steps of SGD; every minibatch's input is user code's."""
     made = [net(), head()][:pieces]
-    if streams is not None:
-        lanes = streams.lanes()
-    line = Line(*made, cuts=cuts, in_flight=in_flight, lanes=lanes)
+    if checker is not None:
+        streams = checker.streams()
+    line = Line(*made, cuts=cuts, in_flight=in_flight, streams=streams)
     inputs = torch.randn(MINIBATCHES, 6, 4, generator=torch.Generator().manual_seed(2))
     parameters = [parameter for piece in made for parameter in piece.parameters()]
 
@@ -55,16 +55,16 @@ def train(
         x = inputs[number - 1]
 
         def run() -> Tensor:
-            value = line.call(x if streams is not None and streams.host_inputs else x.mul(1))
+            value = line.call(x if checker is not None and checker.host_inputs else x.mul(1))
             if pieces > 1:
                 value = line.call(value.sigmoid(), piece=1)
             loss: Tensor = value.square().mean()
             return loss
 
         def watched() -> Tensor:
-            if streams is None:
+            if checker is None:
                 return run()
-            with streams.watched():
+            with checker.watched():
                 return run()
 
         return line.step(watched)
@@ -77,10 +77,10 @@ def train(
                         parameter.sub_(minibatch.gradients[parameter], alpha=0.1)
                 yield
 
-    if streams is None:
+    if checker is None:
         list(go())
     else:
-        with streams.watched():
+        with checker.watched():
             list(go())
     return [tensor.detach().clone() for piece in made for tensor in piece.state_dict().values()]
 
@@ -88,28 +88,28 @@ def train(
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize(("cuts", "pieces"), [((0,), 1), ((0, 2), 1), ((0, 1, 2, 3), 1), ((0, 2, 5), 2), ((0, 6), 2)])
 def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:
-    streams = StreamRaces()
-    weights = train(cuts, in_flight, streams, pieces)
-    assert streams.races == []
+    checker = StreamRaces()
+    weights = train(cuts, in_flight, checker, pieces)
+    assert checker.races == []
     assert all(map(torch.equal, weights, train(cuts, in_flight, pieces=pieces)))
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 1, 2, 3)])
 def test_a_version_is_waited_for_where_inputs_come_from_the_host(cuts: tuple[int, ...]) -> None:
     """With inputs of user code's stream a stage would have waited already for what Lightning's thread did before."""
-    streams = StreamRaces(host_inputs=True)
-    train(cuts, 3, streams)
-    assert streams.races == []
+    checker = StreamRaces(host_inputs=True)
+    train(cuts, 3, checker)
+    assert checker.races == []
 
 
 def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
     """A stage has made it, and the next step's takes its place while, on a device, readers may not be through."""
-    streams = StreamRaces()
+    checker = StreamRaces()
     layers = net()
     for layer in (layers[0], layers[4]):
         prune.random_unstructured(layer, "weight", amount=1)  # type: ignore[no-untyped-call]  # torch has no types here
-    line = Line(layers, cuts=(0, 2), in_flight=3, lanes=streams.lanes())
-    with streams.watched(), line.running():
+    line = Line(layers, cuts=(0, 2), in_flight=3, streams=checker.streams())
+    with checker.watched(), line.running():
         for minibatch in line.train(6, lambda number: line.step(lambda: line.call(torch.ones(6, 4)).square().mean())):
             computed = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
             assert len(computed) == 2
@@ -117,48 +117,48 @@ def test_a_computed_weight_that_outsiders_read_is_not_given_away() -> None:
             with torch.no_grad():
                 for parameter, gradient in minibatch.gradients.items():
                     parameter.sub_(gradient, alpha=0.1)
-    assert streams.races == []
+    assert checker.races == []
 
 
 def test_gradients_of_a_tied_weight_are_added_in_order() -> None:
-    """Found in three stages and, before and after them, by user code: each adds what lanes before it may still compute,
-    and lets go of it, so that its memory would be given away."""
-    streams = StreamRaces()
+    """Found in three stages and, before and after them, by user code: each adds what streams before it may still
+    compute, and lets go of it, so that its memory would be given away."""
+    checker = StreamRaces()
     torch.manual_seed(0)
     tied = nn.Linear(4, 4)
     layers = nn.Sequential(tied, nn.Tanh(), tied, nn.Tanh(), tied)
-    line = Line(layers, cuts=(0, 1, 3), in_flight=3, lanes=streams.lanes())
+    line = Line(layers, cuts=(0, 1, 3), in_flight=3, streams=checker.streams())
 
     def run() -> Tensor:
-        with streams.watched():
+        with checker.watched():
             before = torch.ones(6, 4) @ tied.weight
             after = tied.weight.square().sum()
             loss: Tensor = (line.call(before) @ tied.weight).square().mean() + after
             return loss
 
-    with streams.watched(), line.running():
+    with checker.watched(), line.running():
         for minibatch in line.train(6, lambda number: line.step(run)):
             with torch.no_grad():
                 for parameter, gradient in minibatch.gradients.items():
                     parameter.sub_(gradient, alpha=0.1)
-    assert streams.races == []
+    assert checker.races == []
 
 
 BROKEN: dict[str, Callable[[str, FakeStream], bool]] = {
-    "a stage does not wait for what it is given": lambda what, lane: what == "marks" and lane.number > 0,
-    "user code does not wait for what stages give": lambda what, lane: what == "marks" and lane.number == 0,
-    "Lightning's thread does not wait for the minibatch": lambda what, lane: what == "waits",
-    "a stage does not say what it uses": lambda what, lane: what == "tensors" and lane.number > 0,
-    "user code does not say what it uses": lambda what, lane: what == "tensors" and lane.number == 0,
+    "a stage does not wait for what it is given": lambda what, stream: what == "events" and stream.number > 0,
+    "user code does not wait for what stages give": lambda what, stream: what == "events" and stream.number == 0,
+    "Lightning's thread does not wait for the minibatch": lambda what, stream: what == "waits",
+    "a stage does not say what it uses": lambda what, stream: what == "tensors" and stream.number > 0,
+    "user code does not say what it uses": lambda what, stream: what == "tensors" and stream.number == 0,
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_left_out_is_a_race(what: str) -> None:
     """Each of the marks, waits and names is needed, and this would see that it is missing."""
-    streams = StreamRaces(BROKEN[what])
-    train((0, 2), 3, streams)
-    assert streams.races
+    checker = StreamRaces(BROKEN[what])
+    train((0, 2), 3, checker)
+    assert checker.races
 
 
 def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
@@ -168,9 +168,9 @@ def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
         def synchronize(self) -> None:
             self.waits += 1
 
-    mark, lane = Counts(), HostStream()
-    lane.join(mark)
-    lane.join(None)
+    mark, stream = Counts(), HostStream()
+    stream.join(mark)
+    stream.join(None)
     assert mark.waits == 1
 
 
@@ -242,7 +242,7 @@ class Event:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
+def torch_streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
     """Torch's streams, as a machine without a GPU can see them."""
     FakeTorchStream.made, FakeTorchStream.current = [], {}
 
@@ -258,55 +258,55 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
     return FakeTorchStream
 
 
-def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(streams: type[FakeTorchStream]) -> None:
+def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(torch_streams: type[FakeTorchStream]) -> None:
     """Torch's copy runs in this thread's stream of the device that it copies from: that must have waited, too."""
     here, there = torch.device("cuda:1"), torch.device("cuda:0")
-    lane, giver = CudaStream(here), CudaStream(there)
-    own, theirs = streams.made
-    lane.enter()
+    stream, giver = CudaStream(here), CudaStream(there)
+    own, theirs = torch_streams.made
+    stream.enter()
     given: list[Any] = [OnDevice("cuda:0"), OnDevice("cuda:0"), OnDevice("cuda:1"), OnDevice("cpu")]
-    mark = giver.mark()
-    lane.join(mark, given)
-    side = streams.made[-1]
-    assert (side.device, streams.made) == (there, [own, theirs, side])
-    assert streams.current == {there: side, here: own, torch.device("cuda"): own}
+    mark = giver.record()
+    stream.join(mark, given)
+    side = torch_streams.made[-1]
+    assert (side.device, torch_streams.made) == (there, [own, theirs, side])
+    assert torch_streams.current == {there: side, here: own, torch.device("cuda"): own}
     assert own.waited == side.waited == mark.events == [("event", theirs)]
     assert [tensor.used for tensor in given] == [[side], [side], [own], []]
-    lane.join(None, given[:1])
-    assert (len(streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
+    stream.join(None, given[:1])
+    assert (len(torch_streams.made), own.waited) == (3, mark.events), "nothing to wait for, and no further stream"
 
 
-def test_what_a_stage_has_spent_is_counted_though_nobody_asks(streams: type[FakeTorchStream]) -> None:
+def test_what_a_stage_has_spent_is_counted_though_nobody_asks(torch_streams: type[FakeTorchStream]) -> None:
     """A fit without loggers asks at its end, after millions of events."""
-    lane = CudaStream(torch.device("cuda:0"))
-    lane.enter()
+    stream = CudaStream(torch.device("cuda:0"))
+    stream.enter()
     for _ in range(4):
-        lane.spent(lane.now())
-    assert len(lane._pending) == 4
+        stream.spent(stream.now())
+    assert len(stream._pending) == 4
     Event.done = 7  # the fourth has begun
-    assert (lane.busy_seconds(), len(lane._pending)) == (3.0, 1)
+    assert (stream.busy_seconds(), len(stream._pending)) == (3.0, 1)
     Event.done = 10
-    lane.spent(lane.now())
-    assert lane._pending == deque(), "those that are over are let go of"
-    assert lane.busy_seconds() == 5.0
+    stream.spent(stream.now())
+    assert stream._pending == deque(), "those that are over are let go of"
+    assert stream.busy_seconds() == 5.0
 
 
-def test_a_loss_takes_as_long_as_on_the_device(streams: type[FakeTorchStream]) -> None:
+def test_a_loss_takes_as_long_as_on_the_device(torch_streams: type[FakeTorchStream]) -> None:
     """Its thread is through long before; what it computes lies in the streams of user code."""
-    lane = measured = CudaStream(torch.device("cuda:0"))
+    stream = measured = CudaStream(torch.device("cuda:0"))
     mine = FakeTorchStream(torch.device("cuda:0"))
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
 
     class Last:
         index = 0
-        lane: Stream = measured
+        stream: Stream = measured
 
     Loss(Last(), None, 1).end(None)
-    began, ended = lane._pending[0]
+    began, ended = stream._pending[0]
     assert vars(began)["stream"] is vars(ended)["stream"] is mine
-    assert lane.busy_seconds() == 0.0
+    assert stream.busy_seconds() == 0.0
     Event.done = 2
-    assert lane.busy_seconds() == 1.0
+    assert stream.busy_seconds() == 1.0
 
 
 def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
@@ -315,7 +315,7 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
 
     class Last:
         index = 0
-        lane: Stream = HostStream()
+        stream: Stream = HostStream()
 
     class Computed:
         def synchronize(self) -> None:
@@ -327,49 +327,52 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
     assert len(happened) == 2, "nobody looks"
 
 
-def test_user_code_waits_in_the_streams_that_are_its_own(streams: type[FakeTorchStream]) -> None:
+def test_user_code_waits_in_the_streams_that_are_its_own(torch_streams: type[FakeTorchStream]) -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     giver, outside = CudaStream(second), CudaUserStream()
     mine = FakeTorchStream(second)
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
     given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]
-    mark = giver.mark()
+    mark = giver.record()
     outside.join(mark, given)
     assert mine.waited == mark.events
     assert given[0].used == [mine]
-    marked = outside.mark([second, torch.device("cpu")])
+    marked = outside.record([second, torch.device("cpu")])
     assert marked is not None
     assert marked.events == [("event", mine)]
-    assert outside.mark([torch.device("cpu")]) is None
-    assert first not in streams.current, "no stream is asked for on a device that is not used"
+    assert outside.record([torch.device("cpu")]) is None
+    assert first not in torch_streams.current, "no stream is asked for on a device that is not used"
 
 
-def test_user_code_computes_in_the_stream_in_which_fit_was_called(streams: type[FakeTorchStream]) -> None:
+def test_user_code_computes_in_the_stream_in_which_fit_was_called(torch_streams: type[FakeTorchStream]) -> None:
     """``with torch.cuda.stream(mine): trainer.fit(...)``: batches are moved there, and versions published."""
     gpu = torch.device("cuda:0")
     mine, default = FakeTorchStream(gpu), FakeTorchStream(gpu)
     torch.cuda.set_stream(mine)  # type: ignore[arg-type]
-    lane = WaitingStream(gpu)
+    stream = WaitingStream(gpu)
     torch.cuda.set_stream(default)  # type: ignore[arg-type]  # what another thread has
-    lane.enter()
+    stream.enter()
     assert FakeTorchStream.current[gpu] is mine
-    lane.synchronize()
+    stream.synchronize()
     assert (mine.synchronized, default.synchronized) == (1, 0)
 
 
-def test_evaluating_threads_share_the_streams_of_all_devices(streams: type[FakeTorchStream]) -> None:
+def test_evaluating_threads_share_the_streams_of_all_devices(torch_streams: type[FakeTorchStream]) -> None:
     """A stage copies what it is given from another GPU in a stream there: in one of its own it would not wait for user
     code or the stage before, which compute in Lightning's."""
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     theirs = {device: FakeTorchStream(device) for device in (first, second)}
-    streams.current = dict(theirs)
+    torch_streams.current = dict(theirs)
     layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
     settings = StageSettings(RandomGenerators(0), 2, 1, None)
     evaluator = Evaluator([("piece", layers)], (0, 1), (first, second), settings, 60.0, "validation")
     for stage in evaluator.stages:
-        streams.current = {first: FakeTorchStream(first), second: FakeTorchStream(second)}  # what another thread has
-        stage.lane.enter()
-        assert streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
+        torch_streams.current = {
+            first: FakeTorchStream(first),
+            second: FakeTorchStream(second),
+        }  # what another thread has
+        stage.stream.enter()
+        assert torch_streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")

@@ -210,8 +210,8 @@ def test_a_plan_that_takes_more_memory_than_is_declared() -> None:
 def test_evaluation_without_a_fit_has_the_plans_stages() -> None:
     strategy = HetPipeStrategy(plan=planned(0, 5, in_flight=2))
     trainer = quiet_trainer(strategy)
-    assert strategy._choose_cuts([1.0] * 7, 2) == (0, 5)
-    assert strategy._choose_cuts([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
+    assert strategy._choose_split_points([1.0] * 7, 2) == (0, 5)
+    assert strategy._choose_split_points([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
     assert trainer.strategy is strategy
 
 
@@ -497,8 +497,8 @@ def test_equal_devices_are_told_of_in_two_lines(
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     trained(HetPipeStrategy(stages=2, in_flight=asked))
     assert len(told) == 2
-    assert told[0].startswith("HetPipe: 2 stages, which start at net.0, net.")
-    assert told[0].endswith(f"and {minibatches}")
+    assert told[0].startswith("HetPipe: stages on cpu:0 from net.0, cpu:0 from net.")
+    assert told[0].endswith(f"; {minibatches}")
     assert told[1].endswith(f" ms for a minibatch), and {why}")
 
 

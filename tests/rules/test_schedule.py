@@ -86,7 +86,7 @@ def test_a_route_goes_forward_turns_and_comes_back(case: tuple[list[int], list[i
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (0, 0), (0, 3, 2), (0, 7), (0, 8), (-1, 2)])
-def test_cuts_that_do_not_fit_are_refused(cuts: tuple[int, ...]) -> None:
+def test_split_points_that_do_not_fit_are_refused(cuts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must start at 0, increase, and stay below the number of layers, 7") as caught:
         segments([4, 3], cuts)
-    assert f"cuts {cuts}" in str(caught.value)
+    assert f"split points {cuts}" in str(caught.value)

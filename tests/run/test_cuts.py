@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import begun_minibatches
-from lightning_hetpipe.run.extensions.cuts import END, EPOCH, LAST_VALIDATION, Cuts, within
-from lightning_hetpipe.run.run_settings import check_together
+from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
+from lightning_hetpipe.run.together import check_together
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.support.small import batches, quiet_trainer
 from tests.test_private import Validated
@@ -56,11 +56,11 @@ class Runs(L.Callback):
 
     def __init__(self, others: Others) -> None:
         self.others = others
-        self.cuts: Cuts | None = None
+        self.cuts: WavesAndCuts | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.cuts is None:
-            self.cuts = Cuts(trainer, cast(Synchroniser, self.others), nullcontext)
+            self.cuts = WavesAndCuts(trainer, cast(Synchroniser, self.others), nullcontext)
         self.cuts.epoch_begins(begun_minibatches(trainer)[0] + 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,32 +27,32 @@ def begun(in_flight: int = 3, **held: Any) -> tuple[Any, Attributes]:
 def test_lightnings_loop_sees_what_its_step_has_set() -> None:
     module, attributes = begun(x=0)
     for minibatch in (1, 2, 3):
-        with attributes.stretch(minibatch, 1):
+        with attributes.seen(minibatch, 1):
             module.x = minibatch
         assert module.x == 0
     for minibatch in (1, 2, 3):
-        attributes.show(minibatch)
+        attributes.arrived(minibatch)
         assert module.x == minibatch
-        attributes.publish(minibatch)
+        attributes.continues(minibatch)
 
 
 def test_a_stretch_sees_its_own_and_the_same_place_of_earlier_minibatches() -> None:
     module, attributes = begun(x="start")
-    with attributes.stretch(1, 1):
+    with attributes.seen(1, 1):
         module.x = "1, first"
-    with attributes.stretch(2, 1):
+    with attributes.seen(2, 1):
         assert module.x == "1, first"
-    with attributes.stretch(1, 2):
+    with attributes.seen(1, 2):
         assert module.x == "1, first"
         module.x = "1, second"
-    with attributes.stretch(3, 1):
+    with attributes.seen(3, 1):
         assert module.x == "1, first"  # whether or not that second stretch has run by now
-    with attributes.stretch(2, 2):
+    with attributes.seen(2, 2):
         assert module.x == "1, second"
-    attributes.show(1)
+    attributes.arrived(1)
     assert module.x == "1, second"
-    attributes.publish(1)
-    with attributes.stretch(4, 1):
+    attributes.continues(1)
+    with attributes.seen(4, 1):
         assert module.x == "1, second"  # as the version of its weights is that after minibatch 1
 
 
@@ -60,37 +60,37 @@ def test_what_callbacks_set_belongs_to_their_version() -> None:
     module, attributes = begun(in_flight=2, beta=0)
     for version in range(1, 6):
         module.beta = version
-        with attributes.stretch(version + 1, 1):
+        with attributes.seen(version + 1, 1):
             assert module.beta == max(0, version - 1)  # not yet published
         assert module.beta == version
-        attributes.publish(version)
-        with attributes.stretch(version + 1, 2):
+        attributes.continues(version)
+        with attributes.seen(version + 1, 2):
             assert module.beta == version - 1
-        with attributes.stretch(version + 2, 1):
+        with attributes.seen(version + 2, 1):
             assert module.beta == version
 
 
 def test_what_a_callback_sets_comes_before_the_minibatch_that_sees_it() -> None:
     module, attributes = begun(in_flight=2, x=0)
-    with attributes.stretch(1, 1):
+    with attributes.seen(1, 1):
         module.x = 1
-    with attributes.stretch(2, 1):
+    with attributes.seen(2, 1):
         module.x = 2
-    attributes.show(1)
+    attributes.arrived(1)
     module.x = -1
-    attributes.publish(1)
-    with attributes.stretch(2, 2):
+    attributes.continues(1)
+    with attributes.seen(2, 2):
         assert module.x == 2
-    with attributes.stretch(3, 1):
+    with attributes.seen(3, 1):
         assert module.x == -1  # as of version 1
         module.x = 3
-    attributes.show(2)
+    attributes.arrived(2)
     assert module.x == 2
     module.x = -2
-    attributes.publish(2)
-    with attributes.stretch(4, 1):
+    attributes.continues(2)
+    with attributes.seen(4, 1):
         assert module.x == -2
-    attributes.show(3)
+    attributes.arrived(3)
     assert module.x == 3
 
 
@@ -99,53 +99,53 @@ def test_a_counter_that_a_callback_resets_starts_anew() -> None:
     seen = []
     for step in range(1, 13):
         for minibatch in {1: (1, 2, 3)}.get(step, (step + 2,)):
-            with attributes.stretch(minibatch, 1):
+            with attributes.seen(minibatch, 1):
                 module.count += 1
                 seen.append(module.count)
-        attributes.show(step)
+        attributes.arrived(step)
         if step % 5 == 0:
             module.count = 0
-        attributes.publish(step)
+        attributes.continues(step)
     assert seen == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 1, 2]
 
 
 def test_new_and_deleted_attributes() -> None:
     module, attributes = begun(old=1)
-    with attributes.stretch(1, 1):
+    with attributes.seen(1, 1):
         module.new = 5
         del module.old
     assert module.old == 1
     assert not hasattr(module, "new")
-    with attributes.stretch(2, 1):
+    with attributes.seen(2, 1):
         assert not hasattr(module, "old")
         assert module.new == 5
-    attributes.show(1)
+    attributes.arrived(1)
     assert not hasattr(module, "old")
     assert module.new == 5
-    attributes.publish(1)
+    attributes.continues(1)
     del module.new
-    attributes.publish(2)
-    with attributes.stretch(5, 1):
+    attributes.continues(2)
+    with attributes.seen(5, 1):
         assert not hasattr(module, "new")
 
 
 def test_only_what_somebody_may_still_see_is_kept() -> None:
     module, attributes = begun(in_flight=3, x=0)
     for minibatch in range(1, 200):
-        with attributes.stretch(minibatch, 1):
+        with attributes.seen(minibatch, 1):
             module.x = minibatch
         if minibatch > 2:
-            attributes.show(minibatch - 2)
-            attributes.publish(minibatch - 2)
+            attributes.arrived(minibatch - 2)
+            attributes.continues(minibatch - 2)
     assert len(attributes._set["x"]) <= 5
 
 
 def test_a_new_start_forgets_what_was_discarded() -> None:
     module, attributes = begun(x=0)
-    with attributes.stretch(1, 1):
+    with attributes.seen(1, 1):
         module.x = 1
-    attributes.begin(0)
-    with attributes.stretch(1, 1):
+    attributes.emptied(0)
+    with attributes.seen(1, 1):
         assert module.x == 0
 
 

@@ -22,7 +22,7 @@ class Module(L.LightningModule):
 def test_a_device_is_not_waited_for_once_per_tensor() -> None:
     with Waits() as waits:
         outside = OutsideParameters(Module())
-        outside.check(1)
+        outside.continues(1)
     assert waits.count == 0
 
 
@@ -30,7 +30,7 @@ def test_a_device_is_not_waited_for_once_per_tensor() -> None:
 def test_a_change_that_torch_does_not_count_is_seen(name: str) -> None:
     module = Module()
     outside = OutsideParameters(module)
-    outside.check(1)
+    outside.continues(1)
     module.get_buffer(name).data.zero_()
     with pytest.raises(SettingError, match=name.replace("(", r"\(").replace(")", r"\)")):
-        outside.check(2)
+        outside.continues(2)

@@ -74,42 +74,42 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Read(vw, 0, generation, 0, (Commit(UpdateId(vw, 0, 99), 1), Commit(UpdateId(vw, 0, 100), 0))), b""
 
 
-def annoy(address: str, security: Security, room: str) -> int:
-    """Sends all of it to ``room`` at ``address``, and waits for what comes back; returns how much was answered."""
+def annoy(address: str, security: Security, session: str) -> int:
+    """Sends all of it to ``session`` at ``address``, and waits for what comes back; returns how much was answered."""
     with closing(GrpcChannel(address, security)) as channel:
-        status: dict[str, Any] = json.loads(channel.call("status", b""))[room]
+        status: dict[str, Any] = json.loads(channel.call("status", b""))[session]
         clock = max((member["clock"] for member in status["members"]), default=0)
         answered = 0
         for message, body in messages(status["generation"], clock):
             header = encode(message)
             method = COORDINATOR_METHOD if isinstance(message, Request) else SHARD_METHOD
             for where, told in (
-                (f"{room}/{method}", header),
-                (f"{room}/{method}", header[:-1]),
-                (f"{room}/{method}", b"\xff" + header),
-                (f"{room}/nothing", header),
+                (f"{session}/{method}", header),
+                (f"{session}/{method}", header[:-1]),
+                (f"{session}/{method}", b"\xff" + header),
+                (f"{session}/nothing", header),
                 ("nothing", header),
             ):
                 with suppress(CallRefused):
                     channel.call(where, told, [memoryview(body)], timeout=PATIENCE)
                 answered += 1
     with closing(GrpcChannel(address, replace(security, token="wrong"))) as stranger, suppress(CallRefused):
-        stranger.call(f"{room}/{COORDINATOR_METHOD}", encode(Leave(0, 1 << 62, "ValueError: a stranger's")))
+        stranger.call(f"{session}/{COORDINATOR_METHOD}", encode(Leave(0, 1 << 62, "ValueError: a stranger's")))
     if not security.encrypted:
-        raw(address, security, room, status["generation"], clock)
+        raw(address, security, session, status["generation"], clock)
     return answered
 
 
-def raw(address: str, security: Security, room: str, generation: str, clock: int) -> None:
+def raw(address: str, security: Security, session: str, generation: str, clock: int) -> None:
     """What no channel of ours would send: bodies that are larger, shorter or longer than they say, and mere bytes."""
     sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
     stage = encode(StageUpdate(0, 0, generation, clock))
     bodies = [
-        [Opening(f"{room}/{method}", size, 0).pack(stage), bytes(9)]
+        [Opening(f"{session}/{method}", size, 0).pack(stage), bytes(9)]
         for size in sizes
         for method in (SHARD_METHOD, COORDINATOR_METHOD)
     ]
-    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{room}/x", 0, 1 << 60).pack(stage)]]
+    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{session}/x", 0, 1 << 60).pack(stage)]]
     metadata = ((TOKEN, f"{BEARER}{security.token}"),)
     with grpc.insecure_channel(address) as channel:
         for body in bodies:

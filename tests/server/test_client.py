@@ -262,9 +262,9 @@ def test_an_update_is_added_from_where_a_vw_on_the_servers_host_wrote_it(shared_
     ):
         client.join([torch.ones(size // 4)])
         for wave in range(3):
-            (room,) = client.update_buffers()
-            room.fill_(wave)
-            (weights,) = client.synchronise([room] if wave % 2 else [room.clone()])
+            (buffer,) = client.update_buffers()
+            buffer.fill_(wave)
+            (weights,) = client.synchronise([buffer] if wave % 2 else [buffer.clone()])
             assert torch.equal(weights, torch.full_like(weights, 1 + sum(range(wave + 1))))
             assert service.bytes_held == (1 if shared_memory else 2) * size
 

@@ -114,17 +114,17 @@ def check_staleness(log: Sequence[Decision], distance: int, in_flight: int) -> i
 
 def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
-    rooms = Sessions(30.0, str(log))
+    sessions = Sessions(30.0, str(log))
 
     def train(vw: int) -> None:
         signature = TrainingSignature("1", 2, 0, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
-        channel = SessionChannel(DirectChannel(Host(lambda: cast(Service, rooms)), vw, 0, Faults()), "fit-1")
+        channel = SessionChannel(DirectChannel(Host(lambda: cast(Service, sessions)), vw, 0, Faults()), "fit-1")
         with Client([channel], signature, [[0]], vw, 0, timeout=WAIT) as client:
             client.join([torch.zeros(2)])
             client.synchronise([torch.ones(2)])
 
     all_at_once([lambda: train(0), lambda: train(1)])
-    rooms.close()
+    sessions.close()
     told = [json.loads(each) for each in log.read_text().splitlines()]
     assert {each["session"] for each in told} == {"fit-1"}
     assert [each["vw"] for each in told if each["decision"] == "UpdateCommitted"] == [0, 1]

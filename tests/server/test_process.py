@@ -98,7 +98,8 @@ def test_a_killed_server_is_missed_at_once_and_comes_back_where_it_was(server: S
         os.kill(pid, signal.SIGKILL)
         for call in waiting:
             assert isinstance(call.exception(PATIENCE), Unreachable)  # long before its deadline
-        server.restart()
+        server.stop()
+        server.start()
         assert server.address == address
 
         def counts() -> bool:

@@ -25,7 +25,7 @@ def begin_anew(world: World, vw: int) -> None:
 
 
 def test_who_comes_back_after_all_have_gone_is_told_so() -> None:
-    """A VW that was only stopped came back when the others had finished, found a room as if nobody had ever been there,
+    """A VW that was only stopped came back when the others had finished, found an empty session,
     and after a lease went on alone."""
     world = started(2)
     wave(world, 0, 1)

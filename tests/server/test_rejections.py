@@ -67,8 +67,8 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pyte
             with pytest.raises(grpc.RpcError):
                 call(b"HPT\x01" + opening[4:], timeout=PATIENCE, metadata=((TOKEN, f"{BEARER}right"),))
     assert caplog.messages == [
-        "hetpipe server: turned away 127.0.0.1: it shows no token; HETPIPE_TOKEN is to be the same everywhere",
-        "hetpipe server: turned away 127.0.0.1: it shows a wrong token; HETPIPE_TOKEN is to be the same everywhere",
+        "hetpipe server: turned away 127.0.0.1: it shows no token; HETPIPE_TOKEN must be the same everywhere",
+        "hetpipe server: turned away 127.0.0.1: it shows a wrong token; HETPIPE_TOKEN must be the same everywhere",
         "hetpipe server: turned away 127.0.0.1: this is not an opening of this version; client and server must be of"
         " one release",
     ]
@@ -77,15 +77,15 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pyte
 def test_who_is_of_another_launch_or_differs_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     """And who trains is not mentioned: what befalls its requests is no matter for people."""
     with ExitStack() as stack:
-        rooms = Sessions(30.0)
-        stack.callback(rooms.close)
-        server = stack.enter_context(GrpcServer(rooms))
+        sessions = Sessions(30.0)
+        stack.callback(sessions.close)
+        server = stack.enter_context(GrpcServer(sessions))
         channel = stack.enter_context(closing(GrpcChannel(server.address)))
 
         def client(release: str, launch: str, incarnation: int) -> Client:
             signature = TrainingSignature(release, 1, 0, "sum", 1, (f"launch={launch}",), PARAMETERS)
-            room = SessionChannel(channel, "fit-1")
-            return stack.enter_context(Client([room], signature, [[0]], 0, incarnation, timeout=PATIENCE))
+            session = SessionChannel(channel, "fit-1")
+            return stack.enter_context(Client([session], signature, [[0]], 0, incarnation, timeout=PATIENCE))
 
         member = client("1", "a", 1)
         member.join([torch.zeros(4)])

@@ -25,10 +25,10 @@ SIGNATURE = TrainingSignature("1", 2, 0, "sum", 1, (), (Parameter("w", (4,), "fl
 def test_what_makes_no_sense_changes_nothing() -> None:
     """In between waves, and while a VW waits for the others."""
     with ExitStack() as stack:
-        rooms = Sessions(30.0)
-        stack.callback(rooms.close)
+        sessions = Sessions(30.0)
+        stack.callback(sessions.close)
         shown = Security(token="t")
-        server = stack.enter_context(GrpcServer(rooms, security=shown))
+        server = stack.enter_context(GrpcServer(sessions, security=shown))
         channel = stack.enter_context(closing(GrpcChannel(server.address, shown)))
         pool = stack.enter_context(ThreadPoolExecutor(2))
 
@@ -40,8 +40,8 @@ def test_what_makes_no_sense_changes_nothing() -> None:
             return any(each["clock"] > clock for each in members if each["vw"] == vw)
 
         def client(vw: int) -> Client:
-            room = SessionChannel(channel, "fit-1")
-            return stack.enter_context(Client([room], SIGNATURE, [[0]], vw, 1, lease=30.0, timeout=PATIENCE))
+            session = SessionChannel(channel, "fit-1")
+            return stack.enter_context(Client([session], SIGNATURE, [[0]], vw, 1, lease=30.0, timeout=PATIENCE))
 
         one, other = client(0), client(1)
         start = torch.arange(4.0)

@@ -33,7 +33,7 @@ def test_counts_that_would_take_too_many_threads(name: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, -2.5, timedelta(0), timedelta(seconds=-1), float("nan")])
 def test_a_timeout_that_is_no_time(value: Any) -> None:
-    with refused(f"timeout={value!r}", "must be longer than nothing"):
+    with refused(f"timeout={value!r}", "must be positive"):
         HetPipeStrategy(timeout=value)
 
 
@@ -192,7 +192,7 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
         ({"lease": 0}, ["lease=0"]),
         ({"join_timeout": -1}, ["join_timeout=-1"]),
         ({"lease": float("inf")}, ["lease=inf", "at most a year"]),
-        ({"end_timeout": -1.0}, ["end_timeout=-1.0", "longer than nothing"]),
+        ({"end_timeout": -1.0}, ["end_timeout=-1.0", "positive"]),
         ({"servers": ["here:7000", "nowhere"]}, ["servers=['here:7000', 'nowhere'] holds 'nowhere'", "host:port"]),
         ({"servers": ["here:99999"]}, ["servers=['here:99999']", "from 1 to 65535"]),
         ({"servers": ["here:0"]}, ["servers=['here:0']", "from 1 to 65535"]),

@@ -17,7 +17,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.run.extensions.replay import Record, Replay
+from lightning_hetpipe.run.extensions.call_recorder import CallRecorder
+from lightning_hetpipe.run.extensions.recorded_calls import Record
 from lightning_hetpipe.torch_private import pytree
 
 CLASSES = 3
@@ -39,7 +40,7 @@ class AheadStrategy(SingleDeviceStrategy):
     def __init__(self, batches: list[Any], ahead: int = 3) -> None:
         super().__init__(device="cpu")
         self.batches, self.ahead = batches, ahead
-        self.replay: Replay | None = None
+        self.replay: CallRecorder | None = None
         self.waiting: deque[tuple[Record, Any]] = deque()
         self.begun = 0
 
@@ -48,8 +49,7 @@ class AheadStrategy(SingleDeviceStrategy):
         assert module is not None
         batch_idx = args[1]
         if self.replay is None:
-            self.replay = Replay(module)
-            self.replay.install()
+            self.replay = CallRecorder(module)
             return module.training_step(*args, **kwargs)  # the first minibatch of a run is never ahead
         if batch_idx == 0:
             self.begun = 0
@@ -82,7 +82,7 @@ class AheadStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         if self.replay is not None:
-            self.replay.uninstall()
+            self.replay.close()
         super().teardown()
 
 

@@ -23,7 +23,7 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
-from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 from lightning_hetpipe.torch_private import Carried
 
 
@@ -43,10 +43,10 @@ class BatchInFlight:
     Args:
         pipeline: The pipeline that it is in.
         number: Its number; among those that wait for the lock over user code, lower ones go first.
-        section: Swaps process state in and out around its sections of user code; None where there is nothing to swap.
+        section: Swaps process state in and out around its sections of user code.
     """
 
-    def __init__(self, pipeline: Pipeline, number: int, section: UserSection | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, section: UserSection = NO_SECTION) -> None:
         self.number = number
         self.output: Any = None
         self.failure: BaseException | None = None
@@ -101,7 +101,7 @@ class BatchInFlight:
 
     # The stages' side.
 
-    def deliver(self, value: Any, mark: StreamEvent | None = None) -> None:
+    def deliver(self, value: Any, event: StreamEvent | None = None) -> None:
         """Hand a stage's result, or a failure, to the runner, with a place in the lock's queue.
 
         Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
@@ -110,7 +110,7 @@ class BatchInFlight:
         if ticket is None:
             self.end(value if isinstance(value, BaseException) else None)
             return
-        self._arrived, self.arrived_after = value, mark
+        self._arrived, self.arrived_after = value, event
         self._pipeline.lock.request(ticket)
 
     # The runner's side.
@@ -181,15 +181,13 @@ class BatchInFlight:
 
     def _enter(self) -> None:
         self.in_user_code = True
-        if self._section is not None:
-            self._section.enter()
+        self._section.enter()
 
     def _leave(self, for_good: bool = False) -> None:
         if not self.in_user_code:
             return
         try:
-            if self._section is not None:
-                self._section.leave(for_good)
+            self._section.leave(for_good)
         finally:
             self.in_user_code = False
             self._pipeline.lock.release()

@@ -43,13 +43,13 @@ class Step:
         check: Given that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
             raise.
         context: Opened once around all of it, in the minibatch's thread.
-        section: Swaps process state in and out around its sections of user code; None where there is nothing to swap.
+        section: Swaps process state in and out around its sections of user code.
     """
 
     run: Callable[[], tuple[Any, Tensor]]
     check: Callable[[Tensor, Collection[int]], None]
     context: Callable[[], AbstractContextManager[Any]]
-    section: UserSection | None
+    section: UserSection
 
 
 @dataclass(slots=True)
@@ -58,11 +58,11 @@ class Sum:
 
     Attributes:
         gradient: The sum of its uses, the latest first.
-        mark: The event behind which it is computed.
+        event: The event behind which it is computed.
     """
 
     gradient: Tensor
-    mark: StreamEvent | None
+    event: StreamEvent | None
 
 
 class Minibatch(BatchInFlight):
@@ -112,10 +112,10 @@ class Minibatch(BatchInFlight):
             self._in_backward = True
             self._backward(total)
 
-    def loss_ends(self, mark: StreamEvent | None) -> None:
-        """Tell the last stage that the gradients of the last piece's outputs are there, behind ``mark``."""
+    def loss_ends(self, event: StreamEvent | None) -> None:
+        """Tell the last stage that the gradients of the last piece's outputs are there, behind ``event``."""
         if self._loss is not None:
-            self._loss.end(mark)
+            self._loss.end(event)
 
     def _step_ended(self, failure: BaseException | None) -> None:
         for call in self._calls:
@@ -140,10 +140,10 @@ class Minibatch(BatchInFlight):
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
                 + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
             )
-        call = PieceCall(piece, Value.of(inputs), Autocast.current(), self._engine.lanes.outside)
+        call = PieceCall(piece, Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
-        self._engine.lanes.outside.join(self.arrived_after, outputs.tensors)
+        self._engine.streams.user.join(self.arrived_after, outputs.tensors)
         outputs = outputs.on(self._engine.root_device)
         self._loss = self._engine.loss(self, call)
         self._view.region = len(self._calls)
@@ -166,7 +166,7 @@ class Minibatch(BatchInFlight):
             start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
                 found = self._through_pipeline(start, f"the backward of piece {call.piece}")
-                self._engine.lanes.outside.join(self.arrived_after, tensors_in(found))
+                self._engine.streams.user.join(self.arrived_after, tensors_in(found))
                 call.take_input_gradients(found)
             else:
                 start()
@@ -182,15 +182,15 @@ class Minibatch(BatchInFlight):
         for used in direct:
             later = None
             if (earlier := self.sums.get(used.live)) is not None:
-                self._engine.lanes.outside.join(earlier.mark, [earlier.gradient])
+                self._engine.streams.user.join(earlier.event, [earlier.gradient])
                 later = move(earlier.gradient, used.seen.device)
             found.append(Target(used.copy, used.seen, later))
         return found
 
     def _add(self, direct: Sequence[UsedParameter], gradients: Sequence[Tensor | None]) -> None:
         found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
-        mark = self._engine.lanes.outside.mark(gradient.device for gradient in found.values()) if found else None
-        self.sums.update((live, Sum(gradient, mark)) for live, gradient in found.items())
+        event = self._engine.streams.user.record(gradient.device for gradient in found.values()) if found else None
+        self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
     def _check_calls(self) -> None:
         missing = self._engine.piece_names[len(self._calls) :]

@@ -76,7 +76,7 @@ class PieceCall:
         for tensor, after, gradient in zip(self.inputs.tensors, later, gradients, strict=True):
             parts = Addends(addends(moved(after, tensor.device))) + tuple(addends(moved(gradient, tensor.device)))
             self.input_gradients.append(added(Addends(parts)) if parts else None)
-        self.taken = self.outside.mark(tensor.device for tensor in self.inputs.tensors)
+        self.taken = self.outside.record(tensor.device for tensor in self.inputs.tensors)
 
     def close(self) -> None:
         """Let go of tensors and graph, as nothing is differentiated any more.
@@ -177,7 +177,7 @@ class _PieceBoundary(torch.autograd.Function):
         call: PieceCall = ctx.call
         if call.collecting:
             call.output_gradients, call.later_gradients = gradients[: ctx.outputs], gradients[ctx.outputs :]
-            call.collected = call.outside.mark(gradient.device for gradient in gradients if gradient is not None)
+            call.collected = call.outside.record(gradient.device for gradient in gradients if gradient is not None)
             into: Sequence[Tensor | None] = [None] * ctx.inputs
         elif call.input_gradients is None and not any(gradient is not None for gradient in gradients[: ctx.outputs]):
             into = gradients[ctx.outputs :]  # user code asks for one of uses after the call

@@ -43,6 +43,10 @@ class UserSections:
             section.leave(for_good)
 
 
+NO_SECTION: UserSection = UserSections(())
+"""Swaps nothing."""
+
+
 class ProcessSection:
     """Gives the sections of one minibatch a process state of their own, which begins as ``state``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -21,31 +22,29 @@ class LossScale(Extension):
     are not finite stay so, and the step is skipped.
 
     Args:
-        precision: Without a scaler, nothing here changes anything.
+        precision: Without a scaler, all scales are 1.
         waiting: Opened while the scale comes from its device.
     """
 
     def __init__(self, precision: Precision, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        self._scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+        scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+        self._scaler: Any = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self._waiting = waiting
         self._of: dict[int, float] = {}
 
     def submitting(self, minibatch: int) -> None:
         """The scale of ``minibatch`` is the present one."""
-        if self._scaler is not None:
-            self._of[minibatch] = self._present()
+        self._of[minibatch] = self._present()
 
     def scaled(self, minibatch: int, loss: Tensor) -> Tensor:
         """``loss`` of ``minibatch``, times its scale."""
-        if self._scaler is None or not self._scaler.is_enabled():
+        if not self._scaler.is_enabled():
             return loss
         # A tensor as the scaler's own is: a number would leave a loss in half precision there, and that overflows.
         return loss * torch.full((), self._of[minibatch], dtype=torch.float32, device=loss.device)
 
     def factor(self, minibatch: int) -> float:
-        """What the gradients of ``minibatch`` are to be multiplied by, to be those of the present scale."""
-        if self._scaler is None:
-            return 1.0
+        """Factor that makes the gradients of ``minibatch`` those of the present scale."""
         return self._present() / self._of.pop(minibatch)
 
     def discarded(self) -> None:
@@ -53,6 +52,7 @@ class LossScale(Extension):
         self._of.clear()
 
     def _present(self) -> float:
-        assert self._scaler is not None
+        if not self._scaler.is_enabled():
+            return 1.0
         with self._waiting():
             return float(self._scaler.get_scale())

@@ -21,35 +21,43 @@ from typing import Any
 
 import lightning as L
 
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import version_of
+from lightning_hetpipe.run.lifecycle import Around, Extension
 
 Time = tuple[int, float]
-"""A minibatch, and which stretch of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
+"""A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
 
 _ABSENT = object()
 _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
-_CALLBACKS = -1.0  # before every stretch of the minibatch
+_CALLBACKS = -1.0  # before every section of the minibatch
 
 
-class Attributes:
-    """The attributes of ``module``, with up to ``in_flight`` minibatches in flight.
+class Attributes(Extension):
+    """The attributes of ``module``, with up to ``in_flight`` minibatches in flight, of which ``version`` is published.
 
-    It holds what Lightning's loop sees, except within :meth:`stretch`. Only one thread at a time may use it, the one
-    that holds the lock over user code.
+    The module holds what Lightning's loop sees, except within :meth:`seen`. Only one thread at a time may use this,
+    the one that holds the lock over user code.
     """
 
-    def __init__(self, module: L.LightningModule, in_flight: int) -> None:
+    def __init__(self, module: L.LightningModule, in_flight: int, version: int = 0) -> None:
         self._held = vars(module)
         self._in_flight = in_flight
-        self.begin(0)
+        self.emptied(version)
 
-    def begin(self, version: int) -> None:
+    def transferring(self, minibatch: int) -> Around:
+        return self.seen(minibatch, 0)
+
+    def section(self, minibatch: int) -> UserSection:
+        return _AttributesSection(self, minibatch)
+
+    def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
         self._empty_at = version
         self._published = self._users()
         self._set: dict[str, list[tuple[Time, Any]]] = {}
 
-    def publish(self, version: int) -> None:
+    def continues(self, version: int) -> None:
         """Step ``version`` is over: what callbacks have set belongs to it."""
         now = self._users()
         for name in now.keys() | self._published.keys():
@@ -62,17 +70,17 @@ class Attributes:
             old = [index for index, ((minibatch, _), _) in enumerate(assignments) if minibatch <= seen_by_all]
             self._set[name] = assignments[old[-1] :] if old else assignments
 
-    def show(self, minibatch: int) -> None:
+    def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at step ``minibatch``, and sees what that has set."""
         for name, assignments in self._set.items():
-            for (owner, stretch), value in assignments:
-                if owner == minibatch and stretch != _CALLBACKS:
+            for (owner, section), value in assignments:
+                if owner == minibatch and section != _CALLBACKS:
                     self._put(name, value)
                     _assign(self._published, name, value)
 
     @contextmanager
-    def stretch(self, minibatch: int, number: int) -> Iterator[None]:
-        """Within it, the module holds what stretch ``number`` of ``minibatch``'s user code sees."""
+    def seen(self, minibatch: int, number: int) -> Iterator[None]:
+        """Have the module hold, within it, what section ``number`` of ``minibatch``'s user code sees."""
         self.enter(minibatch, number)
         try:
             yield
@@ -104,8 +112,8 @@ class Attributes:
         minibatch, number = self._now
         version = version_of(minibatch, self._in_flight, self._empty_at)
         newest = self._published.get(name, _ABSENT)
-        for (owner, stretch), value in assignments:  # in order of time
-            if owner <= version or (owner <= minibatch and stretch <= number):
+        for (owner, section), value in assignments:  # in order of time
+            if owner <= version or (owner <= minibatch and section <= number):
                 newest = value
         return newest
 
@@ -127,3 +135,19 @@ def _assign(held: dict[str, Any], name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
+
+
+class _AttributesSection:
+    """Has the LightningModule hold the attributes that a minibatch's sections see, one after the other."""
+
+    def __init__(self, attributes: Attributes, minibatch: int) -> None:
+        self._attributes = attributes
+        self._minibatch = minibatch
+        self._entered = 0
+
+    def enter(self) -> None:
+        self._entered += 1
+        self._attributes.enter(self._minibatch, self._entered)
+
+    def leave(self, for_good: bool = False) -> None:
+        self._attributes.leave()

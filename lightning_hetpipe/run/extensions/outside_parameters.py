@@ -1,4 +1,4 @@
-"""What lies outside the pieces must not change while minibatches are in flight (laws L1 and L9).
+"""Tensors outside the pieces, which must not change while minibatches are in flight (laws L1 and L9).
 
 Buffers and frozen parameters of the LightningModule that no stage owns have no versions: ``training_step`` reads the
 live ones. That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
@@ -6,7 +6,7 @@ live ones. That is exact as long as nobody changes them in between; where somebo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import lightning as L
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private import version_counter
 
 
-class OutsideParameters:
+class OutsideParameters(Extension):
     """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far.
 
     Those of metrics are left out: their changes are recorded, and replayed.
@@ -26,15 +27,31 @@ class OutsideParameters:
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._inside: set[int] = set()
-        self.begin()
+        self._owners: list[tuple[str, nn.Module]] = []
+        self._versioned: Callable[[], Collection[int]] = tuple
+        self._begin()
 
-    def begin(self, versioned: Collection[int] = ()) -> None:
-        """Everything is as it should be now; there may be other modules than before.
-
-        Args:
-            versioned: The ``id`` of tensors that have versions, and may change.
-        """
+    def leave_out(self, roots: Collection[nn.Module], versioned: Callable[[], Collection[int]]) -> None:
+        """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor."""
         self._versioned = versioned
+        self._exempt = versioned()
+        self._inside = {id(part) for root in roots for part in root.modules()}
+        self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
+
+    def check_step(self) -> None:
+        """Refuse what ``training_step`` itself has changed since this was made."""
+        self._check("was changed by training_step")
+
+    def continues(self, version: int) -> None:
+        """Refuse what was changed while later minibatches had read it already."""
+        self._check(f"was changed after minibatch {version}")
+
+    def emptied(self, version: int) -> None:
+        """Take all as it is now; there may be other modules than before."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._exempt = self._versioned()
         self._owners = [
             (name, part)
             for name, part in self._module.named_modules()
@@ -42,30 +59,16 @@ class OutsideParameters:
         ]
         self._seen = self._states()
 
-    def leave_out(self, roots: Collection[nn.Module], versioned: Collection[int]) -> None:
-        """Forgets what is inside ``roots``, the pieces, and what has versions."""
-        self._versioned = versioned
-        self._inside = {id(part) for root in roots for part in root.modules()}
-        self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
-
-    def check_step(self) -> None:
-        """Refuses what ``training_step`` itself has changed since :meth:`begin`."""
-        self._check("was changed by training_step")
-
-    def check(self, minibatch: int) -> None:
-        """Refuses what was changed since :meth:`begin`, while later minibatches had read it already."""
-        self._check(f"was changed after minibatch {minibatch}")
-
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in self._owners:
             for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-                if id(tensor) not in self._versioned:
+                if id(tensor) not in self._exempt:
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 
     def _states(self) -> dict[str, tuple[Tensor, int, int, float]]:
-        """Of each tensor itself, so that no other one can have its id, and what tells whether it was changed.
+        """Each tensor itself, so that no other one can have its id, and what tells whether it was changed.
 
-        As changes through ``.data`` are not counted, that is also a sum of values.
+        As changes through ``.data`` are not counted, a sum of values is part of that.
         """
         found = dict(self._tensors())
         sums = _fetched([_sum(tensor) for tensor in found.values()])
@@ -86,7 +89,7 @@ class OutsideParameters:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Of all values in a small tensor, of some thousand in a large one: changes are of the whole, as a rule."""
+    """Sum all values of a small tensor, some thousand of a large one: changes are of the whole, as a rule."""
     flat = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
     some = flat[:: max(1, flat.numel() // 4096)]
     weights = torch.arange(1, some.numel() + 1, device=some.device)
@@ -95,7 +98,7 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _fetched(sums: Sequence[Tensor]) -> list[float]:
-    """Their values; each device is waited for once, and not for each tensor."""
+    """Fetch the values of ``sums``; each device is waited for once, and not for each tensor."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(sums):
         alike.setdefault((value.device, value.dtype), []).append(index)

@@ -14,85 +14,62 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
-from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import FORWARD
-from lightning_hetpipe.run.extensions.thread_sections import ThreadSections, observed
-from lightning_hetpipe.run.lifecycle import Around, Extension
+from lightning_hetpipe.run.extensions.thread_sections import WAIT, ThreadSections
+from lightning_hetpipe.run.lifecycle import Around
 
 
-class Recording(Extension):
-    """What Lightning's profilers and the timeline are told.
+class Recording(ThreadSections):
+    """Records what the timeline shows, of Lightning's thread, of user code and of stages.
 
     Args:
         trainer: Lightning's; all virtual workers are to make theirs at the same time, as they agree on the folder.
-        window: What the timeline is to keep; None for no timeline.
+        window: The minibatches to keep.
         virtual_worker: i.
     """
 
-    def __init__(self, trainer: L.Trainer, window: Window | None, virtual_worker: int) -> None:
-        self.recorder = None if window is None else Recorder(window)
-        self.sections = ThreadSections(trainer, self.recorder)
+    def __init__(self, trainer: L.Trainer, window: Window, virtual_worker: int) -> None:
+        self._recorder = Recorder(window)
         self._trainer = trainer
         self._virtual_worker = virtual_worker
         self._shown: range | None = None
-        self._folder = "" if window is None else str(trainer.log_dir or trainer.default_root_dir)
+        self._folder = str(trainer.log_dir or trainer.default_root_dir)
+        self.passes = self._recorder.around
+        """Adds the recording of passes to what stages call before they compute."""
 
-    def observed(self, before: BeforePass | None) -> BeforePass | None:
-        """``before``, as stages are to call it before they compute."""
-        return observed(before, self._trainer, self.recorder)
+    def open(self, name: str, minibatch: int) -> Around:
+        return _Recorded(self._recorder, name, minibatch)
 
-    def fetching(self, minibatch: int) -> Around:
-        return self.sections.fetch(minibatch)
-
-    def transferring(self, minibatch: int) -> Around:
-        return self.sections.look_ahead(minibatch)
-
-    def section(self, minibatch: int) -> UserSection | None:
-        return None if self.recorder is None else self.recorder.section(minibatch)
+    def section(self, minibatch: int) -> UserSection:
+        return self._recorder.section(minibatch)
 
     def submitted(self, minibatch: int, version: int) -> None:
-        if self.recorder is not None:
-            self.recorder.began(minibatch, version)
-
-    def waiting(self, minibatch: int) -> Around:
-        return self.sections.wait_for_minibatch(minibatch)
-
-    def publishing(self, version: int) -> Around:
-        return self.sections.publish(version)
-
-    def draining(self, minibatch: int) -> Around:
-        return self.sections.drain(minibatch)
-
-    def evaluating(self, minibatch: int) -> Around:
-        return self.sections.evaluation(minibatch)
+        self._recorder.began(minibatch, version)
 
     def computed(self, work: str, minibatch: int, start: float) -> None:
-        """Where there is no pipeline: Lightning's thread has done ``work`` of ``minibatch`` from ``start`` to now."""
-        if self.recorder is not None:
-            if work == FORWARD:
-                self.recorder.began(minibatch, minibatch - 1)
-            self.recorder.add(0, work, minibatch, start)
+        if work == FORWARD:
+            self._recorder.began(minibatch, minibatch - 1)
+        self._recorder.add(0, work, minibatch, start)
 
     def discarded(self) -> None:
-        if self.recorder is not None:
-            self.recorder.forget(after=begun_minibatches(self._trainer)[0])
+        self._recorder.forget(after=begun_minibatches(self._trainer)[0])
 
-    def timeline(self, stages: int, in_flight: int) -> Timeline | None:
-        """What was recorded so far."""
-        recorder = self.recorder
-        if recorder is None:
-            return None
+    def timeline(self, stages: int, in_flight: int) -> Timeline:
+        """The timeline so far."""
+        recorder = self._recorder
         recorder.pause()
         return Timeline(
             recorder.spans(), stages, in_flight, self._virtual_worker, recorder.versions(), recorder.zero_date
         )
 
-    def show(self, timeline: Timeline | None) -> None:
-        """Writes ``timeline`` where users look for it, unless that was done. What fails here is no more than warned of,
-        as what was trained is worth more, and an error that ends the run is to be seen."""
-        if timeline is None or timeline.minibatches == self._shown or getattr(self._trainer, "fast_dev_run", False):
+    def show(self, timeline: Timeline) -> None:
+        """Writes ``timeline`` where users look for it, unless that was done.
+
+        A failure is only warned of: what was trained is worth more, and an error that ends the run is to be seen.
+        """
+        if timeline.minibatches == self._shown or getattr(self._trainer, "fast_dev_run", False):
             return
         self._shown = kept = timeline.minibatches
         if not kept:
@@ -112,8 +89,7 @@ class Recording(Extension):
             warnings.warn(f"TensorBoard does not show the timeline: {error}", stacklevel=2)
 
     def _warn_of_none(self) -> None:
-        assert self.recorder is not None
-        window = self.recorder.window
+        window = self._recorder.window
         asked = "True" if window.last is None else f"({window.first}, {window.last})"
         rank_zero_warn(
             f"timeline={asked} recorded nothing: the run ended after minibatch {begun_minibatches(self._trainer)[0]},"
@@ -133,7 +109,7 @@ class Recording(Extension):
             logger.experiment.add_image("hetpipe/timeline", picture, global_step=step, dataformats="HWC")
 
     def _write(self, timeline: Timeline) -> str:
-        """Under a name that no other virtual worker has, nor an earlier run in the same folder."""
+        """Write it under a name that no other virtual worker has, nor an earlier run in the same folder."""
         files = get_filesystem(self._folder)
         files.makedirs(self._folder, exist_ok=True)
         worker = f"-vw{self._virtual_worker}" if self._trainer.world_size > 1 else ""
@@ -143,6 +119,21 @@ class Recording(Extension):
         with files.open(path, "w") as file:
             json.dump(timeline.to_chrome_trace(), file)
         return path
+
+
+class _Recorded:
+    """Section ``name`` of Lightning's thread; after a wait for a minibatch comes Lightning's own step."""
+
+    def __init__(self, recorder: Recorder, name: str, minibatch: int) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._minibatch = minibatch
+
+    def __enter__(self) -> None:
+        self._recorder.enter(self._name, self._minibatch)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._recorder.leave(self._name == WAIT and kind is None)
 
 
 def _paths(name: str) -> Iterator[str]:

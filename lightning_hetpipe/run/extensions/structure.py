@@ -14,23 +14,26 @@ from lightning_hetpipe.run.piece_calls import PieceCalls
 
 
 class Structure(Extension):
-    """Has the stages of ``driver`` follow the live layers that ``calls`` stands in for.
+    """Has the stages of ``engine`` follow the live layers that ``calls`` stands in for.
 
     Args:
-        driver: With its pipeline.
+        driver: Drives ``engine``.
+        engine: The pipeline.
         calls: Of the pipelined modules.
         context: Opened while layers are captured anew.
-        evaluates: Whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
+        evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
     """
 
     def __init__(
         self,
-        driver: Driver[Minibatch, Engine],
+        driver: Driver[Minibatch],
+        engine: Engine,
         calls: PieceCalls,
         context: Callable[[], Around],
         evaluates: Callable[[], bool],
     ) -> None:
         self._driver = driver
+        self._engine = engine
         self._calls = calls
         self._context = context
         self._evaluates = evaluates
@@ -42,10 +45,10 @@ class Structure(Extension):
         return _Modes(self._calls)
 
     def stepped(self, version: int) -> None:
-        engine, changed = self._driver.crew, self._calls.fingerprint.changed()
-        if changed is None or engine is None:
+        changed = self._calls.fingerprint.changed()
+        if changed is None:
             return
-        if not self._driver.restarts and engine.in_flight > 1:
+        if not self._driver.restarts and self._engine.in_flight > 1:
             raise SettingError(
                 f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"
@@ -53,7 +56,7 @@ class Structure(Extension):
         with self._context():
             self._calls.follow()
         self._driver.restarts = True  # a pipeline of new copies starts empty
-        engine.copy_layers()
+        self._engine.copy_layers()
         self._calls.fingerprint.take()
 
     def evaluating(self, minibatch: int) -> Around:

@@ -1,8 +1,8 @@
-"""What a fit tells about itself: metrics on the Trainer's loggers while it runs, and the report at its end."""
+"""Telemetry of a fit: metrics on the Trainer's loggers while it runs, and the report at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +16,29 @@ from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
 class Telemetry(Extension):
-    """Counts the minibatches of ``engine``, and the time of its training."""
+    """Counts the minibatches of ``engine``, and the time of its training.
+
+    Args:
+        trainer: Whose loggers are told.
+        engine: The pipeline.
+        layout: The stages that it runs.
+        synchronisation: Gives the metrics of the virtual workers' synchronisation.
+    """
 
     def __init__(
-        self, trainer: L.Trainer, engine: Engine, layout: Layout, synchroniser: Synchroniser | None = None
+        self,
+        trainer: L.Trainer,
+        engine: Engine,
+        layout: Layout,
+        synchronisation: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._layout = layout
-        self._synchroniser = synchroniser
+        self._synchronisation = synchronisation
         self._meter = Meter(len(engine.stages))
         self._staleness = 0
         self._logged = 0
@@ -63,12 +73,11 @@ class Telemetry(Extension):
         if not every or number % every or number == self._logged or not self._meter.minibatches:
             return
         self._logged = number
-        metrics = self._meter.interval([stage.lane.busy_seconds() for stage in self._engine.stages])
+        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self._engine.stages])
         for index, stage in enumerate(self._engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
-        if self._synchroniser is not None:
-            metrics.update(self._synchroniser.metrics())
+        metrics.update(self._synchronisation())
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
 

@@ -1,4 +1,4 @@
-"""The kernel's word on a parent's end, for the seconds in which a child imports and cannot watch by itself yet.
+"""Signal of a parent's end from the kernel, for the seconds in which a child imports and cannot watch by itself yet.
 
 Linux sends a child a signal of its choice when the *thread* that forked it ends (PR_SET_PDEATHSIG). So that thread must
 live as long as the child, or until the child watches by itself, and calls `forget`. Elsewhere nothing is sent: a child
@@ -21,7 +21,7 @@ if sys.platform == "linux":
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl({_SET}, signal.SIGTERM, 0, 0, 0)
 """
-"""What a child runs first, to have SIGTERM sent. The parent may have ended before: look at ``os.getppid()`` next."""
+"""First statements of a child that asks for SIGTERM. The parent may have ended before: check ``os.getppid()`` next."""
 
 _PROGRAM = f"""{ASK}
 if os.getppid() == int(sys.argv[1]):
@@ -30,14 +30,14 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """``command``, whose first word is a path, to be started by this process, and ended by SIGTERM with it."""
+    """Return ``command``, whose first word is a path, as a child of this process that SIGTERM ends with it."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), *command]
 
 
 def forget() -> None:
-    """From now on this process watches by itself."""
+    """Ask for no signal any more: this process watches by itself now."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET, 0, 0, 0, 0)

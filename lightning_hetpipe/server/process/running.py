@@ -1,4 +1,4 @@
-"""A server until it is told to end: by SIGTERM, by SIGINT, or by the end of the process that started it."""
+"""Main loop of a server process, until SIGTERM, SIGINT, or the end of the process that started it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
 
 PARENT_GONE = 0
-"""What `serve` returns instead of a signal's number."""
+"""Returned by `serve` instead of a signal's number."""
 
-_LOOK = 1.0  # seconds between looks at who the parent is
+_LOOK = 1.0  # seconds between checks of the parent
 _HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
 
 _LOG = logging.getLogger(__name__)
 
 
 class ParentLink(NamedTuple):
-    """What tells that the parent is gone: the end of a file that it holds open, or that another process is the parent.
+    """Detector of the parent's end: the end of a file that it holds open, or another parent process.
 
-    Both: a process that the parent forked holds the file open too, and a parent in another pid namespace has no number.
+    Both are needed: a fork of the parent holds the file open too, and a parent in another pid namespace has no number.
     """
 
     parent: int
     """``os.getppid()`` as it was when this process began."""
     descriptor: int = 0
 
-    def cut(self, readable: list[int]) -> bool:
-        """Whether the parent is gone, where the descriptors ``readable`` can be read."""
+    def broken(self, readable: list[int]) -> bool:
+        """Check whether the parent is gone; ``readable`` are the descriptors that can be read."""
         at_end = self.descriptor in readable and not os.read(self.descriptor, 4096)
         return at_end or os.getppid() != self.parent
 
@@ -48,16 +48,16 @@ def serve(
     address: str,
     security: Security,
     ready: Callable[[str], None],
-    lifeline: ParentLink | None = None,
+    parent: ParentLink | None = None,
 ) -> int:
-    """Serves until something ends it; to be called in the main thread.
+    """Serve until a signal or the parent's end; must be called in the main thread.
 
     Args:
-        handler: if it has a method ``close``, that is called in the end, and is to wake whatever waits in ``run``.
+        handler: its method ``close``, if it has one, is called in the end, to wake whatever waits in ``run``.
         address: where to listen.
         security: certificates and token.
-        ready: told the address, with the port that the server got, once it serves.
-        lifeline: what says that the parent is gone; None: nothing does.
+        ready: called with the address, which has the port that the server got, once it serves.
+        parent: ends the server when the parent has ended; None: nothing does.
 
     Returns:
         The signal that ended it, or `PARENT_GONE`.
@@ -70,7 +70,7 @@ def serve(
         try:
             with server:
                 ready(server.address)
-                return signals.wait(lifeline)
+                return signals.wait(parent)
         finally:
             close = getattr(handler, "close", None)
             if close is not None:
@@ -78,9 +78,9 @@ def serve(
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process, whatever still waits in a handler: nothing of a server's is worth a process that stays.
+    """End the process, even if a handler still waits.
 
-    The interpreter is not taken down: with torch that takes most of a second, for which a launch would wait.
+    The interpreter is not finalised: with torch that takes most of a second, for which a launch would wait.
     """
     deadline = time.monotonic() + _HELD
     ours = threading.current_thread()
@@ -98,7 +98,7 @@ def end(code: int) -> NoReturn:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as bytes in a pipe: a handler of signals may take no lock, and so set no event."""
+    """SIGTERM and SIGINT as bytes in a pipe: a signal handler may take no lock, so it cannot set an event."""
 
     def __enter__(self) -> _Signals:
         self._read, self._write = os.pipe()
@@ -115,12 +115,12 @@ class _Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         os.write(self._write, bytes([number]))
 
-    def wait(self, lifeline: ParentLink | None) -> int:
-        """Returns the first signal's number, or `PARENT_GONE`."""
-        watched = [self._read] if lifeline is None else [self._read, lifeline.descriptor]
+    def wait(self, parent: ParentLink | None) -> int:
+        """Return the first signal's number, or `PARENT_GONE`."""
+        watched = [self._read] if parent is None else [self._read, parent.descriptor]
         while True:
-            readable, _, _ = select.select(watched, [], [], None if lifeline is None else _LOOK)
+            readable, _, _ = select.select(watched, [], [], None if parent is None else _LOOK)
             if self._read in readable:
                 return os.read(self._read, 1)[0]
-            if lifeline is not None and lifeline.cut(readable):
+            if parent is not None and parent.broken(readable):
                 return PARENT_GONE

@@ -1,4 +1,4 @@
-"""A server as a child process: it lives as long as its parent wants it to, and never longer than its parent."""
+"""Server as a child process that never outlives its parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -24,10 +24,10 @@ from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
 _STOP = 10.0  # seconds in which a child must end by itself
-_LOOK = 0.2  # seconds between looks at whether a start is still wanted
+_LOOK = 0.2  # seconds between checks whether a start is still wanted
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
-# Who the parent is must be asked before anything else: later it may be dead already, and another one's child this.
+# The parent's id comes before anything else: later the parent may have ended, and this be another one's child.
 CHILD = f"""
 import os
 parent = os.getppid()
@@ -43,9 +43,9 @@ child(parent, **told)
 
 
 class ServerProcess:
-    """A server in a process of its own. Serves between entering and leaving the context.
+    """Server in a process of its own. Serves between entering and leaving the context.
 
-    The child ends when it is told to, when this object's process ends however it does, and on SIGTERM. It is in a
+    The child ends when it is told to, when this object's process ends in any way, and on SIGTERM. It is in a process
     session of its own, so that Ctrl-C reaches the launch first, which then ends it.
     """
 
@@ -55,29 +55,26 @@ class ServerProcess:
         arguments: Mapping[str, object] | None = None,
         address: str = "127.0.0.1:0",
         security: Security | None = None,
-        prefix: Sequence[str] = (),
     ) -> None:
-        """Only stores and checks.
+        """Store and check the arguments.
 
         Args:
-            handler: ``package.module:name`` of what, called with ``arguments`` in the child, gives the handler.
-            arguments: by name; what JSON can say.
+            handler: ``package.module:name`` of a callable that makes the handler in the child, given ``arguments``.
+            arguments: by name; JSON values.
             address: where to listen; port 0 takes any free one, which then stays the same over restarts.
             security: as for `GrpcServer`; without a token, a random one is made.
-            prefix: a command to start the child under, such as ``ip netns exec NAME``.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
         """
         security = security or Security()
         self.security = security if security.token else replace(security, token=secrets.token_urlsafe(32))
-        """What channels to this server need."""
+        """Settings for channels to this server."""
         self.security.check(address)
         self._address = address
         # Absolute, as a program may go to another folder before its server has to be started again.
         path = [os.path.abspath(each) for each in sys.path]
         self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
-        self._prefix = tuple(prefix)
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,12 +84,12 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's, or None where it does not run."""
+        """Process id of the child; None if it does not run."""
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
     @property
     def code(self) -> int | None:
-        """How the child ended, negative for a signal; None where it runs, or was never started."""
+        """Exit code of the child, negative for a signal; None if it runs, or was never started."""
         return self._child.poll() if self._child is not None else None
 
     def __enter__(self) -> Self:
@@ -105,20 +102,20 @@ class ServerProcess:
         self.stop()
 
     def start(self, unwanted: threading.Event | None = None) -> None:
-        """Starts the child and returns when it serves; does nothing where it runs.
+        """Start the child and return when it serves; do nothing if it runs.
 
         Args:
-            unwanted: Once it is set, the start is given up.
+            unwanted: cancels the start once it is set.
 
         Raises:
-            SettingError: if it cannot have the address, or use the certificates.
-            RuntimeError: if it ends, or does not serve within two minutes, or is not wanted any more.
+            SettingError: if the address or the certificates cannot be used.
+            RuntimeError: if the child ends, does not serve within two minutes, or is not wanted any more.
         """
         if self.pid is not None:
             return
-        self.stop()  # what is left of one that died
+        self.stop()  # remains of one that died
         self._child = subprocess.Popen(
-            [*self._prefix, sys.executable, "-c", CHILD, "hetpipe-server"],
+            [sys.executable, "-c", CHILD, "hetpipe-server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -134,14 +131,14 @@ class ServerProcess:
         self._address = answer["address"]
 
     def stop(self) -> None:
-        """Ends the child, by force if it does not end by itself. May be called again."""
+        """End the child, by force if it does not end by itself. May be called again."""
         child, self._child = self._child, None
         if child is None:
             return
         assert child.stdin is not None
         try:
             with suppress(BrokenPipeError):
-                child.stdin.close()  # ends it, also where `prefix` stands between
+                child.stdin.close()
             child.terminate()
             try:
                 child.wait(_STOP)
@@ -152,13 +149,8 @@ class ServerProcess:
             if child.stdout is not None:
                 child.stdout.close()
 
-    def restart(self) -> None:
-        """Ends the child, if it still runs, and starts another on the same address; its memory is lost."""
-        self.stop()
-        self.start()
-
     def _ask(self, child: subprocess.Popen[bytes], unwanted: threading.Event) -> dict[str, str]:
-        """Tells the child what to do, on its standard input: others can read command lines. Returns what it says."""
+        """Tell the child its settings on standard input, as others can read command lines; return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
         told = {**self._told, "address": self._address, "security": asdict(self.security)}
@@ -166,22 +158,22 @@ class ServerProcess:
             child.stdin.write(json.dumps(told).encode() + b"\n")
             child.stdin.flush()
         except BrokenPipeError:
-            raise RuntimeError(f"The server's process ended at its start, with status {child.wait(_STOP)}.") from None
+            raise RuntimeError(f"the server's process ended at its start, with status {child.wait(_STOP)}") from None
         said = b""
         deadline = time.monotonic() + _START
         while not said.endswith(b"\n"):
             ready, _, _ = select.select([child.stdout], [], [], _LOOK)
             if unwanted.is_set():
-                raise RuntimeError("The server is not wanted any more.")
+                raise RuntimeError("the server is not wanted any more")
             if not ready:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"The server's process does not serve {self._address} within {_START:g} s.")
+                    raise RuntimeError(f"the server's process does not serve {self._address} within {_START:g} s")
                 continue
             part = os.read(child.stdout.fileno(), 4096)
             if not part:
                 raise RuntimeError(
-                    f"The server's process ended before it served {self._address}, with status {child.wait(_STOP)};"
-                    " what it wrote above says why."
+                    f"the server's process ended before it served {self._address}, with status {child.wait(_STOP)};"
+                    " its output above says why"
                 )
             said += part
         child.stdout.close()
@@ -189,7 +181,7 @@ class ServerProcess:
 
 
 def how(code: int) -> str:
-    """How a process ended, by its return code."""
+    """Describe how a process ended, by its return code."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -199,18 +191,22 @@ def how(code: int) -> str:
 
 
 def child(parent: int, handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
-    """What the child does. Its answer is one line of JSON on standard output: the address, or why there is none."""
-    from lightning_hetpipe.server.process.running import ParentLink, end, serve  # gRPC is for the process that serves
+    """Run the child. Its answer is one line of JSON on standard output: the address, or an error."""
+    from lightning_hetpipe.server.process.running import (  # only the process that serves needs gRPC
+        ParentLink,
+        end,
+        serve,
+    )
 
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints, prints where the parent's errors go
+    os.dup2(2, 1)  # output goes to the parent's standard error
 
     def say(**answer: str) -> None:
         os.write(answers, json.dumps(answer).encode() + b"\n")
         os.close(answers)
 
     def ready(at: str) -> None:
-        forget()  # the lifeline is watched from here on, and who started this may be a thread that ends now
+        forget()  # from here on the parent is watched; the thread that started this process may end
         say(address=at)
 
     try:
@@ -222,7 +218,7 @@ def child(parent: int, handler: str, arguments: dict[str, Any], address: str, se
 
 
 def found(name: str) -> Any:
-    """What ``package.module:name`` stands for."""
+    """Import ``package.module:name``."""
     module, _, attribute = name.partition(":")
     made = getattr(import_module(module), attribute)
     assert callable(made), f"{name} cannot be called"

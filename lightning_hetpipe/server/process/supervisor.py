@@ -1,4 +1,4 @@
-"""A server that is started again when its process dies: what it held, the virtual workers hold as well (law L5)."""
+"""Restarts of a server whose process dies: the virtual workers hold all that it held (law L5)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Self
 from lightning_hetpipe.server.process.server_process import ServerProcess, how
 
 STARTS = 5
-"""So often a server is started again within `WINDOW`, and not once more: something ends it each time."""
+"""Restarts within `WINDOW` seconds after which a server is given up."""
 
 WINDOW = 300.0
-"""Seconds after which an end is forgotten."""
+"""Seconds after which an end does not count any more."""
 
-_LOOK = 0.2  # seconds between looks at the process
+_LOOK = 0.2  # seconds between checks of the process
 
 
 class ServerLost(RuntimeError):
-    """The server has ended, and starting it again did not help; the message says how it ended."""
+    """The server has ended and restarts have failed; the message says how it ended."""
 
 
 def pause(ends: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before a server is started again: none at first, and each time longer; None: not again.
+    """Seconds to wait before a restart: none at first, and longer each time; None: give up.
 
     Args:
-        ends: When it ended, or could not be started, the last time included.
-        now: In the same seconds.
+        ends: times at which it ended, or could not be started, the last one included.
+        now: on the same clock.
     """
     recent = sum(now - end < WINDOW for end in ends)
     if recent > STARTS:
@@ -37,13 +37,13 @@ def pause(ends: Sequence[float], now: float) -> float | None:
 
 
 class Supervisor:
-    """Keeps ``server`` running between entering and leaving the context, from a thread of its own.
+    """Keep ``server`` running between entering and leaving the context, from a thread of its own.
 
     Args:
-        server: Not started yet. It keeps its address.
-        say: Told, in one sentence, each time that it was started again.
-        lost: Told once, if it is not started again any more.
-        pause: As the function of that name.
+        server: not started yet; keeps its address.
+        say: receives a sentence after each restart.
+        lost: called once if the server is given up.
+        pause: as the function of that name.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Supervisor:
         self.stop()
 
     def start(self) -> None:
-        """Starts the server and returns when it serves. Raises as `ServerProcess.start` does."""
+        """Start the server and return when it serves. Raises as `ServerProcess.start` does."""
         self.server.start()
         self._thread = threading.Thread(target=self._watch, name="hetpipe-supervisor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the server, also where it is just being started again. May be called again."""
+        """End the server, also during a restart. May be called again."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
@@ -89,7 +89,7 @@ class Supervisor:
                 return
 
     def _start_again(self, what: str) -> bool:
-        """Whether it serves again; ``what`` has happened to it."""
+        """Restart the server after ``what`` has happened to it; return whether it serves again."""
         first = what
         while True:
             now = time.monotonic()

@@ -17,34 +17,14 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.leases import Leases
-from lightning_hetpipe.server.protocol.messages import (
-    Answer,
-    Arrive,
-    Closed,
-    Departed,
-    Done,
-    Fetch,
-    Gather,
-    Granted,
-    Heartbeat,
-    Join,
-    Joined,
-    Leave,
-    Loaded,
-    LoadNow,
-    NotYet,
-    Pull,
-    Pulled,
-    Pushed,
-    Request,
-    TrainingSignature,
-)
+from lightning_hetpipe.server.protocol.messages import Answer, Request, TrainingSignature
 from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
 from lightning_hetpipe.server.protocol.signature import difference
 
@@ -90,11 +70,11 @@ class Coordinator:
         """The newest of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone or {})
         """Of each VW that has left or was left out, the last incarnation that did."""
-        self._departed: dict[tuple[int, int], Departed] = {}
+        self._departed: dict[tuple[int, int], messages.Departed] = {}
         """Those of them that were members, by VW and incarnation."""
-        self._joins: dict[int, Join] = {}
+        self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
-        self._newcomers: dict[int, Join] = {}
+        self._newcomers: dict[int, messages.Join] = {}
         """VWs that wait for a cut to join at."""
         self._attempts: dict[int, int] = {}
         """The reports with which the members became members."""
@@ -138,9 +118,9 @@ class Coordinator:
 
     def check(self, message: Request, size: int) -> None:
         """Refuse a body before memory is taken for it."""
-        if isinstance(message, Gather):
+        if isinstance(message, messages.Gather):
             self._gathers.check(size)
-        elif isinstance(message, Join):
+        elif isinstance(message, messages.Join):
             gathered = message.report.gathered
             if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
@@ -165,11 +145,11 @@ class Coordinator:
         self.tick(now)
         self.check(message, len(body))
         self._identify(message, now, again)
-        if isinstance(message, Leave):
+        if isinstance(message, messages.Leave):
             return self._leave(message, now), ()
         if self._failure:
             raise RemoteFault(Refusal.FAILED, self._failure)
-        if isinstance(message, Join):
+        if isinstance(message, messages.Join):
             return self._join(message, body, now), ()
         answer, parts = self._serve(message, body)
         members = self.log.clock if self.log is not None and self.phase is Phase.RUNNING else ()
@@ -197,7 +177,7 @@ class Coordinator:
 
     def _identify(self, message: Request, now: float, again: bool) -> None:
         vw, incarnation = message.vw, message.incarnation
-        if isinstance(message, Join):
+        if isinstance(message, messages.Join):
             check(message)
             first = self._signature or message.signature
             if (what := difference(first, message.signature)) is not None:
@@ -208,10 +188,10 @@ class Coordinator:
         known = self._incarnation.get(vw, -1)
         if incarnation < known:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
-        if incarnation <= self.gone.get(vw, -1) and not isinstance(message, Leave):
+        if incarnation <= self.gone.get(vw, -1) and not isinstance(message, messages.Leave):
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {vw} was {self._silent}, or has left")
         if incarnation > known:
-            if not isinstance(message, Join | Leave):
+            if not isinstance(message, messages.Join | messages.Leave):
                 if vw not in self._leases.seen and self._signature is not None:
                     self._incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
@@ -219,7 +199,7 @@ class Coordinator:
                 self._remove(vw, "started again")
             self._incarnation[vw] = incarnation
             self._reports.pop(vw, None)
-        if not again and not isinstance(message, Leave):
+        if not again and not isinstance(message, messages.Leave):
             self._leases.seen[vw] = now
 
     @property
@@ -248,16 +228,16 @@ class Coordinator:
 
     def _depart(self, vw: int, clock: int, why: str) -> None:
         key = vw, self.gone[vw]
-        self._departed.setdefault(key, Departed(*key, clock, why))
+        self._departed.setdefault(key, messages.Departed(*key, clock, why))
 
-    def _done(self) -> Done:
-        return Done(tuple(self._departed.values()))
+    def _done(self) -> messages.Done:
+        return messages.Done(tuple(self._departed.values()))
 
     def _fail(self, vw: int, why: str, now: float) -> None:
         self._failure, self._failed_at = f"VW {vw} failed: {why[:MAX_FAILURE]}", now
         self.phase = Phase.FAILED
 
-    def _leave(self, message: Leave, now: float) -> Answer:
+    def _leave(self, message: messages.Leave, now: float) -> Answer:
         left_out = message.incarnation <= self.gone.get(message.vw, -1)  # its failure does not concern the others
         if message.failure and not self._failure and not left_out:
             self._fail(message.vw, message.failure, now)
@@ -268,7 +248,7 @@ class Coordinator:
 
     # Beginning of a generation.
 
-    def _join(self, message: Join, body: bytes, now: float) -> Answer:
+    def _join(self, message: messages.Join, body: bytes, now: float) -> Answer:
         vw = message.vw
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
@@ -288,7 +268,7 @@ class Coordinator:
             if message.report.commit_index is not None:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
             self._newcomers[vw] = message
-            return NotYet("a cut at which VWs may join")
+            return messages.NotYet("a cut at which VWs may join")
         if message.report.gathered is not None:
             self._gathers.restore(message.report.gathered, body)
         self._joins[vw] = message
@@ -296,7 +276,7 @@ class Coordinator:
             self._lost_at = now
         missing = self._recover(now)
         if missing:
-            return NotYet(f"VW {', '.join(map(str, missing))} to join", tuple(missing))
+            return messages.NotYet(f"VW {', '.join(map(str, missing))} to join", tuple(missing))
         if vw not in self._attempts:
             return self._join(message, body, now)
         return self._joined(vw)
@@ -336,12 +316,12 @@ class Coordinator:
             membership = recovery.members.get(vw)
             was_there = membership is not None and membership.incarnation == self._incarnation[vw]
             clock = membership.clock if membership is not None and was_there else self.log.clock[vw]
-            return Joined(self.generation, recovery.base, clock, self.log.cut, recovery.lost)
+            return messages.Joined(self.generation, recovery.base, clock, self.log.cut, recovery.lost)
         if vw == recovery.holder:
-            return LoadNow(self.generation, recovery.base, self._joins[vw].contents)
-        return NotYet(f"VW {recovery.holder} to load the weights")
+            return messages.LoadNow(self.generation, recovery.base, self._joins[vw].contents)
+        return messages.NotYet(f"VW {recovery.holder} to load the weights")
 
-    def _loaded(self, message: Loaded) -> None:
+    def _loaded(self, message: messages.Loaded) -> None:
         if self.phase is not Phase.LOADING:
             return
         recovery, signature = self._recovery, self._signature
@@ -379,56 +359,67 @@ class Coordinator:
     # Requests of members.
 
     def _serve(
-        self, message: Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat, body: bytes
+        self,
+        message: messages.Loaded
+        | messages.Pushed
+        | messages.Pull
+        | messages.Pulled
+        | messages.Arrive
+        | messages.Gather
+        | messages.Fetch
+        | messages.Heartbeat,
+        body: bytes,
     ) -> tuple[Answer, Sequence[bytes]]:
         if message.generation != self.generation or self.phase is Phase.JOINING:
             raise RemoteFault(Refusal.GENERATION, "a server was lost; the VW has to join again")
         if message.vw not in self._attempts:
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {message.vw} is not a member")
-        if isinstance(message, Loaded):
+        if isinstance(message, messages.Loaded):
             self._loaded(message)
         log, vw = self.log, message.vw
-        if isinstance(message, Heartbeat | Loaded):
-            if isinstance(message, Heartbeat) and self.phase is Phase.RUNNING and log is not None:
+        if isinstance(message, messages.Heartbeat | messages.Loaded):
+            if isinstance(message, messages.Heartbeat) and self.phase is Phase.RUNNING and log is not None:
                 log.confirm(vw)
             return self._done(), ()
         if self.phase is not Phase.RUNNING or log is None:
             raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
         log.confirm(vw)
-        if isinstance(message, Pushed):
+        if isinstance(message, messages.Pushed):
             log.push(vw, message.clock, message.cut)
-        elif isinstance(message, Pulled):
+        elif isinstance(message, messages.Pulled):
             log.pulled(vw, message.read_lease)
-        elif isinstance(message, Pull):
+        elif isinstance(message, messages.Pull):
             why = log.pull(vw, message.read_lease)
-            return self._granted(log, message) if why is None else NotYet(why), ()
-        elif isinstance(message, Arrive):
+            return self._granted(log, message) if why is None else messages.NotYet(why), ()
+        elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
-        elif isinstance(message, Gather | Fetch):
+        elif isinstance(message, messages.Gather | messages.Fetch):
             return self._gather(log, message, body)
         self._admit()
         return self._done(), ()
 
-    def _granted(self, log: CommitLog, message: Pull) -> Granted:
+    def _granted(self, log: CommitLog, message: messages.Pull) -> messages.Granted:
         clock = log.clock[message.vw]
         slowest = clock if log.slowest is None else log.slowest
-        return Granted(message.read_lease, log.head, log.start, tuple(log.tail), clock, slowest, log.cut_at)
+        return messages.Granted(message.read_lease, log.head, log.start, tuple(log.tail), clock, slowest, log.cut_at)
 
-    def _arrive(self, log: CommitLog, message: Arrive) -> Answer:
+    def _arrive(self, log: CommitLog, message: messages.Arrive) -> Answer:
         if message.admit and message.cut > log.cut:
             self._admits.add(message.cut)
         clock = log.arrive(message.vw, message.cut)
         self._admit()
         if clock is not None:
-            return Closed(message.cut, clock)
+            return messages.Closed(message.cut, clock)
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
-        return NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
+        return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 
-    def _gather(self, log: CommitLog, message: Gather | Fetch, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def _gather(
+        self, log: CommitLog, message: messages.Gather | messages.Fetch, body: bytes
+    ) -> tuple[Answer, Sequence[bytes]]:
         name = (message.cut, message.ordinal)
-        if isinstance(message, Fetch):
+        if isinstance(message, messages.Fetch):
             return self._gathers.result(name)
         self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
         if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
-            return NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
+            return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
         return self._gathers.result(name)[0], ()

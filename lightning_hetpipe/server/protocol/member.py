@@ -19,14 +19,15 @@
     IDLE      nothing
 
 A lost server refuses a request in any state (``Refusal.GENERATION``). Then the VW goes through HELLO and JOIN back to
-what it was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE;
-to GATHER; or to IDLE. Requests without an answer are sent again.
+what it was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE; to GATHER; or to
+IDLE. Requests without an answer are sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import (
     CommitIndex,
@@ -36,36 +37,15 @@ from lightning_hetpipe.server.protocol.identifiers import (
     RemoteFault,
     UpdateId,
 )
-from lightning_hetpipe.server.protocol.messages import (
-    Answer,
-    Arrive,
-    Closed,
-    Done,
-    Fetch,
-    Gather,
-    Gathered,
-    Granted,
-    Heartbeat,
-    Hello,
-    Holding,
-    Join,
-    Joined,
-    Leave,
-    Load,
-    Loaded,
-    LoadNow,
-    Lost,
-    NotYet,
-    Parameter,
-    Pull,
-    Pulled,
-    Pushed,
-    Read,
-    Report,
-    ShardRequest,
-    StageUpdate,
-    TrainingSignature,
-)
+from lightning_hetpipe.server.protocol.messages import Answer, Parameter, Report, ShardRequest, TrainingSignature
+
+_SHARD_BODIES = {
+    MemberState.HELLO: Body.NONE,
+    MemberState.LOAD: Body.WEIGHTS,
+    MemberState.STAGE: Body.UPDATE,
+    MemberState.READ: Body.INCOMING,
+}
+"""States in which requests go to shards, and their bodies."""
 
 
 class Member:
@@ -96,7 +76,7 @@ class Member:
         """Of the last pull."""
         self.newest = 0
         """Index, 0 or 1, of the block of weights that holds the last pull; the other one takes the next."""
-        self.lost: list[Lost] = []
+        self.lost: list[messages.Lost] = []
         """Updates that were lost with servers."""
         self._signature = signature
         self._placement = placement
@@ -106,17 +86,17 @@ class Member:
         self._arrival = (0, False)
         self._closed = 0
         self._name = (0, 0)
-        self._kept: Gathered | None = None
-        self.gathered: Gathered | None = None
+        self._kept: messages.Gathered | None = None
+        self.gathered: messages.Gathered | None = None
         self._term = 0
         self._attempt = 0
         self.read_lease = 0
-        self._joining: Join | None = None
-        self._load: LoadNow | None = None
+        self._joining: messages.Join | None = None
+        self._load: messages.LoadNow | None = None
         self._base: CommitIndex | None = None
-        self._granted: Granted | None = None
+        self._granted: messages.Granted | None = None
         self._unanswered: set[int] = set()
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[int, messages.Holding] = {}
 
     # Calls of the VW's owner.
 
@@ -154,12 +134,12 @@ class Member:
             raise LocalFault("a call that is under way joins again by itself")
         self._hello()
 
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.vw, self.incarnation, self.generation)
+    def heartbeat(self) -> messages.Heartbeat:
+        return messages.Heartbeat(self.vw, self.incarnation, self.generation)
 
-    def leave(self, failure: str = "") -> Leave:
+    def leave(self, failure: str = "") -> messages.Leave:
         self.state = MemberState.OUTSIDE
-        return Leave(self.vw, self.incarnation, failure)
+        return messages.Leave(self.vw, self.incarnation, failure)
 
     def check_idle(self) -> None:
         """Raise a ``LocalFault`` while a call is under way, or before the VW has joined."""
@@ -180,16 +160,9 @@ class Member:
         """Next request; ``None`` if there is nothing to do."""
         me = (self.vw, self.incarnation)
         here = (*me, self.generation)
-        shards: Mapping[MemberState, tuple[type[Hello] | type[Load] | type[StageUpdate] | type[Read], Body]] = {
-            MemberState.HELLO: (Hello, Body.NONE),
-            MemberState.LOAD: (Load, Body.WEIGHTS),
-            MemberState.STAGE: (StageUpdate, Body.UPDATE),
-            MemberState.READ: (Read, Body.INCOMING),
-        }
-        if self.state in shards:
-            return AskShards(
-                {server: self._shard_request(server) for server in sorted(self._unanswered)}, shards[self.state][1]
-            )
+        if self.state in _SHARD_BODIES:
+            requests = {server: self._shard_request(server) for server in sorted(self._unanswered)}
+            return AskShards(requests, _SHARD_BODIES[self.state])
         match self.state:
             case MemberState.JOIN:
                 assert self._joining is not None
@@ -198,37 +171,37 @@ class Member:
                 return Ask(self.heartbeat())
             case MemberState.LOADED:
                 assert self._load is not None
-                return Ask(Loaded(*me, self._load.generation))
+                return Ask(messages.Loaded(*me, self._load.generation))
             case MemberState.PUSH:
                 assert self._pending is not None
-                return Ask(Pushed(*here, self._pending, self._wants_cut))
+                return Ask(messages.Pushed(*here, self._pending, self._wants_cut))
             case MemberState.ARRIVE:
-                return Ask(Arrive(*here, *self._arrival))
+                return Ask(messages.Arrive(*here, *self._arrival))
             case MemberState.PULL:
-                return Ask(Pull(*here, self.read_lease))
+                return Ask(messages.Pull(*here, self.read_lease))
             case MemberState.PULLED:
-                return Ask(Pulled(*here, self.read_lease))
+                return Ask(messages.Pulled(*here, self.read_lease))
             case MemberState.GATHER:
-                return Ask(Gather(*here, *self._name), Body.PART)
+                return Ask(messages.Gather(*here, *self._name), Body.PART)
             case MemberState.FETCH:
-                return Ask(Fetch(*here, *self._name), Body.RESULT)
+                return Ask(messages.Fetch(*here, *self._name), Body.RESULT)
         return None
 
     def _shard_request(self, server: int) -> ShardRequest:
         me = (self.vw, self.incarnation)
         if self.state is MemberState.HELLO:
-            return Hello(*me)
+            return messages.Hello(*me)
         if self.state is MemberState.LOAD:
             load = self._load
             assert load is not None
             over, included = load.contents[server], load.base.included
-            return Load(*me, load.generation, over, included, self._placement[server])
+            return messages.Load(*me, load.generation, over, included, self._placement[server])
         if self.state is MemberState.STAGE:
             assert self._pending is not None
-            return StageUpdate(*me, self.generation, self._pending)
+            return messages.StageUpdate(*me, self.generation, self._pending)
         granted = self._granted
         assert granted is not None
-        return Read(*me, self.generation, granted.start, granted.tail)
+        return messages.Read(*me, self.generation, granted.start, granted.tail)
 
     # Answers.
 
@@ -242,41 +215,41 @@ class Member:
         if isinstance(answer, RemoteFault):
             self._refused(answer)
             return
-        if isinstance(answer, NotYet):
+        if isinstance(answer, messages.NotYet):
             return
         match self.state, answer:
-            case MemberState.JOIN, Joined():
+            case MemberState.JOIN, messages.Joined():
                 self._joined(answer)
-            case MemberState.CONFIRM, Done():
+            case MemberState.CONFIRM, messages.Done():
                 assert self._base is not None
                 self._resume(self._base)
-            case MemberState.JOIN, LoadNow():
+            case MemberState.JOIN, messages.LoadNow():
                 self._load = answer
                 self._ask_shards(MemberState.LOAD)
-            case MemberState.LOADED, Done():
+            case MemberState.LOADED, messages.Done():
                 assert self._load is not None
                 # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
                 self.commit_index = self.commit_index or self._load.base
                 self.state = MemberState.JOIN
-            case MemberState.PUSH, Done():
+            case MemberState.PUSH, messages.Done():
                 assert self._pending is not None
                 self.clock = self._pending + 1
                 if self.goal is Goal.CUT:
                     self.state = MemberState.ARRIVE
                 else:
                     self._to_pull()
-            case MemberState.ARRIVE, Closed():
+            case MemberState.ARRIVE, messages.Closed():
                 self._closed = answer.clock
                 self._to_pull()
-            case MemberState.PULL, Granted(read_lease=read_lease) if read_lease == self.read_lease:
+            case MemberState.PULL, messages.Granted(read_lease=read_lease) if read_lease == self.read_lease:
                 self._granted = answer
                 self._ask_shards(MemberState.READ)
-            case MemberState.PULLED, Done():
+            case MemberState.PULLED, messages.Done():
                 self._pulled()
-            case MemberState.GATHER, Gathered():
+            case MemberState.GATHER, messages.Gathered():
                 self.gathered = answer
                 self.state = MemberState.FETCH
-            case MemberState.FETCH, Gathered() if answer == self.gathered:
+            case MemberState.FETCH, messages.Gathered() if answer == self.gathered:
                 self._kept = answer
                 self._done()
             case _:
@@ -294,7 +267,7 @@ class Member:
         elif isinstance(answer, RemoteFault):
             self._refused(answer)
             return
-        elif isinstance(answer, Holding):
+        elif isinstance(answer, messages.Holding):
             self._holdings[server] = answer
         else:
             raise RemoteFault(Refusal.MALFORMED, f"a {type(answer).__name__} was answered by a shard")
@@ -333,7 +306,7 @@ class Member:
     def _to_join(self) -> None:
         self._attempt += 1
         pending = self._pending is not None
-        self._joining = Join(
+        self._joining = messages.Join(
             self.vw,
             self.incarnation,
             self._attempt,
@@ -352,7 +325,7 @@ class Member:
         )
         self.state = MemberState.JOIN
 
-    def _joined(self, answer: Joined) -> None:
+    def _joined(self, answer: messages.Joined) -> None:
         self.generation = answer.generation
         self._term = answer.base.term
         self.clock = answer.clock

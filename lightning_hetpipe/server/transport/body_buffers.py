@@ -1,4 +1,4 @@
-"""Bodies as rows of buffers: read in portions, filled in order, copied without the interpreter's lock."""
+"""Bodies as sequences of buffers: read in portions, filled in order, copied without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SMALL = 1 << 14  # bytes below which numpy's own overhead is more than the lock
 
 
 def flat(buffers: Iterable[memoryview]) -> list[memoryview]:
-    """The buffers as bytes, without the empty ones.
+    """Return the buffers as bytes, without the empty ones.
 
     Raises:
         TypeError: for a buffer that is not contiguous.
@@ -19,12 +19,12 @@ def flat(buffers: Iterable[memoryview]) -> list[memoryview]:
 
 
 def total(buffers: Iterable[memoryview]) -> int:
-    """Bytes in all of them."""
+    """Number of bytes in all buffers."""
     return sum(buffer.nbytes for buffer in buffers)
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:
-    """Copies bytes onto as many bytes; other threads of Python go on meanwhile, unlike with a slice's assignment."""
+    """Copy bytes onto as many bytes, letting other Python threads run meanwhile, unlike a slice's assignment."""
     if len(source) < _SMALL:
         target[:] = source
     else:
@@ -32,7 +32,7 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
 
 
 def portions(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Cuts what `flat` gave into portions of ``size`` bytes, the last one smaller; a portion is its parts."""
+    """Divide buffers, as `flat` gives them, into portions of ``size`` bytes; a portion is a list of parts."""
     portion: list[memoryview] = []
     left = size
     for buffer in buffers:
@@ -50,20 +50,20 @@ def portions(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryvi
 
 
 class Filling:
-    """Buffers that are filled in order, whatever the sizes of what comes."""
+    """Buffers that are filled in order by pieces of any size."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """``buffers`` as `flat` gives them."""
         self._buffers = iter(buffers)
         self._current = memoryview(b"")
         self.left = total(buffers)
-        """Bytes still to come."""
+        """Bytes that are still to come."""
 
     def write(self, data: memoryview | bytes) -> None:
-        """Copies ``data`` behind what came before.
+        """Copy ``data`` behind the former pieces.
 
         Raises:
-            ValueError: if there is no room for it; nothing is written then.
+            ValueError: if it does not fit; nothing is written then.
         """
         rest = memoryview(data)
         if len(rest) > self.left:

@@ -1,4 +1,4 @@
-"""The client's side of gRPC: one channel per server, bodies in chunks, or read where they lie."""
+"""Client side of gRPC: one channel per server, bodies in chunks or in shared memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Pla
 
 _OPTIONS = (
     *LIMITS,
-    # A server that comes back is to be found at once: the default waits up to two minutes between attempts.
+    # Find a server that comes back at once: the default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_retries", 0),  # to try again is the protocol's affair
-    ("grpc.enable_http_proxy", 0),  # what http_proxy names leads out of the cluster
+    ("grpc.enable_retries", 0),  # the protocol repeats requests
+    ("grpc.enable_http_proxy", 0),  # a proxy leads out of the cluster
     ("grpc.use_local_subchannel_pool", 1),  # channels share nothing, so closing one gives its socket back
 )
 
@@ -42,22 +42,20 @@ _STRANGERS = {
     "CERTIFICATE_VERIFY_FAILED": "shows no certificate that security.ca has signed; give the one that signed it",
     "WRONG_VERSION_NUMBER": "does not speak TLS, and security has certificates; give it some, or leave these out",
 }
-"""What a connection that fails says where trying again changes nothing."""
+"""Signs, in the error of a failed connection, that trying again is useless, and what to tell the user."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class GrpcChannel:
-    """A `Channel` to the server at ``host:port``. Connects at the first call, and again when the server is back."""
+    """`Channel` to the server at ``host:port``. Connects at the first call, and again when the server is back."""
 
     def __init__(self, address: str, security: Security | None = None, shared_memory: bool = True) -> None:
-        """Checks; connects at the first call.
+        """Check the arguments; the first call connects.
 
         Args:
-            address: the server's.
             security: certificates and token, as the server has them.
-            shared_memory: whether bodies in shared memory may be read where they lie, if the server turns out to be on
-                this host.
+            shared_memory: pass bodies through shared memory if the server turns out to be on this host.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates, or they cannot be read.
@@ -87,7 +85,7 @@ class GrpcChannel:
         timeout: float = TIMEOUT,
     ) -> bytes:
         """As `Channel.call` says."""
-        timeout = min(timeout, LONGEST / 2)  # servers hear nobody who may stay for longer than they let anybody
+        timeout = min(timeout, LONGEST / 2)  # servers refuse longer deadlines
         deadline = time.monotonic() + timeout
         opening = Opening(method, total(body), total(into))
         try:
@@ -101,7 +99,7 @@ class GrpcChannel:
         return header
 
     def close(self) -> None:
-        """Ends the calls that are under way as `Unreachable`, and gives everything back. May be called again."""
+        """End the calls that are under way as `Unreachable`, and free everything. May be called again."""
         # A call that Ctrl-C has interrupted may have left a lock of gRPC's taken, for whose release closing waits.
         closing = threading.Thread(target=self._channel.close, name="hetpipe-channel-close", daemon=True)
         closing.start()
@@ -170,7 +168,7 @@ class GrpcChannel:
             return None
 
     def _give_up(self, why: str) -> None:
-        """Says so once; loudly only where it is a surprise: elsewhere the server is simply on another host."""
+        """Stop using shared memory; log it once, as a warning only on a loopback address: else it is another host."""
         with self._lock:
             before, self._shares = self._shares, False
         if before:

@@ -1,15 +1,14 @@
-"""gRPC, imported with its support of forks and its own log off, and the environment left as it was.
+"""Import of gRPC with its support of forks and its own log off; the environment stays as it was.
 
 DataLoader's workers are forks that never use gRPC. Python's part of that support, which waits up to seconds for gRPC's
 threads before each fork, is off by default; the core's part is on (grpcio 1.85) and complains on stderr at
 each fork.
 
-The log of gRPC's core goes to stderr, which is a person's terminal. By default it writes there, as they are, bytes that
-anybody has sent who can connect, token or not: the debug text of a GOAWAY frame, once for each frame. Errors say
-nothing that calls do not end with as well, and a stranger can have thousands of those written, too. So it is silent.
+The log of gRPC's core goes to stderr, and by default repeats bytes of anybody who can connect, with or without token:
+the debug text of each GOAWAY frame. Its errors are those that calls end with, and a stranger can cause thousands.
 
-Both are read from the environment when gRPC is imported, and never again (grpcio 1.85). Where somebody else imported it
-first, log and complaints stay; where somebody set a variable, they meant it: GRPC_VERBOSITY=INFO brings the log back.
+Both are read from the environment when gRPC is imported, and never again (grpcio 1.85). If gRPC was imported before,
+log and complaints stay; a variable that is set already is kept, so GRPC_VERBOSITY=INFO brings the log back.
 """
 
 from __future__ import annotations

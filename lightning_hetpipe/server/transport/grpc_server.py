@@ -1,4 +1,4 @@
-"""A handler behind gRPC: generic methods with bytes, bodies in chunks or where they lie, TLS and a token."""
+"""gRPC server of a handler: generic methods with bytes, bodies in chunks or in shared memory, TLS and a token."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, pla
 
 SERVICE = "hetpipe"
 ONE = "One"
-"""gRPC's method for calls whose bodies, if they have any, lie where the other side sees them: one message each way."""
+"""gRPC method for calls of one message each way: bodies, if there are any, lie in shared memory."""
 MANY = "Many"
-"""gRPC's method for calls with bodies; it takes the time of two or three of the other."""
+"""gRPC method for calls whose bodies come in chunks; it takes two to three times as long as the other."""
 TOKEN = "authorization"
 BEARER = "Bearer "
 
 CALLS = 256
-"""Calls that a server serves at once, each in a thread of its own; it turns further ones away."""
+"""Calls that a server serves at once, each in a thread of its own; further ones are turned away."""
 
 LONGEST = 24 * 3600.0
-"""Seconds that a call may take: who sends nothing more must not hold a thread for ever."""
+"""Longest deadline of a call, in seconds: a client that sends nothing more must not hold a thread for ever."""
 
 _STOP = 10.0  # seconds that threads may take to notice that their calls have ended
 
@@ -43,7 +43,7 @@ LIMITS = (
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
-    # A machine that vanished closes no connection: it is missed by the answer to a ping.
+    # A machine that vanished closes no connection: pings find it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -53,18 +53,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class GrpcServer:
-    """A `Server` at ``host:port``; port 0 takes any free one."""
+    """Server of ``handler`` at ``host:port``; port 0 takes any free one. Serves while its context is entered."""
 
     def __init__(
         self, handler: Handler, address: str = "127.0.0.1:0", security: Security | None = None, calls: int = CALLS
     ) -> None:
-        """Checks only; entering the context takes the port.
+        """Check the arguments; entering the context takes the port.
 
         Args:
-            handler: serves the calls.
-            address: where to listen.
-            security: certificates and token; the default has none, and so only loopback addresses.
-            calls: how many to serve at once. One that waits in ``run`` counts.
+            security: certificates and token; the default has none, and so allows only loopback addresses.
+            calls: number of calls to serve at once, those that wait in ``run`` included.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
@@ -81,19 +79,19 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """``host:port``, with the port that it got."""
+        """``host:port``, with the port in use."""
         return f"{self._host}:{self._port}"
 
     def __enter__(self) -> Self:
-        """Listens and serves.
+        """Listen and serve.
 
         Raises:
-            SettingError: if the address cannot be had, or the certificates cannot be used.
+            SettingError: if the address or the certificates cannot be used.
         """
         credentials = self._credentials()
         options = (
             *LIMITS,
-            ("grpc.so_reuseport", 0),  # or two servers would share a port, and its calls, without a word
+            ("grpc.so_reuseport", 0),  # or two servers could share a port, and its calls, unnoticed
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
         )
@@ -130,7 +128,7 @@ class GrpcServer:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the calls under way and gives the port back; waits for the threads that are not held in the handler."""
+        """End the calls under way as `Unreachable` and free the port; wait for threads outside the handler."""
         server, self._server = self._server, None
         if server is None or self._threads is None:
             return
@@ -250,7 +248,7 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
 
 
 class _Doorkeeper:
-    """Turns away who does not show the token, before anything that they send is read."""
+    """Interceptor that turns away callers without the token before reading anything that they send."""
 
     def __init__(self, security: Security, rejections: Rejections) -> None:
         self._security = security
@@ -267,7 +265,7 @@ class _Doorkeeper:
         return self._refusals["no" if token is None else "a wrong"]
 
     def _refuse(self, shows: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        self._rejections.note(context.peer(), f"it shows {shows} token; HETPIPE_TOKEN is to be the same everywhere")
+        self._rejections.note(context.peer(), f"it shows {shows} token; HETPIPE_TOKEN must be the same everywhere")
         context.abort(
             grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's as HETPIPE_TOKEN"
         )

@@ -1,4 +1,4 @@
-"""A server's own words about whom it turned away: few lines, and nothing in them that commands a terminal."""
+"""Log lines about callers that a server has turned away: few, and safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable
 from urllib.parse import unquote
 
 EVERY = 60.0
-"""Seconds in which the same is said once."""
+"""Seconds within which a line is not repeated."""
 
 MOST = 10
-"""Lines in that time, whoever comes."""
+"""Largest number of lines within that time."""
 
 LONGEST = 300
-"""Characters of a peer's that a line repeats."""
+"""Largest number of a peer's characters in a line."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Rejections:
-    """Says who was turned away and why, through ``say``; from any thread.
+    """Log of callers that were turned away, for any thread.
 
     Args:
-        say: Takes a sentence.
-        now: The time, in seconds of any origin.
+        say: receives each line.
+        now: a clock, in seconds.
     """
 
     def __init__(self, say: Callable[[str], None] = _LOG.warning, now: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Rejections:
         self._unsaid = 0
 
     def note(self, peer: str, why: str) -> None:
-        """Says that ``peer``, as gRPC writes it, was turned away, unless that has been said, or too much has."""
+        """Log that ``peer``, as gRPC writes it, was turned away, unless that was logged, or the limit is reached."""
         what = (host_of(peer), printable(why))
         with self._lock:
             unsaid = 0
@@ -52,10 +52,10 @@ class Rejections:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer that gRPC calls ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
+    """Host of a peer, which gRPC writes as ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
     return printable(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or peer)
 
 
 def printable(text: str) -> str:
-    """The beginning of ``text``, from anywhere, as one line that commands no terminal."""
+    """Return the beginning of untrusted ``text`` as one line without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST])

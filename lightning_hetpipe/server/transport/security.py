@@ -1,4 +1,4 @@
-"""Who may talk to a server: certificates on both sides, a token, and no open door without either."""
+"""Access to servers: certificates on both sides, a token, and no open address without certificates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_hetpipe.errors import SettingError
 
 _FILES = ("ca", "certificate", "key")
-_TOKEN = re.compile(r"[!-~]{1,4096}")  # what a header of HTTP can carry
+_TOKEN = re.compile(r"[!-~]{1,4096}")  # characters that an HTTP header can carry
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Security:
     insecure: bool = False
 
     def from_environment(self, environment: Mapping[str, str] | None = None) -> Security:
-        """With the ``HETPIPE_*`` variables of ``environment`` (default: the process's) where this has None."""
+        """Return a copy that has the ``HETPIPE_*`` variables of ``environment`` (default: the process's) for None."""
         known = os.environ if environment is None else environment
 
         def filled(name: str, given: str | None) -> str | None:
@@ -52,7 +52,7 @@ class Security:
 
     @property
     def encrypted(self) -> bool:
-        """Whether connections are encrypted and both sides show certificates.
+        """True if connections are encrypted and both sides show certificates.
 
         Raises:
             SettingError: if some but not all of the three files are given.
@@ -67,13 +67,13 @@ class Security:
         return not missing
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """The contents of ca, certificate and key.
+        """Read ca, certificate and key.
 
         Raises:
             SettingError: if one of the files cannot be read, or is not PEM, or the key is not the certificate's.
         """
         files = _pem("ca", self.ca), _pem("certificate", self.certificate), _pem("key", self.key)
-        try:  # what gRPC would say of it is in its log, which is off
+        try:  # gRPC reports it only in its log, which is off
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.certificate or "", self.key, password="")
         except (ssl.SSLError, ValueError):
             raise SettingError(
@@ -83,10 +83,10 @@ class Security:
         return files
 
     def check(self, address: str) -> None:
-        """Whether these settings hold together and do for ``address``, ``host:port``.
+        """Check that these settings are consistent and suffice for ``address``, ``host:port``.
 
         Raises:
-            SettingError: if the address is no such thing, or open to others and neither encrypted nor ``insecure``.
+            SettingError: if the address is malformed, or open to others and neither encrypted nor ``insecure``.
         """
         host = split(address)[0]
         if self.token is not None and not _TOKEN.fullmatch(self.token):
@@ -100,7 +100,7 @@ class Security:
             )
 
     def admits(self, shown: str | bytes | None) -> bool:
-        """Whether a caller that shows this token (None: shows none) may call. Takes equally long for any wrong one."""
+        """Compare the token that a caller shows (None: none) in a time that does not depend on where it differs."""
         if self.token is None:
             return True
         given = shown.encode("utf-8", "replace") if isinstance(shown, str) else shown or b""
@@ -108,10 +108,10 @@ class Security:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``, where the host may be an IPv6 address in brackets.
+    """Split ``host:port``, where the host may be an IPv6 address in brackets.
 
     Raises:
-        SettingError: if it is no such address.
+        SettingError: if the address is malformed.
     """
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") and host.endswith("]") else host
@@ -128,7 +128,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``. A name other than localhost counts as another machine's."""
+    """Check that only this machine reaches ``host``. A name other than localhost counts as another machine's."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,20 +1,19 @@
-"""Memory of one process that others on its host read where it lies, so that bodies need not pass through sockets.
+"""Shared memory: blocks of one process that others on its host map, so that bodies need not pass through sockets.
 
 Every process writes its own blocks only, and maps those of others to read them: a VW's update, which the server adds
 from where the VW wrote it, and a server's weights, which VWs copy from where the server adds. So a body is copied once
-or not at all, and whoever is fenced, stopped or mad can spoil nothing but what is its own.
+or not at all, and a process that is fenced, stopped or faulty can spoil nothing but its own memory.
 
 A block is a *memfd*: memory with a descriptor and no name. So nothing is left behind however its owner dies, no limit
 of /dev/shm applies, and Python's resource tracker, which unlinks what attached processes merely opened, has no part in
 it. Readers open it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same user only. Its size is sealed,
 so that nobody can cut it off under a reader, which would be killed by that (SIGBUS). A secret in the block itself
 proves that both sides see the same memory; where they do not (another host, another pid namespace, another user, not
-Linux) bodies go through messages. So they do between network namespaces: who keeps processes apart like that means them
-to talk over the link between.
+Linux) bodies go through messages, as they do between network namespaces, which keep processes apart on purpose.
 
 Bounds: a block is as large as what was asked for, and a page. To map one takes a fifth of a second for each GiB, so
-readers keep their mappings; one whose owner has given the block up is dropped at the reader's next call, whoever's it
-is, and until then holds the memory.
+readers keep their mappings; one whose owner has freed the block is dropped at the reader's next call to anybody, and
+holds the memory until then.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST = 1 << 18
-"""Bytes from which a block is worth its page and its descriptor."""
+"""Smallest block, in bytes, that is worth a page and a descriptor."""
 
 _SECRET = 32  # characters
-_FIRST = mmap.PAGESIZE  # where the bytes begin that are of use; the secret stands before
+_FIRST = mmap.PAGESIZE  # offset of the usable bytes; the secret lies before
 _NAME = "hetpipe"
 _LINK = re.compile(rf"/memfd:{_NAME}(?: \(deleted\))?")
 _POPULATE_READ = 22  # madvise's MADV_POPULATE_READ, from Linux 5.14 on, which Python does not name before 3.13
@@ -48,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class NoBlock(Exception):
-    """There is no shared memory here, or not this one; the sentence says why."""
+    """Shared memory cannot be made or seen, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Place:
 
 
 class _Own(NamedTuple):
-    """A block of this process, in `_own` under the address of its first byte of use."""
+    """A block of this process, in `_own` under the address of its first usable byte."""
 
     size: int
     descriptor: int
@@ -77,24 +76,24 @@ class _Own(NamedTuple):
     secret: str
 
 
-_own: dict[int, _Own] = {}  # without a lock, for which a block that is freed, anywhere, could wait in vain
+_own: dict[int, _Own] = {}  # without a lock: blocks may be freed anywhere, also while a lock is held
 
 
 class _Block(mmap.mmap):
-    """The mapping of a block of this process, which is in `_own` for as long as the mapping is there."""
+    """Mapping of a block of this process, which is in `_own` while the mapping exists."""
 
     address = 0
 
-    def __del__(self) -> None:  # comes before the address is anybody else's, as a weak reference's callback does not
+    def __del__(self) -> None:  # runs before the address is used again, unlike a weak reference's callback
         if self.address:
             os.close(_own.pop(self.address).descriptor)
 
 
 def shared(size: int) -> memoryview:
-    """``size`` bytes, all of them reserved, in a block of their own, which lives for as long as somebody refers to it.
+    """Return a block of ``size`` reserved bytes, which exists while something refers to it.
 
     Raises:
-        NoBlock: if this system has none, or no memory for it.
+        NoBlock: if this system has no shared memory, or not enough.
     """
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         raise NoBlock("this system has no memory without a name (memfd)")
@@ -103,7 +102,7 @@ def shared(size: int) -> memoryview:
     except OSError as error:
         raise NoBlock(f"it cannot be made ({error.strerror})") from None
     try:
-        # Without this, memory that is not there would be missed at the first write, by a signal that kills.
+        # Else missing memory would show at the first write only, as SIGBUS.
         os.posix_fallocate(descriptor, 0, _FIRST + size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         secret = secrets.token_hex(_SECRET // 2)
@@ -120,7 +119,7 @@ def shared(size: int) -> memoryview:
 
 
 def memory(size: int) -> memoryview:
-    """``size`` bytes, all 0, shared where they are many and it can be done."""
+    """Return ``size`` zeroed bytes, in shared memory if they are many and that is possible."""
     if size >= LEAST:
         try:
             return shared(size)
@@ -130,7 +129,7 @@ def memory(size: int) -> memoryview:
 
 
 def place_of(buffers: Sequence[memoryview]) -> Place | None:
-    """Where these bytes lie, if they lie in one block of this process, each buffer right behind the one before.
+    """Locate bytes that lie in one block of this process, each buffer directly behind the one before; else None.
 
     Args:
         buffers: of bytes, none of them empty.
@@ -156,10 +155,10 @@ class Views:
         self._mapped: dict[tuple[int, str], tuple[Place, mmap.mmap]] = {}
 
     def look(self, place: Place) -> memoryview:
-        """The bytes there; what is written to them is seen by nobody else.
+        """Map the bytes at ``place``; writes to them are seen by nobody else.
 
         Raises:
-            NoBlock: if ``place`` does not lie in a block of this user's on this host, with the secret in it.
+            NoBlock: if ``place`` is not in a block of this user on this host that holds the secret.
         """
         if min(place.start, place.size) < 0:
             raise NoBlock("its description is malformed")
@@ -174,7 +173,7 @@ class Views:
         return memoryview(mapped)[_FIRST + place.start :][: place.size]
 
     def drop(self) -> None:
-        """Lets go of the blocks that their owners gave up; the memory goes once nothing refers to it any more."""
+        """Drop the blocks that their owners have freed; the memory goes once nothing refers to it any more."""
         with self._lock:
             self._drop()
 
@@ -188,13 +187,13 @@ class Views:
                 del self._mapped[key]
 
     def close(self) -> None:
-        """Lets go of all."""
+        """Drop all mappings."""
         with self._lock:
             self._mapped.clear()
 
 
 def _network() -> int:
-    """The network namespace of this process."""
+    """Network namespace of this process."""
     return os.stat("/proc/self/ns/net").st_ino
 
 
@@ -202,7 +201,7 @@ def _mapped(place: Place) -> mmap.mmap:
     if place.network != _network():
         raise NoBlock("it is in another network namespace")
     try:
-        # Whatever else may be open there is not touched: to open some files is to change something.
+        # Open nothing but blocks: opening some files has effects.
         if not _LINK.fullmatch(os.readlink(place.path)):
             raise NoBlock("it is not where it is said to be")
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -210,19 +209,19 @@ def _mapped(place: Place) -> mmap.mmap:
         raise NoBlock(f"it cannot be seen from the other process ({error.strerror})") from None
     try:
         size = _verified(descriptor, place)
-        # Private: what a mistake here would write is not written to its owner's memory.
+        # A private mapping: a mistaken write here does not reach the owner's memory.
         mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise NoBlock(f"it cannot be mapped ({error})") from None
     finally:
         os.close(descriptor)
-    with contextlib.suppress(OSError):  # an older Linux: pages come as they are read
+    with contextlib.suppress(OSError):  # an older Linux reads pages on demand
         mapped.madvise(_POPULATE_READ)
     return mapped
 
 
 def _verified(descriptor: int, place: Place) -> int:
-    """The size of the block."""
+    """Return the size of the block, after checking that it is the one of ``place``."""
     found = os.fstat(descriptor)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:

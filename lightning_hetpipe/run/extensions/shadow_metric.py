@@ -1,8 +1,8 @@
-"""torchmetrics ahead of time: a twin of each metric answers now, the metric itself is called at its step.
+"""Shadow metrics: copies of torchmetrics objects that answer ahead of time.
 
-While a ``training_step`` runs ahead of Lightning's loop, a call such as ``self.acc(preds, target)`` goes to a *twin* of
-``self.acc``: a copy that is ahead of it by exactly the calls that wait for their replay. So batch values, and values of
-``compute()``, are those of a plain run, while the metric itself stays at Lightning's step and is called there.
+While a ``training_step`` runs ahead of Lightning's loop, a call such as ``self.acc(preds, target)`` goes to the
+*shadow* of ``self.acc``: a copy that is ahead of it by exactly the calls that wait for their replay. So batch values,
+and values of ``compute()``, are those of a plain run; the metric itself stays at Lightning's step and is called there.
 
 What it costs: the tensors passed are cloned and kept until their step, each call runs twice, and the states exist twice
 (a list state's elements too, unless the metric appends its arguments as they are). A ``compute()`` in
@@ -13,74 +13,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.wrappers import MetricTracker
+from torchmetrics import Metric
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.run.extensions.found_metrics import READS
+from lightning_hetpipe.run.extensions.recorded_calls import MetricCall
 from lightning_hetpipe.torch_private import pytree
 from lightning_hetpipe.workers.shared_metrics import is_shared
-
-READS = ("compute", "compute_all", "best_metric")
-CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all")
-
-
-def is_metric(value: object) -> bool:
-    """Whether ``value`` has the interface of a metric (collections and trackers are no ``Metric``)."""
-    return isinstance(value, (Metric, MetricCollection, MetricTracker))
-
-
-def find_metrics(root: nn.Module) -> list[nn.Module]:
-    """Every metric below ``root``: submodules, and what lists, tuples, sets and dicts among attributes hold."""
-    found: dict[int, nn.Module] = {}
-
-    def look(value: object, depth: int) -> None:
-        if is_metric(value):
-            assert isinstance(value, nn.Module)
-            found.update((id(inner), inner) for inner in value.modules() if is_metric(inner))
-        elif depth and isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                look(item, depth - 1)
-        elif depth and isinstance(value, dict):
-            for item in value.values():
-                look(item, depth - 1)
-
-    for module in root.modules():
-        for value in list(vars(module).values()):  # its submodules are in one of them, a dict
-            look(value, 4)
-    return list(found.values())
-
-
-def methods_of(metric: nn.Module) -> list[str]:
-    """The methods of ``metric`` that read or change its state."""
-    return [name for name in (*CHANGES, *READS) if hasattr(metric, name)]
-
-
-@dataclass(eq=False)
-class MetricCall:
-    """A method called on a metric ahead of its step. ``args`` and ``kwargs`` are the caller's, detached and cloned."""
-
-    metric: nn.Module
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    where: str
-    draws: list[Tensor] | None = None  # the generators' states before the call, if it drew random numbers
-    answer: Any = field(default=None, repr=False)  # of a read: what the caller was told
-
-    def replay(self, twin: ShadowMetric) -> None:
-        """Calls the metric itself. Raises SettingError if a value read ahead of time turns out to be another one."""
-        answer = twin.with_draws(self.draws, lambda: getattr(self.metric, self.method)(*self.args, **self.kwargs))
-        if self.method in READS and not _same(answer, self.answer):
-            raise SettingError(
-                f"training_step read {type(self.metric).__name__}.{self.method}() ahead of time, but the metric was "
-                "changed outside training_step before that step; log the metric object itself "
-                "(self.log(name, metric)), or set in_flight=1"
-            )
 
 
 class ShadowMetric:
@@ -163,23 +106,8 @@ class ShadowMetric:
                 )
 
 
-def group(metrics: Iterable[nn.Module]) -> Iterator[dict[int, nn.Module]]:
-    """Metrics by ``id``, those that share any submodule in one group: their copies must share its copy."""
-    groups: list[tuple[set[int], dict[int, nn.Module]]] = []
-    for metric in metrics:
-        parts, members = {id(part) for part in metric.modules()}, {id(metric): metric}
-        apart = []
-        for other_parts, other_members in groups:
-            if parts.isdisjoint(other_parts):
-                apart.append((other_parts, other_members))
-            else:
-                parts, members = parts | other_parts, {**other_members, **members}
-        groups = [*apart, (parts, members)]
-    return (members for _, members in groups)
-
-
 def _copied_otherwise(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
-    """What a deep copy should not clone, by ``id``, with what to take instead.
+    """Tensors that a deep copy should not clone, by ``id``, with what to take instead.
 
     Parameters (of a metric's own frozen network) and the elements of list states are never changed in place, so they
     are shared. A tensor that hangs on an autograd graph cannot be deep-copied, so it is cloned without its graph.
@@ -210,18 +138,3 @@ def _cut_graphs(module: nn.Module) -> None:
 
 def _has_graph(value: object) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equality of two answers of a metric, up to the rounding in which repeated reductions on a GPU differ."""
-    ones, one_spec = pytree.tree_flatten(one)
-    others, other_spec = pytree.tree_flatten(other)
-    if one_spec != other_spec:
-        return False
-    return all(_same_leaf(a, b) for a, b in zip(ones, others, strict=True))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(one.to(other), other, equal_nan=True)
-    return bool(one == other or (one != one and other != other))  # NaN is the same answer as NaN

@@ -1,4 +1,4 @@
-"""Cuts of one fit: evaluations, checkpoints and ends of epochs, where all virtual workers hold the same (law L6)."""
+"""Waves and cuts of one fit, at which virtual workers synchronise (laws L3 and L6)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import lightning as L
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import (
-    asks_at_every_step,
     averages,
     begun_minibatches,
     in_a_step,
     on_requeue,
-    saves_by_steps,
     validates_at_the_end,
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.together import check_batches
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -37,13 +36,15 @@ def within(minibatch: int) -> int:
     return minibatch + BEGIN + 2
 
 
-class Cuts(Extension):
-    """Where the virtual workers of ``synchroniser`` meet.
+class WavesAndCuts(Extension):
+    """Has virtual workers synchronise at the ends of waves, and fully at cuts: where all hold the same weights.
+
+    Cuts are evaluations, checkpoints and ends of epochs.
 
     Args:
         trainer: Lightning's.
         synchroniser: The fit's.
-        unlocked: Opened around synchronisation, in which user code may run.
+        synchronising: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         waiting: Opened around any other wait for virtual workers.
     """
@@ -52,13 +53,13 @@ class Cuts(Extension):
         self,
         trainer: L.Trainer,
         synchroniser: Synchroniser,
-        unlocked: Callable[[], AbstractContextManager[None]],
+        synchronising: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
-        self._unlocked = unlocked
+        self._synchronising = synchronising
         self._computing = computing
         self._running = False  # an epoch
         self._compared = False
@@ -75,18 +76,21 @@ class Cuts(Extension):
 
     def epoch_begins(self, first: int) -> None:
         if not self._compared:
-            self._compare()
+            check_batches(self._trainer, self._synchroniser.group)
         self._compared = self._running = True
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
-        with self._unlocked():
+        with self._synchronising():
             self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing)
 
+    def placed(self) -> None:
+        self._synchroniser.follow()
+
     def stepped(self, version: int) -> None:
-        """It may end a wave."""
+        """Push the update and take the merged weights, at the end of a wave (law L3)."""
         if not self._synchroniser.published(version):
             return
-        with self._unlocked():
+        with self._synchronising():
             cuts = self._synchroniser.synchronise(self._computing, self._asks)
         if cuts:
             self._cut(version=version)
@@ -104,7 +108,7 @@ class Cuts(Extension):
             put_back()
 
     def epoch_ends(self) -> None:
-        """Who has come to the end of training has done so for all: nobody could go on with the others gone."""
+        """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone."""
         self._cut(END)
         self._running = False
         self._synchroniser.take_buffers()
@@ -136,52 +140,20 @@ class Cuts(Extension):
         return self._requeue is not None and self._trainer.is_global_zero
 
     def _save_and_requeue(self) -> None:
-        """At a cut, on all: what SLURM's signal is for."""
+        """Save and requeue, as SLURM's signal wants it; at a cut, on all."""
         told, self._requeue = self._requeue, None
         with self._redirects[0].aside():  # this is the cut to save at
             self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
-        """Once at each place of each epoch; by default after the minibatch ``version``, or the last that has begun."""
+        """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
         begun, in_epoch = begun_minibatches(self._trainer)
         version = begun if version is None else version
         number = self._number(within(in_epoch - begun + version) if place is None else place)
-        with self._unlocked():
+        with self._synchronising():
             cut = self._synchroniser.cut(number, version, self._computing)
         if cut:
             self._synchroniser.take_averages(averages(self._trainer))
 
     def _number(self, place: int) -> int:
         return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place
-
-    def _compare(self) -> None:
-        """Refuses what virtual workers with different numbers of batches would do at different minibatches."""
-        trainer = self._trainer
-        callbacks = getattr(trainer, "callbacks", [])
-        if trainer.is_global_zero and any(map(asks_at_every_step, callbacks)):
-            L.pytorch.utilities.rank_zero_warn(
-                "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"
-                " that all go at its pace; leave them out where virtual workers are not equally fast"
-            )
-        told = (trainer.num_training_batches, trainer.val_check_batch if trainer.enable_validation else None)
-        found = self._synchroniser.group.gather(told, "the start of training")
-        batches, checks = zip(*found, strict=True)
-        if len(set(batches)) == 1:
-            return
-        counts = " and ".join(map(str, sorted(set(batches))))
-        if trainer.enable_validation and checks != batches:
-            if len(set(checks)) > 1:
-                raise SettingError(
-                    f"val_check_interval={trainer.val_check_interval!r} comes after different numbers of batches, as"
-                    f" virtual workers have {counts} of them in an epoch; give it as a number of batches"
-                )
-            if trainer.check_val_every_n_epoch is None:
-                raise SettingError(
-                    f"check_val_every_n_epoch=None counts batches over epochs, of which virtual workers have {counts}"
-                    " batches; leave it out, or give all the same number"
-                )
-        if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks)):
-            raise SettingError(
-                "ModelCheckpoint(every_n_train_steps=...) counts steps over epochs, of which virtual workers have"
-                f" {counts} batches; set every_n_epochs, or give all the same number"
-            )

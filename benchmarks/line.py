@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import Streams
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection
+from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 
 CPU = torch.device("cpu")
 Check = Callable[[Tensor, Collection[int]], None]
@@ -33,7 +33,7 @@ class Line:
         default_dtype: As ``StageSettings.default_dtype``.
         recompute: As ``StageSettings.recompute``.
         device: Of all stages.
-        lanes: As an engine's.
+        streams: As an engine's.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Line:
         default_dtype: torch.dtype | None = None,
         recompute: bool = False,
         device: torch.device = CPU,
-        lanes: Streams | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(RandomGenerators(0), in_flight, 1, default_dtype, before_pass, recompute)
-        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, lanes=lanes)
+        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams)
 
     def call(self, value: Any, piece: int = 0) -> Any:
         """What a pipelined module does in ``training_step``."""
@@ -60,7 +60,7 @@ class Line:
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
-        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: ProcessSection | None = None
+        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: UserSection = NO_SECTION
     ) -> Step:
         """A step whose loss ``run`` computes."""
 

@@ -1,4 +1,4 @@
-"""Rooms: several services behind one address, apart from each other, and what they say of themselves."""
+"""Sessions: several services behind one address, apart from each other, and what they say of themselves."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from tests.server.transports import PATIENCE, eventually
 @contextmanager
 def served() -> Iterator[GrpcChannel]:
     with ExitStack() as stack:
-        rooms = Sessions(10.0)
-        stack.callback(rooms.close)
-        server = stack.enter_context(GrpcServer(rooms, "127.0.0.1:0", Security(token="t")))
+        sessions = Sessions(10.0)
+        stack.callback(sessions.close)
+        server = stack.enter_context(GrpcServer(sessions, "127.0.0.1:0", Security(token="t")))
         channel = GrpcChannel(server.address, Security(token="t"))
         stack.callback(channel.close)
         yield channel
 
 
-def client(channel: GrpcChannel, room: str, size: int, incarnation: int = 1) -> Client:
+def client(channel: GrpcChannel, session: str, size: int, incarnation: int = 1) -> Client:
     parameters = (Parameter("w", (size,), "float32", "float32"),)
     signature = TrainingSignature("1", 1, 0, "sum", 1, (), parameters)
-    return Client([SessionChannel(channel, room)], signature, [[0]], 0, incarnation, lease=10.0, timeout=20.0)
+    return Client([SessionChannel(channel, session)], signature, [[0]], 0, incarnation, lease=10.0, timeout=20.0)
 
 
-def test_rooms_are_apart() -> None:
+def test_sessions_are_apart() -> None:
     with served() as channel, client(channel, "fit-1", 3) as one, client(channel, "fit-2", 5) as other:
         assert torch.equal(one.join([torch.ones(3)])[0], torch.ones(3))
         assert torch.equal(other.join([torch.zeros(5)])[0], torch.zeros(5))
@@ -59,7 +59,7 @@ def test_rooms_are_apart() -> None:
         other.leave()
 
 
-def test_the_status_tells_of_every_room() -> None:
+def test_the_status_tells_of_every_session() -> None:
     with served() as channel, client(channel, "fit-1", 3) as one:
         one.join([torch.ones(3)])
         one.synchronise([torch.ones(3)])
@@ -74,33 +74,33 @@ def test_the_status_tells_of_every_room() -> None:
 
 
 @pytest.mark.parametrize("method", ["shard", "../x/shard", "Fit-1/shard", "fit-x/shard", "/", "fit-1"])
-def test_what_names_no_room_is_refused(method: str) -> None:
+def test_what_names_no_session_is_refused(method: str) -> None:
     with served() as channel, pytest.raises(CallRefused):
         channel.call(method, b"x")
 
 
-def room_of(channel: GrpcChannel) -> dict[str, Any]:
+def status_of(channel: GrpcChannel) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(channel.call("status", b""))
     return status
 
 
-def test_a_room_that_all_have_left_gives_its_memory_back_and_can_be_entered_again() -> None:
-    """The weights of 64 fits were kept; and the next launch on the same server, whose rooms have the same names, was
+def test_a_session_that_all_have_left_gives_its_memory_back_and_can_be_entered_again() -> None:
+    """The weights of 64 fits were kept; and the next launch on the same server, whose sessions have the same names, was
     refused for its other model, or waited for ever to join the one before."""
     with served() as channel:
         for incarnation, size in enumerate([3, 5], start=1):
             with client(channel, "fit-1", size, incarnation) as one:
                 assert torch.equal(one.join([torch.ones(size)])[0], torch.ones(size))
-                assert room_of(channel)["fit-1"]["held_bytes"] >= size
-            assert room_of(channel).keys() == {"sessions", "lease"}
+                assert status_of(channel)["fit-1"]["held_bytes"] >= size
+            assert status_of(channel).keys() == {"sessions", "lease"}
 
 
-def test_a_room_whose_members_were_killed_is_cleared_when_their_leases_end() -> None:
-    rooms = Sessions(0.2)
-    with closing(rooms), GrpcServer(rooms) as server, closing(GrpcChannel(server.address)) as channel:
+def test_a_session_whose_members_were_killed_is_cleared_when_their_leases_end() -> None:
+    sessions = Sessions(0.2)
+    with closing(sessions), GrpcServer(sessions) as server, closing(GrpcChannel(server.address)) as channel:
         one = client(channel, "fit-1", 3)
         one.join([torch.ones(3)])  # without a heartbeat
-        eventually(lambda: not held(rooms), "the weights are still there")
+        eventually(lambda: not held(sessions), "the weights are still there")
         with pytest.raises(RemoteFault, match="longer than its lease"):
             one.synchronise([torch.ones(3)])
         one.close()
@@ -113,37 +113,37 @@ def test_a_server_that_is_not_the_coordinator_keeps_one_fits_weights() -> None:
     signature = TrainingSignature("1", 1, 0, "sum", 2, (), parameters)
     with ExitStack() as stack:
         channels = []
-        for rooms in (coordinator, beside):
-            stack.callback(rooms.close)
-            channels.append(GrpcChannel(stack.enter_context(GrpcServer(rooms)).address))
+        for sessions in (coordinator, beside):
+            stack.callback(sessions.close)
+            channels.append(GrpcChannel(stack.enter_context(GrpcServer(sessions)).address))
             stack.callback(channels[-1].close)
         for incarnation, fit in enumerate(("fit-1", "fit-2", "fit-3", "fit-1"), start=1):
             through = [SessionChannel(channel, fit) for channel in channels]
             with Client(through, signature, [[0], [1]], 0, incarnation, lease=10.0, timeout=20.0) as one:
                 one.join([torch.ones(1000), torch.ones(1000)])
                 one.synchronise([torch.ones(1000), torch.ones(1000)])
-                assert room_of(channels[1]).keys() == {"sessions", "lease", fit}
+                assert status_of(channels[1]).keys() == {"sessions", "lease", fit}
                 assert held(beside) <= 2 * 4096
 
 
-def held(rooms: Sessions) -> int:
-    """Bytes, without a call that would make the server look after its rooms."""
-    return sum(room.bytes_held for room in rooms._known().values())
+def held(sessions: Sessions) -> int:
+    """Bytes, without a call that would make the server look after its sessions."""
+    return sum(session.bytes_held for session in sessions._known().values())
 
 
 def test_closing_wakes_who_waits() -> None:
     """A server that was told to end waited for the requests that waited in it."""
-    rooms = Sessions(3000.0)
-    service = rooms._service_of("fit-1")
+    sessions = Sessions(3000.0)
+    service = sessions._service_of("fit-1")
     service._patience = PATIENCE * 10
     signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
     join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(rooms.run, f"fit-1/{COORDINATOR_METHOD}", join, memoryview(b""))
-        eventually(lambda: room_is_entered(rooms), "the request has not come")
-        rooms.close()
+        waiting = pool.submit(sessions.run, f"fit-1/{COORDINATOR_METHOD}", join, memoryview(b""))
+        eventually(lambda: session_is_entered(sessions), "the request has not come")
+        sessions.close()
         assert isinstance(decode(waiting.result(PATIENCE).header), NotYet)
 
 
-def room_is_entered(rooms: Sessions) -> bool:
-    return not rooms._service_of("fit-1").unused
+def session_is_entered(sessions: Sessions) -> bool:
+    return not sessions._service_of("fit-1").unused

@@ -1,0 +1,30 @@
+"""Random states of the process while user code runs: each minibatch has its own (laws L7 and L8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
+from lightning_hetpipe.run.lifecycle import Extension
+
+
+class RandomStates(Extension):
+    """Swaps in what the user code of a minibatch has of the process: at its beginning ``state`` of its number."""
+
+    def __init__(self, state: Callable[[int], ProcessState]) -> None:
+        self._state = state
+
+    def section(self, minibatch: int) -> UserSection:
+        return ProcessSection(self._state(minibatch))
+
+
+@contextmanager
+def own_state(state: ProcessState) -> Iterator[None]:
+    """Have the process hold ``state`` within it: for user code that runs in Lightning's own thread."""
+    section = ProcessSection(state)
+    section.enter()
+    try:
+        yield
+    finally:
+        section.leave()

@@ -1,0 +1,105 @@
+"""Calls that a ``training_step`` has made ahead of its step: of ``self.log``, and of torchmetrics objects."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.run.extensions.found_metrics import READS
+from lightning_hetpipe.torch_private import pytree
+
+_NOT_THE_USER = (
+    *("lightning_hetpipe.run.", "lightning_hetpipe.redirect", "lightning_hetpipe.pipeline."),
+    *("lightning.", "torch.", "torchmetrics."),
+)
+
+
+@dataclass(eq=False)
+class LogCall:
+    """``self.log`` or ``self.log_dict``, called ahead of its step. Tensors are detached and cloned."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str
+
+
+@dataclass(eq=False)
+class MetricCall:
+    """A method called on a metric ahead of its step. ``args`` and ``kwargs`` are the caller's, detached and cloned.
+
+    Attributes:
+        where: The line of the user's code.
+        draws: The generators' states before the call, if it drew random numbers.
+        answer: The value that the caller was given, of a method that reads.
+    """
+
+    metric: nn.Module
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str
+    draws: list[Tensor] | None = None
+    answer: Any = field(default=None, repr=False)
+
+    def replay(self, drawing: Callable[[list[Tensor] | None, Callable[[], Any]], Any]) -> None:
+        """Calls the metric itself, within ``drawing``, which sets the generators to given states.
+
+        Raises:
+            SettingError: if a value that was read ahead of time turns out to be another one.
+        """
+        answer = drawing(self.draws, lambda: getattr(self.metric, self.method)(*self.args, **self.kwargs))
+        if self.method in READS and not _same(answer, self.answer):
+            raise SettingError(
+                f"training_step read {type(self.metric).__name__}.{self.method}() ahead of time, but the metric was "
+                "changed outside training_step before that step; log the metric object itself "
+                "(self.log(name, metric)), or set in_flight=1"
+            )
+
+
+@dataclass(eq=False)
+class Record:
+    """The calls of one minibatch's ``training_step`` that wait for their step, in order."""
+
+    calls: deque[LogCall | MetricCall] = field(default_factory=deque)
+
+    @property
+    def metric_calls(self) -> list[MetricCall]:
+        """The calls of metrics."""
+        return [call for call in self.calls if isinstance(call, MetricCall)]
+
+
+def caller() -> str:
+    """The line of the user's code that makes the call which is being recorded."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USER):
+        frame = frame.f_back
+    return f"recorded at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Adds ``note`` to ``error``, also in Python 3.10."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality of two answers of a metric, up to the rounding in which repeated reductions on a GPU differ."""
+    ones, one_spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    return one_spec == other_spec and all(_same_leaf(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one.to(other), other, equal_nan=True)
+    return bool(one == other or (one != one and other != other))  # NaN is the same answer as NaN

@@ -1,0 +1,168 @@
+"""Lightning's steps of a fit: in its own thread, or through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import run_first
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.run.driver import Driver, Opened
+from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.run.gradients import deliver
+from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.user_step import UserStep, without_graph
+
+
+class Steps:
+    """Steps that run as in any other strategy, in Lightning's own thread, while ``driver`` has no pipeline."""
+
+    def __init__(self, driver: Driver[Minibatch]) -> None:
+        self._driver = driver
+
+    def submit(self, number: int, args: tuple[Any, ...]) -> None:
+        """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
+        raise NotImplementedError
+
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run ``native``, Lightning's own step, as minibatch ``number``."""
+        return self._driver.step_inline(number, native, args)
+
+    def backward(self, number: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward of minibatch ``number``."""
+        self._driver.backward_inline(number, native)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Open around ``optimizer``'s step."""
+        return nullcontext()
+
+    def validate(self, native: Callable[[], Any]) -> Any:
+        """Run ``native``, Lightning's own validation loop."""
+        return native()
+
+
+class PipelinedSteps(Steps, Extension):
+    """Steps of minibatches that ``engine`` computes ahead of Lightning's loop.
+
+    Args:
+        trainer: Lightning's.
+        driver: Has started ``engine``.
+        engine: The pipeline.
+        user_step: What runners run.
+        loss_scale: That of each minibatch.
+        evaluation: Runs validations.
+        first: The minibatch that is not repeated: that of Lightning's loop now.
+        moved: Whether batches may have been moved to another root device than the engine's.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        driver: Driver[Minibatch],
+        engine: Engine,
+        user_step: UserStep,
+        loss_scale: LossScale,
+        evaluation: Evaluation,
+        first: int,
+        moved: bool,
+    ) -> None:
+        super().__init__(driver)
+        self._trainer = trainer
+        self._engine = engine
+        self._user_step = user_step
+        self._loss_scale = loss_scale
+        self._evaluation = evaluation
+        self._last = first
+        self._moved = moved
+        self._finished: Minibatch
+
+    def epoch_begins(self, first: int) -> None:
+        self._last = -1  # a search for a learning rate begins with the same number again
+
+    def submit(self, number: int, args: tuple[Any, ...]) -> None:
+        if self._moved:
+            args = move_data_to_device(args, self._engine.root_device)
+
+        def start(context: Opened, section: UserSection) -> int:
+            module: L.LightningModule = self._trainer.lightning_module
+            step = Step(
+                run=partial(self._user_step.run, number, args),
+                check=lambda total, ours: refuse_leaves(module, ours, total),
+                context=context,
+                section=section,
+            )
+            self._engine.submit(number, step)
+            return self._engine.minibatches[number].version
+
+        self._driver.launch(number, start)
+
+    def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Wait for minibatch ``number``."""
+        if number == self._last:
+            raise SettingError(
+                f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
+                " pipeline runs each minibatch once; use another optimizer"
+            )
+        self._last = number
+        if number not in self._engine.minibatches:
+            self._driver.publish(number - 1)
+            self.submit(number, args)
+        self._finished = self._driver.finish(number, args)
+        return without_graph(self._finished.output)
+
+    def backward(self, number: int, native: Callable[[], None]) -> None:
+        """Hand the minibatch's gradients, which are there, to Lightning."""
+        deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
+        del self._finished
+        self._driver.offer()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Let other user code run while ``optimizer`` computes, after its closure has returned."""
+        return nullcontext() if self._engine.in_flight == 1 else _released(self._engine, optimizer)
+
+    def validate(self, native: Callable[[], Any]) -> Any:
+        with self._driver.evaluating():
+            return self._evaluation.run(native)
+
+
+@contextmanager
+def _released(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have ``optimizer.step``, within it, give the lock over user code away once its closure has returned.
+
+    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
+    """
+    released = ExitStack()
+
+    def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure")
+        if closure is None:  # a loss scaler has called it
+            released.enter_context(engine.computing())
+            return None
+
+        def run() -> Any:
+            result = closure()
+            released.enter_context(engine.computing())
+            return result
+
+        return args, {**kwargs, "closure": run}
+
+    before = optimizer.register_step_pre_hook(free_after_closure)
+    after = optimizer.register_step_post_hook(lambda *_: released.close())
+    run_first(optimizer, after)  # other post hooks are user code
+    try:
+        yield
+    finally:
+        released.close()
+        before.remove()
+        after.remove()

@@ -1,0 +1,54 @@
+"""Refusals of what virtual workers cannot do together, as it comes at another minibatch for each of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import asks_at_every_step, saves_by_steps, seconds_between_validations
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.group import Group
+
+
+def check_together(trainer: L.Trainer) -> None:
+    """Refuse validations that come after some time."""
+    if (seconds := seconds_between_validations(trainer)) is not None:
+        raise SettingError(
+            f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
+            " minibatch; give it as a number of batches, or as a part of an epoch"
+        )
+
+
+def check_batches(trainer: L.Trainer, group: Group) -> None:
+    """Refuse what counts batches where virtual workers have different numbers of them. Called on all."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    if trainer.is_global_zero and any(map(asks_at_every_step, callbacks)):
+        rank_zero_warn(
+            "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"
+            " that all go at its pace; leave them out where virtual workers are not equally fast"
+        )
+    told = (trainer.num_training_batches, trainer.val_check_batch if trainer.enable_validation else None)
+    batches, checks = zip(*group.gather(told, "the start of training"), strict=True)
+    if len(set(batches)) == 1:
+        return
+    counts = " and ".join(map(str, sorted(set(batches))))
+    if trainer.enable_validation and checks != batches:
+        if len(set(checks)) > 1:
+            raise SettingError(
+                f"val_check_interval={trainer.val_check_interval!r} comes after different numbers of batches, as"
+                f" virtual workers have {counts} of them in an epoch; give it as a number of batches"
+            )
+        if trainer.check_val_every_n_epoch is None:
+            raise SettingError(
+                f"check_val_every_n_epoch=None counts batches over epochs, of which virtual workers have {counts}"
+                " batches; leave it out, or give all the same number"
+            )
+    if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks)):
+        raise SettingError(
+            "ModelCheckpoint(every_n_train_steps=...) counts steps over epochs, of which virtual workers have"
+            f" {counts} batches; set every_n_epochs, or give all the same number"
+        )
