@@ -1,6 +1,6 @@
 """Runs pytest over and over, in forks of a process that has imported torch and Lightning, but nothing of ours.
 
-One line of JSON in (folder, arguments of pytest, file for its output), one line out: its exit status.
+One line of JSON in (folder, arguments of pytest, file for its output), one line out: that file, and its exit status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([json.loads(line)[2], status]), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,14 +29,13 @@ _ENGINE = "tests/pipeline/test_engine.py"
 _SHARD = "tests/server/test_protocol_shard.py"
 _STORIES = "tests/server/test_protocol_stories.py"
 
-EARLY_PUBLISH = """if engine is None or engine.in_flight == 1:
-            return nullcontext()
+EARLY_PUBLISH = """engine, version = self._engine, self._last
 
         @contextmanager
         def early() -> Iterator[None]:
-            with released_step(engine, optimizer):
+            with _released(engine, optimizer):
                 yield
-            engine.publish(self.begun())
+            engine.publish(version)
             engine.publish = lambda version: vars(engine).pop("publish")
 
         return early()
@@ -56,7 +55,7 @@ MUTATIONS = (
         "L1",
         "a backward runs on another version than its forward",
         "pipeline/segment_runner.py",
-        "self._stash.bind(left.version)",
+        "self._stash.bind(saved.version)",
         "self._stash.bind(max(self._stash._versions))",
         ("tests/exact/test_recompute.py", "-k", "sequentials"),
     ),
@@ -71,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "L1",
         "a version is published before callbacks had their say",
-        "run/fit.py",
-        "return nullcontext() if engine is None or engine.in_flight == 1 else released_step(engine, optimizer)",
+        "run/steps.py",
+        "return nullcontext() if self._engine.in_flight == 1 else _released(self._engine, optimizer)",
         EARLY_PUBLISH,
         ("tests/exact/test_outsiders.py", "-k", "weights_that_a_callback_edits"),
     ),
@@ -105,7 +104,7 @@ MUTATIONS = (
         "L2",
         "the last stage goes on with others between forward and backward",
         "pipeline/stage_thread.py",
-        "return self._next_of(number) if isinstance(message, Forward) and message.turn else None",
+        "return self._next_of(number) if isinstance(message, Forward) and message.last else None",
         "return None",
         ("tests/pipeline/test_recorded_order.py",),
     ),
@@ -122,13 +121,13 @@ MUTATIONS = (
         "L3",
         "a wave's last version is published before it is merged",
         "run/driver.py",
-        """        self.extensions.stepped(version)
-        if self.restarts:""",
+        "        tell(Extension.stepped, version)\n",
         """        if not self.restarts:
-            crew.publish(version)
-            crew.publish = lambda version: vars(crew).pop("publish")
-        self.extensions.stepped(version)
-        if self.restarts:""",
+            pipeline = self._pipeline
+            pipeline.publish(version)
+            pipeline.publish = lambda version: vars(pipeline).pop("publish")
+        tell(Extension.stepped, version)
+""",
         ("tests/wsp/test_checkpoints.py",),
     ),
     Mutation(
@@ -203,7 +202,7 @@ MUTATIONS = (
         "server/protocol/recovery.py",
         "last = max(pulls, key=",
         "last = min(pulls, key=",
-        ("tests/server/test_protocol.py",),
+        ("tests/server/test_protocol.py", "-k", "Deaths"),
     ),
     Mutation(
         "L5",
@@ -234,7 +233,7 @@ MUTATIONS = (
         "L6",
         "an epoch does not begin with an empty pipeline",
         "run/driver.py",
-        "self.restarts = self.crew is not None",
+        "self.restarts = True",
         "self.restarts = False",
         ("tests/run/test_lifecycle.py",),
     ),
@@ -249,7 +248,7 @@ MUTATIONS = (
     Mutation(
         "L6",
         "at an epoch's end each keeps its own buffers",
-        "run/extensions/cuts.py",
+        "run/extensions/waves_and_cuts.py",
         """        self._running = False
         self._synchroniser.take_buffers()""",
         "        self._running = False",
@@ -258,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "L6",
         "an evaluation within an epoch leaves the buffers of virtual worker 0 behind",
-        "run/extensions/cuts.py",
+        "run/extensions/waves_and_cuts.py",
         "            put_back()",
         "            pass",
         ("tests/wsp/test_features.py", "-k", "decisions", "-m", "slow"),
@@ -284,8 +283,8 @@ MUTATIONS = (
         "L7",
         "a forward that is computed again draws another mask",
         "pipeline/segment_runner.py",
-        "return tensors_of(self._compute(task, left.inputs, left.kind))",
-        "return tensors_of(self._compute(task._replace(minibatch=-1), left.inputs, left.kind))",
+        "return tensors_of(self._compute(task, saved.inputs, saved.kind))",
+        "return tensors_of(self._compute(task._replace(minibatch=-1), saved.inputs, saved.kind))",
         ("tests/exact/test_recompute.py", "-k", "sequentials"),
     ),
     # User code.
@@ -313,7 +312,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return nullcontext() if self.crew is None or current() is not None else self.crew.unlocked()",
+        "return self._pipeline.unlocked() if current() is None else nullcontext()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),
@@ -330,7 +329,7 @@ MUTATIONS = (
     Mutation(
         "L8",
         "the optimizer's hooks run beside other user code",
-        "run/release.py",
+        "run/steps.py",
         "    run_first(optimizer, after)  # other post hooks are user code",
         "    after",
         ("tests/run/test_user_sections.py", "-k", "optimizer"),
@@ -340,24 +339,24 @@ MUTATIONS = (
         "L9",
         "buffers are shown that a later forward has left",
         "pipeline/engine.py",
-        "live.show(stage.state(number), self.lanes.outside)",
-        "live.show(stage.state(number + 1), self.lanes.outside)",
+        "live.show(stage.state(number), ",
+        "live.show(stage.state(number + 1), ",
         ("tests/exact/test_grid.py",),
     ),
     Mutation(
         "L9",
         "what a step has logged is replayed one step late",
-        "run/extensions/observers.py",
-        "self._records.pop(minibatch.number, None)",
-        "self._records.pop(minibatch.number - 1, None)",
+        "run/extensions/replay.py",
+        "self._calls.replay(self._records.pop(minibatch.number))",
+        "self._calls.replay(self._records.pop(minibatch.number - 1, Record()))",
         ("tests/exact/test_outsiders.py", "-k", "logged or metrics"),
     ),
     Mutation(
         "L9",
         "a discarded minibatch leaves its logs",
-        "run/extensions/observers.py",
-        "            self._replay.discard(self._records.popitem()[1])",
-        "            self._replay.replay(self._records.popitem()[1])",
+        "run/extensions/replay.py",
+        "self._calls.discard(self._records.popitem()[1])",
+        "self._calls.replay(self._records.popitem()[1])",
         (
             "tests/exact/test_interruptions.py",
             "tests/parity/test_pairs.py",
@@ -376,7 +375,7 @@ MUTATIONS = (
     Mutation(
         "L9",
         "an attribute that a step sets is seen at once",
-        "run/extensions/observers.py",
+        "run/extensions/module_attributes.py",
         "        self._attributes.leave()",
         "        pass",
         ("tests/run/test_module_attributes.py", "tests/run/test_user_sections.py"),
@@ -384,7 +383,7 @@ MUTATIONS = (
     Mutation(
         "L9",
         "a request to stop takes effect before its step",
-        "run/extensions/observers.py",
+        "run/extensions/trainer_counters.py",
         "self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops",
         "self.should_stop = self._trainer.should_stop",
         ("tests/run/test_user_sections.py", "-k", "stop"),
@@ -451,7 +450,7 @@ MUTATIONS = (
         "streams",
         "a stage does not wait for its version's copy",
         "pipeline/stage.py",
-        "        self.lane.join(self.stash.buffer(task.version).published)\n",
+        "        self.stream.join(self.stash.buffer(task.version).published)\n",
         "",
         ("tests/pipeline/test_streams.py",),
     ),
@@ -467,7 +466,7 @@ MUTATIONS = (
         "threads",
         "torch's number of threads stays changed",
         "run/fit.py",
-        "torch.set_num_threads(self._threads_before)",
+        "self._undo.callback(torch.set_num_threads, torch.get_num_threads())",
         "pass",
         ("tests/run/test_refusals.py",),
     ),
