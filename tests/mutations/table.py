@@ -128,7 +128,7 @@ MUTATIONS = (
             pipeline.publish = lambda version: vars(pipeline).pop("publish")
         tell(Extension.stepped, version)
 """,
-        ("tests/wsp/test_checkpoints.py",),
+        ("tests/wsp/test_exact.py", "-k", "three", "-m", "slow"),
     ),
     Mutation(
         "L3",
@@ -202,7 +202,7 @@ MUTATIONS = (
         "server/protocol/recovery.py",
         "last = max(pulls, key=",
         "last = min(pulls, key=",
-        ("tests/server/test_protocol.py", "-k", "Deaths"),
+        ("tests/server/test_protocol.py",),
     ),
     Mutation(
         "L5",
