@@ -29,7 +29,7 @@ timers (somebody held the CPU or the GIL), and stays.
 
 @dataclass(frozen=True)
 class Pad:
-    """How long a stage takes.
+    """Seconds that an emulated stage takes.
 
     Attributes:
         forward: Seconds of its forward, in training and in evaluation.
@@ -48,7 +48,7 @@ class Pad:
 
 @dataclass
 class Padded:
-    """What became of one stage.
+    """Record of one emulated stage.
 
     Attributes:
         passes: Forwards and backwards so far.

@@ -71,7 +71,7 @@ def keywords_of(graph: fx.GraphModule) -> list[str]:
 
 
 def outputs_of(graph: fx.GraphModule) -> Any:
-    """How the outputs of an exported graph are nested: what :func:`pytree.tree_unflatten` takes."""
+    """Nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
     return _tree_of(graph).out_spec
 
 
@@ -114,7 +114,7 @@ def run_backward(
     inputs: Sequence[Tensor | GradientEdge],
     keep_graph: bool = False,
 ) -> Sequence[Tensor | None]:
-    """What ``torch.autograd.grad`` computes, for gradients that are known to fit, in less time than its checks take.
+    """Compute gradients as ``torch.autograd.grad`` does, without its checks, which take longer.
 
     Gives None for an input that no gradient reaches.
     """
@@ -182,7 +182,7 @@ def viewed(tensor: Tensor) -> Tensor:
 
 
 def version_counter(tensor: Tensor) -> int:
-    """How often ``tensor`` was changed in place. Changes through ``tensor.data`` are not counted."""
+    """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data`` are not counted."""
     return tensor._version
 
 
@@ -233,12 +233,12 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 
 def has_any_hooks(module: nn.Module) -> bool:
-    """Whether there are hooks on ``module``, of whomever."""
+    """Return True if ``module`` has any hooks."""
     return any(_hooks(module))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a user has put hooks on ``module``. Those of ``torch.nn.utils`` (weight norm and such) do not count."""
+    """Return True if a user has put hooks on ``module``; those of ``torch.nn.utils`` (weight norm) do not count."""
     return any(_is_users(hook) for hooks in _hooks(module) for hook in hooks.values())
 
 
@@ -281,7 +281,7 @@ _CONTAINERS = {dict, OrderedDict, list, set}
 
 
 def has_global_hooks() -> bool:
-    """Whether a user has put hooks on all modules of the process."""
+    """Return True if a user has put hooks on all modules of the process."""
     has_any: Any = _has_any_global_hook  # torch has no types here
     return bool(has_any())
 
@@ -409,7 +409,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def cpp_compiler_error() -> str | None:
-    """What torch says where it finds no C++ compiler for its code on CPUs; None if it finds one."""
+    """Error of torch where it finds no C++ compiler for its code on CPUs; None if it finds one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

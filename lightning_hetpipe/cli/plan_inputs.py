@@ -46,7 +46,7 @@ PROGRAM = ConsoleScript(
     trainer_errors.exit_code,
 )
 
-_QUIET = {
+_SILENT = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -117,7 +117,7 @@ def _measured(config: DictConfig) -> tuple[Profile, str | None]:
     kept = {key: of_strategy(config, key, default) for key, default in defaults.items()}
     with open_dict(config):
         config.trainer.pop("callbacks", None)
-        config.trainer.update(_QUIET)
+        config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
     strategy = ProfilingStrategy(ProfileCache(), on_terminal, **kept)
     model = built(config, "model", L.LightningModule)

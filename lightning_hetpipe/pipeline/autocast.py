@@ -1,4 +1,4 @@
-"""What autocast does where user code calls a piece: it belongs to a thread, and stages run in others."""
+"""Autocast state at the call of a piece. It belongs to a thread, and stages run in threads of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Autocast:
 
     @staticmethod
     def current() -> Autocast:
-        """What holds in this thread."""
+        """Read the state of this thread."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())

@@ -33,7 +33,7 @@ def places(layers: Iterable[nn.Module]) -> list[Place]:
 
 
 def may_change(module: nn.Module, name: str) -> bool:
-    """Whether a forward may change this buffer, as far as its module tells: a graph does."""
+    """Return True if a forward may change this buffer, as far as its module tells (a graph does)."""
     return not isinstance(module, GraphLayer) or name in module.code.changes
 
 
@@ -66,7 +66,7 @@ class Buffers:
         self._left = [[] for _ in self._left]
 
     def all(self) -> list[Tensor]:
-        """What Lightning's thread has made for forwards to use."""
+        """Buffers that Lightning's thread has prepared for the next forwards."""
         return [tensor for left in self._left for tensor in left]
 
     def before_forward(self, minibatch: int, layers: list[Place]) -> None:
@@ -95,7 +95,7 @@ class Buffers:
             setattr(module, name, tensor)
 
     def changes(self, minibatch: int) -> list[int]:
-        """How often each buffer of forward ``minibatch`` was changed in place so far."""
+        """Count the in-place changes of each buffer of forward ``minibatch`` so far."""
         return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
@@ -109,7 +109,7 @@ class Buffers:
                 own[index] = left.detach()
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
-        """What forward ``minibatch`` left."""
+        """Buffers as forward ``minibatch`` left them."""
         return self._of(minibatch) if self._names else ()
 
     def publish(self, minibatch: int, live: Sequence[Tensor]) -> bool:

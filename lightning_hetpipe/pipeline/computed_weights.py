@@ -40,7 +40,7 @@ class Computed:
             self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
-        """What forward ``minibatch`` has computed."""
+        """Weights that forward ``minibatch`` has computed."""
         return self._left[minibatch % len(self._left)]
 
     def let_go(self) -> None:

@@ -60,7 +60,7 @@ class _Creating(TorchFunctionMode):
         return result
 
     def _promoted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` makes of whole numbers where the default dtype is ours: numbers of that dtype to begin with."""
+        """Run ``func`` on whole numbers that are converted to our default dtype first."""
         try:
             if (condition := _CONDITION.get(func)) is not None:
                 result = func(*(a if i == condition else self._tensor(a) for i, a in enumerate(args)), **kwargs)
@@ -87,7 +87,7 @@ class _Creating(TorchFunctionMode):
 
 
 def _promotes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a floating-point result comes of whole numbers only, and no dtype was named for it."""
+    """Return True if a floating-point result is made of whole numbers only, and no dtype was named for it."""
     values = list(_flat((args, kwargs)))
     tensors = [value for value in values if isinstance(value, Tensor)]
     named = func in _CONVERSIONS or any(isinstance(value, torch.dtype) for value in values)

@@ -44,7 +44,7 @@ def set_here(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """What a layer computes, as a graph.
+    """Graph of the computation of one layer.
 
     Attributes:
         module: Takes the ``regions``, the device, the layer's own tensors and the values from before.
@@ -75,7 +75,7 @@ class LayerGraph:
 
 
 class Code:
-    """What a layer and its copies run.
+    """Code that a layer and its copies run.
 
     Attributes:
         variants: For each variant of the graph the function, and the names of the layer's tensors that it takes.
@@ -131,7 +131,7 @@ class GraphLayer(nn.Module):
                 self.register_buffer(own_name(path), tensor)
 
     def held(self, path: str) -> Tensor | None:
-        """What it holds of the captured module's ``path``; None if it takes nothing from there."""
+        """Submodule that holds the layer's tensors of the captured module's ``path``; None if there are none."""
         tensor: Tensor | None = getattr(self, own_name(path), None)
         return tensor
 

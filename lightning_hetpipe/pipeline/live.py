@@ -29,7 +29,7 @@ class Live:
         """Whether forwards leave anything in them."""
 
     def version(self, number: int) -> Version:
-        """What they are now, as version ``number``."""
+        """Message that publishes the present weights and flags as version ``number``."""
         return Version(number, self.parameters, self.flags(), [[*map(tensor_at, own)] for own in self._buffers])
 
     def flags(self) -> Flags:

@@ -1,4 +1,4 @@
-"""What a stage holds, in bytes, counted by the engine: now, and at the most.
+"""Bytes that a stage holds, counted by the engine: now, and at the most.
 
 Weight versions
     The version buffers that hold one; what several versions share counts once. (All Nm are allocated when the pipeline
@@ -65,7 +65,7 @@ class Level:
 
 
 class Memory:
-    """What one stage holds. Its own thread and Lightning's count.
+    """Bytes that one stage holds; counted by its own thread and Lightning's.
 
     Attributes:
         versions, activations, gradients: Bytes.
@@ -91,7 +91,7 @@ class Memory:
                 self._add(self.versions, versions - self.versions.now)
 
     def hold(self, minibatch: int, segment: int, activations: int) -> None:
-        """Of ``minibatch``, so many bytes are now kept at ``segment``."""
+        """Note the bytes that ``segment`` now keeps of ``minibatch``."""
         with self._lock:
             held = self._held.get(minibatch)
             if held is None:
@@ -154,13 +154,13 @@ class Counter:
         self._known.clear()
 
     def known(self, inputs: Sequence[Tensor]) -> Kept | None:
-        """What a forward of such ``inputs`` leaves, if there was one."""
+        """Bytes that a forward of such ``inputs`` leaves, if there was one."""
         return self._known.get(_sizes(inputs))
 
     def kept(
         self, inputs: Sequence[Tensor], forward: Callable[[], T], besides: Callable[[], Iterable[Tensor]]
     ) -> tuple[T, Kept]:
-        """What ``forward`` makes of ``inputs``, and the bytes that it leaves, without those of ``besides``."""
+        """Run ``forward``; return its result and the bytes that it leaves, without those of ``besides``."""
         if len(self._known) == REMEMBERED:
             self._known.clear()
         watched = _Watched()
@@ -177,13 +177,13 @@ def _sizes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 class _Watched:
-    """What autograd saves in one forward."""
+    """Tensors that autograd saves in one forward."""
 
     def __init__(self) -> None:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def saved(self) -> list[Tensor]:
-        """What the graph still needs."""
+        """Tensors that the graph still needs."""
         return [saved.tensor for saved in self._saved]
 
     def pack(self, tensor: Tensor) -> _Saved:

@@ -16,7 +16,7 @@ from lightning_hetpipe.pipeline.values import Addends, Nth, Value
 
 
 class RemoteFailure(RuntimeError):
-    """What a stage in another process has raised."""
+    """Error that a stage in another process has raised."""
 
 
 class _EncodedFailure(NamedTuple):

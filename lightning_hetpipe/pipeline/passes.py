@@ -1,4 +1,4 @@
-"""What is wrapped around a task of a stage, from outside."""
+"""Context managers that are wrapped around the tasks of a stage, from outside."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pass:
 
 
 class Loss:
-    """What user code computes of a minibatch between the forward and the backward of the last stage, as part of it.
+    """Loss of a minibatch: user code between the forward and the backward of the last stage, timed as part of it.
 
     It begins here, in the minibatch's thread.
     """
@@ -69,7 +69,7 @@ class Loss:
         self._since = stage.stream.now()
 
     def end(self, event: StreamEvent | None) -> None:
-        """What user code has given to its device stands before ``event``."""
+        """End the loss: all that user code has given to its device stands before ``event``."""
         if self._after is not None:
             if event is not None:
                 event.synchronize()

@@ -119,7 +119,7 @@ class PlainCode:
 
 
 def _fields(record: Any) -> Iterable[Any]:
-    """What its class takes: of a named tuple and of a dataclass each field, of any other tuple all in one."""
+    """Arguments of its class: each field of a named tuple or dataclass; any other tuple as one argument."""
     if dataclasses.is_dataclass(record):
         return [getattr(record, field.name) for field in dataclasses.fields(record)]
     return record if hasattr(record, "_fields") else [tuple(record)]

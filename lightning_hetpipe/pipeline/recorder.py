@@ -32,7 +32,7 @@ EVALUATED = 5_000
 
 @dataclass(frozen=True)
 class Window:
-    """Of which minibatches everything is kept: those from ``first`` to ``last``, and of these the last ``most``."""
+    """Minibatches of which everything is kept: those from ``first`` to ``last``, and of these the last ``most``."""
 
     first: int = 1
     last: int | None = None
@@ -43,7 +43,7 @@ class Window:
 
 
 class Recorder:
-    """What took place in one run.
+    """Record of one run: spans of stages and of Lightning's thread.
 
     Args:
         window: What to keep.
@@ -80,7 +80,7 @@ class Recorder:
                 self._steps.pop(oldest, None)
 
     def forget(self, after: int) -> None:
-        """What came after the minibatch ``after`` was discarded; its numbers will be used again."""
+        """Drop the record of discarded minibatches later than ``after``, whose numbers will be used again."""
         for minibatch in [number for number in list(self._steps) if number > after]:
             self._versions.pop(minibatch, None)
             del self._steps[minibatch]
@@ -107,7 +107,7 @@ class Recorder:
         self._since = now
 
     def pause(self) -> None:
-        """What Lightning's thread does right now has lasted until now, for who reads; it may go on."""
+        """Extend the span that Lightning's thread has open to the present, for readers; it may go on."""
         if self._doing:
             self.add(LIGHTNING, *self._doing[-1], self._since)
             self._since = time.perf_counter()
@@ -130,7 +130,7 @@ class Recorder:
         return self._steps.get(minibatch, [])
 
     def around(self, before: BeforePass | None) -> BeforePass:
-        """What stages call before they compute: records that, with what ``before`` adds to it."""
+        """Make the function that stages call before they compute: it records the pass, and calls ``before``."""
         add, clock = self.add, time.perf_counter
 
         def passes(stage: int, work: str, minibatch: int) -> Callable[[], None]:
@@ -153,7 +153,7 @@ class Recorder:
     # Whoever reads.
 
     def spans(self) -> tuple[Span, ...]:
-        """What was kept, by its start, in seconds since :attr:`zero`."""
+        """Spans that were kept, sorted by start, in seconds since :attr:`zero`."""
         noted = [each for number in list(self._versions) for each in list(self._steps.get(number, ()))]
         if noted:
             first = min(start for *_, start, _ in noted)

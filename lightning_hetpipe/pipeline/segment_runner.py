@@ -86,13 +86,13 @@ class SegmentRunner:
         self.counter = Counter()
 
     def kind(self, task: Forward) -> Kind:
-        """What tells calls apart that torch compiles; None where it compiles none."""
+        """Key of the call for torch.compile; None where nothing is compiled."""
         if self.compiled is None:
             return None
         return self.compiled.kind(task.value, self._stash.buffer(task.version).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
-        """Whether torch may compile in a forward of that ``kind``, or in its backward: then all others must pause."""
+        """Return True if torch may compile in a forward of that ``kind``, or in its backward: others must pause."""
         if self.compiled is None:
             return False
         new = self.compiled.is_new(kind)  # a backward may compute its forward again
@@ -168,7 +168,7 @@ class SegmentRunner:
         return tensors_of(self._compute(task, saved.inputs, saved.kind))
 
     def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:
-        """What the layers make of ``inputs``, with the structure of what ``task`` gives them."""
+        """Run the layers on ``inputs``, nested as the value of ``task`` is."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
             raise SettingError(
@@ -204,7 +204,7 @@ class SegmentRunner:
 
 
 def mutates_input(layers: Sequence[Layer]) -> bool:
-    """Whether ``layers``, run in order, change the first one's input in place, maybe through a view of it."""
+    """Return True if ``layers``, run in order, change the first one's input in place, maybe through a view of it."""
     for layer in layers:
         if layer.mutates_input:
             return True

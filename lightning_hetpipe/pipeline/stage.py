@@ -69,7 +69,7 @@ it; for the loss, which the last stage has between forward and backward, the min
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What all stages share.
+    """Settings that all stages share.
 
     Attributes:
         generators: The run's random numbers.
@@ -185,7 +185,7 @@ class Stage(StageThread):
         self.stash.buffer(version).published = self._user_stream.record([self.device])
 
     def state(self, minibatch: int) -> StageState:
-        """What the forwards of ``minibatch``, one of the last Nm, have left."""
+        """State that the forwards of ``minibatch``, one of the last Nm, have left."""
         runners = self._runners.values()
         return StageState(
             [each.buffers.left(minibatch) for each in runners], [each.computed.left(minibatch) for each in runners]
@@ -215,7 +215,7 @@ class Stage(StageThread):
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
         kind = runner.kind(task)
-        with self._alone(runner.compiles(kind), runner, number), self._computing("forward", number):
+        with self._exclusive(runner.compiles(kind), runner, number), self._computing("forward", number):
             output, saved = runner.forward(task, kind)
         self._saved[number, segment] = saved
         self.memory.hold(number, segment, saved.kept.all)
@@ -239,7 +239,7 @@ class Stage(StageThread):
         sums = {**found.gradients, **task.sums} if found.gradients or task.sums else _NO_SUMS
         kept = [saved]  # so that nobody here holds what the backward lets go of
         del saved
-        with self._alone(compiles, runner, number), self._computing("backward", number):
+        with self._exclusive(compiles, runner, number), self._computing("backward", number):
             below, own = runner.backward(task, kept.pop(), sums)
         handed_on, waiting = self._keep(found.gradients, runner, own, task)
         self.memory.release(number, segment, waiting)
@@ -295,8 +295,8 @@ class Stage(StageThread):
 
     # What is wrapped around a task.
 
-    def _alone(self, compiles: bool, runner: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
-        return self.compiling.alone(runner.describe(), minibatch) if compiles else _NOTHING
+    def _exclusive(self, compiles: bool, runner: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
+        return self.compiling.exclusive(runner.describe(), minibatch) if compiles else _NOTHING
 
     def _computing(self, work: str, minibatch: int) -> Pass:
         return Pass(self, self._compute_lock, self._settings.before_pass, work, minibatch)

@@ -25,7 +25,7 @@ Sums = Mapping[int, Tensor]
 
 
 class Flags(NamedTuple):
-    """What callbacks change of layers, version by version.
+    """Flags of layers that callbacks may change, version by version.
 
     Attributes:
         requires_grad: Of every parameter.
@@ -53,7 +53,7 @@ class Version(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What a minibatch's forward has left in the layers of a stage: for each of its segments the tensors in order.
+    """State that a minibatch's forward has left in a stage: for each of its segments the tensors in order.
 
     Attributes:
         buffers: Its buffers.
@@ -129,7 +129,7 @@ Message = Forward | Backward | Evaluate | Cancel
 
 
 class Output(NamedTuple):
-    """What a segment has computed for ``minibatch``."""
+    """Output of a segment for ``minibatch``."""
 
     minibatch: int
     segment: int
@@ -146,7 +146,7 @@ class InputGradients(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What a segment has made of the batch ``minibatch`` of an evaluation."""
+    """Output of a segment for the batch ``minibatch`` of an evaluation."""
 
     minibatch: int
     segment: int
@@ -154,7 +154,7 @@ class Evaluated(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
+    """Error that a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
 
     minibatch: int
     error: BaseException

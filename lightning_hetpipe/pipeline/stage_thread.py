@@ -83,7 +83,7 @@ class StageThread:
         return self._worker is None or self._worker.join(seconds)
 
     def describe(self) -> str:
-        """What the stage does right now, for people."""
+        """Say what the stage does right now, for error messages."""
         doing = self._doing
         if doing is None:
             return f"stage {self.index} is idle"
@@ -130,5 +130,5 @@ class StageThread:
         """Nothing of ``minibatch`` is needed any more."""
 
     def _told(self, message: Message) -> str:
-        """What the stage does with ``message``, for people."""
+        """Say what the stage does with ``message``, for error messages."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ class UserStream(Protocol):
         """Behind all that this thread has given to ``devices`` (a stage's stream has but one); None: it is computed."""
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """What follows comes after ``event``, and uses ``tensors`` of another stream."""
+        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
 
 
 class Stream(UserStream, Protocol):
@@ -59,7 +59,7 @@ class Stream(UserStream, Protocol):
         """A moment in what this thread gives the stream's device, for :meth:`spent`; user code may ask as well."""
 
     def spent(self, since: Any) -> None:
-        """What came after ``since`` counts as busy."""
+        """Count the time after ``since`` as busy."""
 
     def busy_seconds(self) -> float:
         """As far as it is known already."""
@@ -69,7 +69,7 @@ class Stream(UserStream, Protocol):
 
 
 class HostStream:
-    """Of a stage on the CPU: an operator is computed when its call returns."""
+    """Stream of a stage on the CPU: an operator is computed when its call returns."""
 
     def __init__(self) -> None:
         self._busy = 0.0
@@ -100,8 +100,8 @@ class HostStream:
 
 
 class WaitingStream(HostStream):
-    """Of a thread that shares the streams of the one that makes this, on ``device`` and the ``others`` from which it
-    copies: as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
+    """Stream of a thread that shares its maker's streams, on ``device`` and on the ``others`` from which it copies:
+    as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
     given its device is computed."""
 
     def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
@@ -166,7 +166,7 @@ class CudaEvents:
 
 
 class CudaStream:
-    """Of a stage on a GPU: a stream of its own there, and one on each device from which it copies."""
+    """Stream of a stage on a GPU: one of its own there, and one on each device from which it copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device)
@@ -222,7 +222,7 @@ def _is_over(event: torch.cuda.Event) -> bool:
 
 
 class CudaUserStream:
-    """Of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
+    """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> CudaEvents | None:
         streams = [torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"]
@@ -252,7 +252,7 @@ def stream_on(device: torch.device) -> Stream:
 
 @dataclass(frozen=True)
 class Streams:
-    """Who makes streams: for a stage on a device, and the one of user code and Lightning's thread."""
+    """Factory of streams: one for each stage's device, and one of user code and Lightning's thread."""
 
     on: Callable[[torch.device], Stream] = stream_on
     user: UserStream = field(default_factory=CudaUserStream)

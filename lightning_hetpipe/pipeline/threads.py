@@ -62,7 +62,7 @@ class Worker(Generic[T]):
         self._inbox.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended within ``seconds``."""
+        """Wait for the end of the thread; return False if it has not ended within ``seconds``."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""What passes between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
+"""Values between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
 
 A value crosses a cut detached; whether a tensor in it required a gradient crosses with it, and on the other side it is
 a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross back as one optional
@@ -106,7 +106,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether both tensors of each pair are :func:`equal`; all lie on one device, which is waited for once."""
+    """Return True if both tensors of each pair are :func:`equal`; all lie on one device, which is waited for once."""
     if pairs and _waits(pairs[0][0]) and all(one.shape == other.shape for one, other in pairs):
         differ = torch.stack([(one != other).any() for one, other in pairs]).any()
         if not differ:  # what differs may be NaN
@@ -115,7 +115,7 @@ def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _waits(tensor: Tensor) -> bool:
-    """Whether who asks for its values waits for a device."""
+    """Return True if reading its values waits for a device."""
     return tensor.device.type != "cpu"
 
 

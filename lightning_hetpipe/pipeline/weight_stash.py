@@ -130,7 +130,7 @@ class WeightStash:
         return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
 
     def _same(self, last: VersionBuffer, live: Sequence[Tensor], flags: Flags, counters: list[int]) -> bool:
-        """Whether the ``live`` weights are still what ``last`` holds. Counters miss changes through ``.data``."""
+        """Return True if ``last`` still equals the ``live`` weights. Counters miss changes through ``.data``."""
         if last.flags != flags or counters != self._counters:
             return False
         return all_equal([(held, now.detach().to(held.device)) for held, now in zip(last.tensors, live, strict=True)])

@@ -217,7 +217,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         for piece in evaluation.pieces:
             if piece.captured is not None:
                 self._exits.callback(setattr, piece.captured, "exclusive", piece.captured.exclusive)
-                piece.captured.exclusive = evaluator.compute_lock.alone
+                piece.captured.exclusive = evaluator.compute_lock.exclusive
 
     def closed(self) -> None:
         self._exits.close()

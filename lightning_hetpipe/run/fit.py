@@ -249,7 +249,7 @@ class Fit:
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.exclusive = engine.compute_lock.alone
+                piece.captured.exclusive = engine.compute_lock.exclusive
         self.evaluation.take_over(pieces, layout, in_flight)
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)

@@ -147,7 +147,7 @@ class Group:
         assert self._launch is not None
         further = settings.placement != self.settings.placement  # as with "local" only one may have been started
         self._handshake.settings, self._handshake.timeout = settings, timeout
-        self._launch.timeout, self._launch.patience = timeout, self._handshake.patience
+        self._launch.timeout, self._launch.longest_wait = timeout, self._handshake.longest_wait
         if further:
             self._meet_servers(found)
 

@@ -23,7 +23,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.lost_workers import say
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.client import PATIENCE, Cancelled, Client, NotJoined
+from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Client, NotJoined
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
@@ -86,9 +86,9 @@ class JoinHandshake:
         return self._channels[COORDINATOR]
 
     @property
-    def patience(self) -> float:
+    def longest_wait(self) -> float:
         """Seconds to wait for others that live: long, as their user code may take its time."""
-        return max(PATIENCE, self.timeout)
+        return max(LONGEST_WAIT, self.timeout)
 
     def connect(self, servers: Sequence[str]) -> None:
         """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
@@ -232,7 +232,7 @@ class JoinHandshake:
             time.time_ns(),
             lease=wsp.lease,
             timeout=self.timeout,
-            patience=self.patience,
+            longest_wait=self.longest_wait,
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
             lost=self._lost,

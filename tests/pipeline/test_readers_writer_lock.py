@@ -20,7 +20,7 @@ def test_any_number_compute_at_once() -> None:
     one = new_lock()
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(one.computing())
+            stack.enter_context(one.shared())
 
 
 def test_one_is_alone() -> None:
@@ -28,25 +28,25 @@ def test_one_is_alone() -> None:
 
     def other() -> None:
         begun.set()
-        with one.alone():
-            order.append("alone")
+        with one.exclusive():
+            order.append("exclusive")
 
     thread = threading.Thread(target=other)
-    with one.computing():
+    with one.shared():
         thread.start()
         assert begun.wait(20)
         order.append("computed")
     thread.join(20)
-    with one.computing():
+    with one.shared():
         order.append("computed again")
-    assert order == ["computed", "alone", "computed again"]
+    assert order == ["computed", "exclusive", "computed again"]
 
 
 @pytest.mark.parametrize(
     ("first", "then", "who"),
     [
-        ("computing", "alone", "the capture or compilation of a model"),
-        ("alone", "computing", "a thread that is to compute"),
+        ("shared", "exclusive", "the capture or compilation of a model"),
+        ("exclusive", "shared", "a thread that is to compute"),
     ],
 )
 def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> None:
@@ -70,7 +70,7 @@ def test_a_wait_ends_with_an_explanation(first: str, then: str, who: str) -> Non
 
 def test_an_error_ends_it() -> None:
     one = new_lock()
-    for state in (one.alone, one.computing, one.alone):
+    for state in (one.exclusive, one.shared, one.exclusive):
         with pytest.raises(ZeroDivisionError), state():
             raise ZeroDivisionError
 
@@ -78,11 +78,11 @@ def test_an_error_ends_it() -> None:
 def test_who_is_alone_computes() -> None:
     """As a stage does in the pass in which it compiles."""
     one = new_lock(0.05)
-    with one.alone():
-        with one.computing():
+    with one.exclusive():
+        with one.shared():
             pass
-        other = threading.Thread(target=one.computing().__enter__)
-        with one.computing():
+        other = threading.Thread(target=one.shared().__enter__)
+        with one.shared():
             other.start()
     other.join(20)
     assert not other.is_alive()

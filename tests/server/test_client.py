@@ -58,14 +58,14 @@ class Cluster:
 
     def __init__(self, servers: int = 2, faults: Faults | None = None, lease: float = 30.0) -> None:
         self.lease = lease
-        self.hosts = [Host(lambda: Service(lease, patience=0.2)) for _ in range(servers)]
+        self.hosts = [Host(lambda: Service(lease, longest_wait=0.2)) for _ in range(servers)]
         self.faults = faults or Faults()
 
     def client(self, vw: int, signature: TrainingSignature, incarnation: int = 0, placement: str = "size") -> Client:
         channels = [DirectChannel(host, vw, server, self.faults) for server, host in enumerate(self.hosts)]
         placed = place(signature.parameters, len(channels), placement)
         return Client(
-            channels, signature, placed, vw, incarnation, lease=self.lease, timeout=WAIT / 2, patience=WAIT / 2
+            channels, signature, placed, vw, incarnation, lease=self.lease, timeout=WAIT / 2, longest_wait=WAIT / 2
         )
 
     def clocks(self) -> list[int]:
@@ -258,7 +258,7 @@ def test_an_update_is_added_from_where_a_vw_on_the_servers_host_wrote_it(shared_
     with (
         GrpcServer(service) as server,
         closing(GrpcChannel(server.address, shared_memory=shared_memory)) as channel,
-        Client([channel], signature, [[0]], 0, 0, timeout=WAIT, patience=WAIT) as client,
+        Client([channel], signature, [[0]], 0, 0, timeout=WAIT, longest_wait=WAIT) as client,
     ):
         client.join([torch.ones(size // 4)])
         for wave in range(3):

@@ -47,7 +47,7 @@ def run_ahead(distance: int) -> tuple[list[Decision], list[int]]:
                 clocks.append(decision.clock)
                 held.set()
 
-    host = Host(lambda: Service(30.0, patience=0.2, note=note))
+    host = Host(lambda: Service(30.0, longest_wait=0.2, note=note))
     signature = TrainingSignature("1", 2, distance, "sum", 1, (), (Parameter("w", (2,), "float32", "float32"),))
 
     def train(vw: int) -> None:

@@ -135,7 +135,7 @@ def test_closing_wakes_who_waits() -> None:
     """A server that was told to end waited for the requests that waited in it."""
     sessions = Sessions(3000.0)
     service = sessions._service_of("fit-1")
-    service._patience = PATIENCE * 10
+    service._longest_wait = PATIENCE * 10
     signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
     join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
     with ThreadPoolExecutor(1) as pool:

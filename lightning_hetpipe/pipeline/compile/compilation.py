@@ -94,24 +94,24 @@ class Compiled:
         self._regroup(self._cannot)
 
     def kind(self, value: Value, flags: Flags, autocast: Autocast) -> Kind:
-        """What tells calls apart for which torch may compile anew."""
+        """Key of a call: calls with equal keys run the same compiled code."""
         tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
         others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
         return tensors, value.requires_grad, others, flags, autocast
 
     def is_new(self, kind: Kind) -> bool:
-        """Whether no forward of that kind has been computed."""
+        """Return True if no forward of that kind has been computed."""
         return kind not in self._forwards
 
     def begins_backward(self, kind: Kind) -> bool:
-        """Whether this backward of that kind is the first."""
+        """Return True for the first backward of that kind."""
         if kind in self._backwards:
             return False
         _remember(self._backwards, kind, None)
         return True
 
     def __call__(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
-        """What the layers make of ``value``. Where the kind is new, nothing else may compute."""
+        """Run the layers on ``value``. Where the kind is new, nothing else may compute."""
         set_here(self._device)
         compiled = self._forwards.get(kind)
         if compiled is None:
@@ -135,15 +135,15 @@ class Compiled:
                 value = self._plain(group, value)
             except (CompilerError, NoDropout):
                 for index in range(group.first, group.last):
-                    value = self._alone(CompiledGroup(index, index + 1, True), value, autocast, reasons)
+                    value = self._single(CompiledGroup(index, index + 1, True), value, autocast, reasons)
         if reasons:
             self._regroup(reasons)
         else:
             _remember(self._forwards, kind, compiled)
         return value
 
-    def _alone(self, layer: CompiledGroup, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
-        """What one layer makes of ``value``, of some of which not all could be compiled."""
+    def _single(self, layer: CompiledGroup, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
+        """Run one layer on ``value``, out of a group that could not be compiled as a whole."""
         try:
             return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:

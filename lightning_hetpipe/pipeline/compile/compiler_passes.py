@@ -25,7 +25,7 @@ class Compiling:
         self._exclusively = exclusively
 
     @contextmanager
-    def alone(self, layers: str, minibatch: int) -> Iterator[None]:
+    def exclusive(self, layers: str, minibatch: int) -> Iterator[None]:
         """Around such a pass of ``layers``: :mod:`~lightning_hetpipe.pipeline.compile.compilation` says why."""
         with self._exclusively(minibatch, f"stage {self._stage}, which is to compile {layers},"):
             self.at_work, started = True, time.perf_counter()

@@ -119,7 +119,7 @@ class RunnerPool(Generic[F]):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let user code run while Lightning's thread computes."""
-        with self.unlocked(), self.compute_lock.computing():
+        with self.unlocked(), self.compute_lock.shared():
             yield
 
     @contextmanager
@@ -136,7 +136,7 @@ class RunnerPool(Generic[F]):
             self.lock.abandon(ticket)
             raise
         try:
-            with self.compute_lock.alone():
+            with self.compute_lock.exclusive():
                 yield
         finally:
             self.lock.release()

@@ -35,7 +35,7 @@ from lightning_hetpipe.server.protocol.messages import (
 from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
-PATIENCE = 3600.0
+LONGEST_WAIT = 3600.0
 """Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
 
 ATTEMPTS_TO_LEAVE = 3
@@ -73,8 +73,8 @@ class Client:
         incarnation: larger than that of any earlier process of this VW.
         lease: seconds, equal to the servers'; a heartbeat goes out three times in it.
         timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
-        patience: seconds to wait for other VWs, as long as they live; may be changed.
-        join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``patience``.
+        longest_wait: seconds to wait for other VWs, as long as they live; may be changed.
+        join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``longest_wait``.
         name: prefix of the threads' names.
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
@@ -91,7 +91,7 @@ class Client:
         *,
         lease: float = 30.0,
         timeout: float = 300.0,
-        patience: float = PATIENCE,
+        longest_wait: float = LONGEST_WAIT,
         join_timeout: float | None = None,
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
@@ -119,8 +119,8 @@ class Client:
         self._part = b""
         self._kept = b""
         self._result = bytearray()
-        self._lease, self.timeout, self.patience = lease, timeout, patience
-        self._join_timeout = patience if join_timeout is None else join_timeout
+        self._lease, self.timeout, self.longest_wait = lease, timeout, longest_wait
+        self._join_timeout = longest_wait if join_timeout is None else join_timeout
         self._now = now
         self._lost = lost
         self._on_departed = departed
@@ -164,7 +164,7 @@ class Client:
         Raises:
             RemoteFault: the VW differs from the others, or was left out or replaced.
             PeerFailed: another VW has failed.
-            ServersSilent: after ``timeout`` or ``patience``; ``NotJoined`` after ``join_timeout``.
+            ServersSilent: after ``timeout`` or ``longest_wait``; ``NotJoined`` after ``join_timeout``.
             Cancelled: after ``cancel``.
         """
         self._write(self._weight_layouts, self._weights[self.member.newest], weights)
@@ -292,9 +292,9 @@ class Client:
                 raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
             if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
-            if now - began > self.patience:
+            if now - began > self.longest_wait:
                 awaited = why or "a server"
-                raise ServersSilent(f"{who} for {self.patience:g} s for {awaited}; set a longer timeout if it may")
+                raise ServersSilent(f"{who} for {self.longest_wait:g} s for {awaited}; set a longer timeout if it may")
             if not why:
                 self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
 

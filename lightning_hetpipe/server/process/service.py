@@ -1,7 +1,7 @@
 """Handler of one session of a server: the pure coordinator and shard behind one lock each.
 
-A request that cannot be answered yet waits here until something changes, for ``patience`` at most; then its sender is
-told to ask again. So a wait costs no traffic, and a lost answer no more than that.
+A request that cannot be answered yet waits here until something changes, for ``longest_wait`` at most; then its sender
+is told to ask again. So a wait costs no traffic, and a lost answer no more than that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Service:
         lease: seconds of silence after which a VW is left out.
         limit: bytes of weights that the shard may hold; ``None`` for no limit.
         gather_limit: bytes of one VW's part of a gather.
-        patience: seconds for which a request waits.
+        longest_wait: seconds for which a request waits.
         now: a steady clock, in seconds.
         gone: of the service whose place this one takes, its `gone`.
         note: receives every decision of the coordinator about weights; must not wait.
@@ -51,13 +51,13 @@ class Service:
         *,
         limit: int | None = None,
         gather_limit: int = LIMIT,
-        patience: float = 2.0,
+        longest_wait: float = 2.0,
         now: Callable[[], float] = time.monotonic,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
         epoch = secrets.token_hex(8)
-        self._patience = min(patience, lease / 3)  # a VW that waits is not heard
+        self._longest_wait = min(longest_wait, lease / 3)  # a VW that waits is not heard
         self._now = now
         self._coordinator = Coordinator(epoch, lease, gather_limit, gone, note)
         self._closed = False
@@ -85,7 +85,7 @@ class Service:
 
     @property
     def gone(self) -> Mapping[int, int]:
-        """Of each VW that is gone, the last incarnation."""
+        """Last incarnation of each VW that is gone."""
         with self._changed:
             return dict(self._coordinator.gone)
 
@@ -155,9 +155,9 @@ class Service:
                 began = now = self._now()
                 answer, parts = self._coordinator.handle(message, now, body)
                 self._changed.notify_all()
-                while isinstance(answer, NotYet) and now - began < self._patience and not self._closed:
+                while isinstance(answer, NotYet) and now - began < self._longest_wait and not self._closed:
                     expiry = self._coordinator.next_expiry()
-                    rest = began + self._patience - now
+                    rest = began + self._longest_wait - now
                     self._changed.wait(rest if expiry is None else max(0.001, min(rest, expiry - now)))
                     now = self._now()
                     answer, parts = self._coordinator.handle(message, now, body, again=True)
