@@ -161,7 +161,9 @@ def test_while_one_compiles_nothing_else_runs() -> None:
 
     def look() -> None:
         engine = strategy._engine
-        alone = engine.quiet._alone == threading.get_ident() and engine.quiet._computing == 1  # this stage's own
+        alone = (
+            engine.compute_lock._writer == threading.get_ident() and engine.compute_lock._readers == 1
+        )  # this stage's own
         running = any(flight.in_user_code for flight in engine.minibatches.values())
         seen.append((alone and engine.lock.held, running))
 
