@@ -23,8 +23,8 @@ CITED = {
     ): "two stages of a GPT on two cores, over a plain Trainer on one",
     ("two_stages_gpt", "two stages over Schedule1F1B, GPT"): "the same, over `torch.distributed.pipelining`'s 1F1B",
     ("two_stages_gpt", "two stages over DDP, GPT"): "the same, over Lightning's DDP",
-    ("virtual_workers", "two virtual workers that look ahead over DDP"): (
-        "two virtual workers on two cores, a wave of 4 minibatches, over DDP"
+    ("virtual_workers", "two virtual workers over DDP"): (
+        "two virtual workers with one stage each on two cores, one minibatch in flight, over DDP"
     ),
     ("several_nodes", "HetPipeStrategy, Nm = 4 over DDP, 1 Gbit/s"): (
         "two machines with 1 Gbit/s between them, a wave of 4 minibatches, over DDP"

@@ -38,8 +38,8 @@ from lightning_hetpipe.server.transport.interface import CallRefused, Channel, U
 LONGEST_WAIT = 3600.0
 """Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
 
-ATTEMPTS_TO_LEAVE = 3
-"""Attempts to tell the coordinator that the VW leaves; after that, its lease runs out."""
+TIME_TO_LEAVE = 10.0
+"""Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
 
 
 class Cancelled(Exception):
@@ -371,9 +371,11 @@ class Client:
         with self._busy:
             joined = self.member.state is not MemberState.OUTSIDE
             message = self.member.leave(failure)
-        for _ in range(ATTEMPTS_TO_LEAVE if joined else 0):
-            if self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is not None:
+        deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
+        while joined and self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is None:
+            if time.monotonic() > deadline:
                 break
+            pause.wait(0.1)
 
     def _beat(self) -> None:
         try:
