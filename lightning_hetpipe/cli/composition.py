@@ -15,6 +15,15 @@ from lightning_hetpipe.cli.targets import closest
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
 _UNKNOWN = re.compile(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'")
 _MERGING = re.compile(r"Error merging override ((.*?)(?:=.*)?)$")
+_SAID = {
+    re.compile(r"Ambiguous value for argument '([^=]*)=(.*?)' .*"): (
+        r"\1=\2 is several values; add -m to run with each of them, or write \1=[\2] for a list."
+    ),
+    re.compile(r"Could not delete from config\. '(\S+)'.*"): (
+        r"~\1 takes nothing away, as there is no \1, or it is null; leave that out."
+    ),
+}
+"""Texts of Hydra that name no way out, and what is said instead."""
 
 
 def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str:
@@ -36,7 +45,9 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
         return f"{group}={name} does not exist among {', '.join(error.options)}; {advice}"
     if isinstance(error, OverrideParseException):
         override = error.override.replace("++", "")
-        return f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({text})."
+        return (
+            f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({_first_line(error)})."
+        )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
@@ -60,6 +71,9 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
             if match["group"] in program.groups:
                 choose = f"choose one of those that {program.name} --help lists."
                 return f"{match[0]} names no option of {match['group']}; {choose}"
+    for pattern, said in _SAID.items():
+        if match := pattern.fullmatch(text):
+            return match.expand(said)
     return text or type(error).__name__
 
 

@@ -17,6 +17,8 @@ from lightning_hetpipe.errors import SettingError
 
 Bounds = Mapping[str, tuple[float, float]]
 """The least and the most that a setting may be, by its path."""
+_OPTIONAL = {"seed"}
+"""Settings with bounds that may be null as well."""
 
 
 def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (), bounds: Bounds | None = None) -> None:
@@ -39,7 +41,10 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (),
         raise SettingError(f"{missing} has no value; give {missing}=...")
     for key in needs:
         if values.get(key) is None:
-            raise SettingError(f"No {key} is configured; choose an experiment, such as experiment=digits.")
+            choose = (
+                "choose an experiment, such as experiment=digits" if "experiment" in program.groups else "leave it in"
+            )
+            raise SettingError(f"No {key} is configured; {choose}.")
         if not is_section(values[key]) or values[key]["_target_"] is None:
             example = "lightning_hetpipe.Cluster" if key == "cluster" else "the.dotted.path of what to build"
             raise SettingError(f"{key} has no _target_; give {key}._target_={example}.")
@@ -47,7 +52,8 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (),
         value = OmegaConf.select(config, path)
         if isinstance(value, int | float) and not least <= value <= most:
             allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise SettingError(f"{path}={written(value)} must be {allowed}.")
+            optional = ", or null" if path in _OPTIONAL else ""
+            raise SettingError(f"{path}={written(value)} must be {allowed}{optional}.")
     for path in ("security", "strategy.wsp.security"):
         _refuse_token(config, path)
     # Sections before those that refer to them, so that an error names the place where the setting stands.

@@ -112,7 +112,9 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
 
 
 def _check(config: DictConfig) -> None:
-    config_checks.check(config, PROGRAM, bounds={"timeout": (0.001, math.inf)})
+    config_checks.check(
+        config, PROGRAM, needs=("service",), bounds=dict.fromkeys(("timeout", "service.lease"), (0.001, math.inf))
+    )
     if not isinstance(config.address, str):
         raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)

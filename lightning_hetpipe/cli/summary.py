@@ -127,7 +127,7 @@ def _stage_table(run: RunResult) -> list[str]:
         ]
         for index, stage in enumerate(run.stages)
     ]
-    return aligned([header, *rows], left=(1, 2, 3))
+    return aligned([header, *rows], left=(0, 1, 2, 3))
 
 
 def _kinds(types: Sequence[str]) -> str:

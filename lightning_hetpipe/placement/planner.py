@@ -121,7 +121,7 @@ class Planner:
             return self._divide_equally(profiling)
         profile, factor = self._profile(profiling)
         found = self._search(profile, profiling)
-        return self._estimated(found, profile, factor, self._reasons(found, profile, profiling))
+        return self._estimated(found, profile, factor, self._reasons(found, profiling))
 
     def _follow(self, plan: Plan, profiling: ProfilingInput) -> Decision:
         """Take over a plan that was given."""
@@ -246,7 +246,7 @@ class Planner:
         names = [layer.name for layer in profile.layers]
         return Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated])
 
-    def _reasons(self, found: Estimate, profile: Profile, profiling: ProfilingInput) -> str:
+    def _reasons(self, found: Estimate, profiling: ProfilingInput) -> str:
         reasons = list(found.reasons) if isinstance(found, Choice) else []
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")

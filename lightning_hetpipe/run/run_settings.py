@@ -77,7 +77,7 @@ def _own_backward(name: str) -> SettingError:
     )
 
 
-def check_trainer(trainer: L.Trainer, precision: Precision, sync_batchnorm: bool) -> None:
+def check_trainer(precision: Precision, sync_batchnorm: bool) -> None:
     """Refuses settings of the Trainer that this strategy cannot honour."""
     if sync_batchnorm:
         raise SettingError(

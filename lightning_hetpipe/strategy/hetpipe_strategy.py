@@ -235,7 +235,7 @@ class HetPipeStrategy(VirtualWorkers):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             run_settings.check_module(trainer.lightning_module)
-            run_settings.check_trainer(trainer, self.precision_plugin, synchronises_batchnorm(self))
+            run_settings.check_trainer(self.precision_plugin, synchronises_batchnorm(self))
             if self._group is not None:
                 together.check_together(trainer)
             if self.compile is not None:

@@ -132,7 +132,9 @@ class Service:
                 return self._run_shard(message, body)
             return self._run_coordinator(message, bytes(body))
         except RemoteFault as fault:
-            cannot_join = isinstance(message, Join) and fault.refusal not in (Refusal.STALE, Refusal.FAILED)
+            # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
+            silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT)
+            cannot_join = isinstance(message, Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 
     def _run_shard(self, message: ShardRequest, body: memoryview) -> Reply:
