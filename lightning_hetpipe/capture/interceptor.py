@@ -54,11 +54,18 @@ class Interceptor:
     Args:
         modules: Modules by their names; each of them once.
         handler: Called with each call; returns its output.
+        one_step: A single step runs at a time, so that calls in threads that a handled module starts are inside of it.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], handler: Callable[[ModuleCall], Any]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        handler: Callable[[ModuleCall], Any],
+        *,
+        one_step: bool = False,
+    ) -> None:
         self._handler = handler
-        self._thread = _ThreadCalls()
+        self._calls: _Calls = _Calls() if one_step else _ThreadCalls()
         self._redirects = [Redirect(module, "forward", partial(self._intercept, name)) for name, module in modules]
 
     def remove(self) -> None:
@@ -81,16 +88,20 @@ class Interceptor:
         self.remove()
 
     def _intercept(self, name: str, redirect: Redirect, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._thread.handling:
-            self._thread.handling = True
+        if not self._calls.handling:
+            self._calls.handling = True
             try:
                 output = self._handler(ModuleCall(name, redirect, args, kwargs))
             finally:
-                self._thread.handling = False
+                self._calls.handling = False
             if output is not NOT_TAKEN:
                 return output
         return redirect.original(*args, **kwargs)
 
 
-class _ThreadCalls(threading.local):
+class _Calls:
     handling = False
+
+
+class _ThreadCalls(threading.local, _Calls):
+    """Calls of each thread by themselves."""

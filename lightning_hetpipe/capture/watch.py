@@ -53,7 +53,7 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
-        with Interceptor(list(self.candidates()), self.answer):
+        with Interceptor(list(self.candidates()), self.answer, one_step=True):
             yield
 
     def candidates(self) -> Iterator[tuple[str, nn.Module]]:

@@ -150,7 +150,7 @@ class SingleStage(Extension):
             with call.aside():
                 return piece.run(self._generators, minibatch, call.args, call.kwargs)
 
-        with Interceptor(modules, run):
+        with Interceptor(modules, run, one_step=True):
             yield
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:

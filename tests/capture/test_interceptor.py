@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,6 +47,23 @@ def test_only_the_outermost_calls_are_handled() -> None:
         assert outer.inner(ONE).item() == 10
     assert seen == ["", "inner"]
     assert outer(ONE).item() == 3
+
+
+@pytest.mark.parametrize("one_step", [False, True])
+def test_calls_in_threads_of_a_handled_module(one_step: bool) -> None:
+    """They are inside of it where one step runs at a time; else they may be another minibatch's."""
+    outer, seen = Outer(), list[str]()
+
+    def handler(call: ModuleCall) -> Any:
+        seen.append(call.name)
+        if call.module is not outer:
+            return call.run() * 10
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(outer.inner, ONE).result()
+
+    with Interceptor(named(outer), handler, one_step=one_step):
+        assert outer(ONE).item() == (1 if one_step else 10)
+    assert seen == ([""] if one_step else ["", "inner"])
 
 
 def test_where_a_call_is_not_taken_the_calls_inside_are_handled() -> None:

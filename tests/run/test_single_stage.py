@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -118,6 +119,28 @@ def test_arguments_of_a_module_may_have_any_name() -> None:
 
     alone = trained(HetPipeStrategy(), Named())
     assert same(alone, trained("auto", Named()))
+
+
+class Parallel(nn.Module):
+    """Calls its layers in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return torch.cat(list(pool.map(self.layers, x.chunk(2))))
+
+
+def test_layers_that_a_piece_calls_in_a_thread_are_no_pieces() -> None:
+    task = Learner(net=Parallel())
+    trainer = quiet_trainer(HetPipeStrategy(stages=1, in_flight=1))
+    trainer.fit(task, batches(3))
+    assert isinstance(trainer.strategy, HetPipeStrategy)
+    report = trainer.strategy.last_run
+    assert report is not None
+    assert [stage.layers for stage in report.stages] == [["net"]]
 
 
 def test_a_loss_without_a_module() -> None:
