@@ -116,7 +116,7 @@ def test_servers_of_ones_own(machines: list[Machine], folder: Path) -> None:
     said = printed(on_each(machines, heading, folder))
     assert len(losses(said)) == 1
     (status,) = printed([start(machines[1], scripts["on 10.0.0.2, meanwhile"], folder)])
-    assert re.search(r"^rooms +0$", status, re.MULTILINE), "all have left: " + status
+    assert re.search(r"^sessions +0$", status, re.MULTILINE), "all have left: " + status
     for server in servers:
         os.killpg(server.pid, signal.SIGINT)
     assert [code for code, _, _ in finished(servers, SECONDS)] == [130, 130]
