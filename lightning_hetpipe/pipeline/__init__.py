@@ -1,1 +1,1 @@
-"""Stage threads, version rings, minibatch runners and the engine that owns them."""
+"""Stage threads, weight stashes, runners of minibatches and the engine that owns them."""

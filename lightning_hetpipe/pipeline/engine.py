@@ -39,7 +39,7 @@ class Engine(RunnerPool[Minibatch]):
 
     Args:
         pieces: For each piece, in the order of ``training_step``, its name and its layers.
-        cuts: The first layer of each stage.
+        split_points: The first layer of each stage.
         devices: The device of each stage.
         settings: What all stages share.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
@@ -53,7 +53,7 @@ class Engine(RunnerPool[Minibatch]):
     def __init__(
         self,
         pieces: Sequence[tuple[str, Sequence[Layer]]],
-        cuts: Sequence[int],
+        split_points: Sequence[int],
         devices: Sequence[torch.device],
         settings: StageSettings,
         timeout: float,
@@ -66,7 +66,7 @@ class Engine(RunnerPool[Minibatch]):
         self.root_device = devices[-1]
         self.piece_names = [name for name, _ in pieces]
         self._layers = layers = [layer for _, own in pieces for layer in own]
-        self._segments = segments([len(own) for _, own in pieces], cuts)
+        self._segments = segments([len(own) for _, own in pieces], split_points)
         _check_shared_buffers([layers[segment.first : segment.last + 1] for segment in self._segments])
         # Where a minibatch goes on by itself after the forward and the backward of each segment; None: user code does.
         self._after_forward: list[Segment | None] = [None] * len(self._segments)
@@ -291,7 +291,7 @@ class Engine(RunnerPool[Minibatch]):
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
-    """Refuses buffers that stand on both sides of a cut and may change: forwards would not see them in order of p."""
+    """Refuse buffers on both sides of a split point that may change: forwards would not see them in order of p."""
     owners: dict[int, tuple[str, bool]] = {}
     for layers in parts:
         here: dict[int, tuple[str, bool]] = {}

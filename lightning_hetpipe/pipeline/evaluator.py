@@ -81,7 +81,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
 
     Args:
         pieces: For each piece its name and its live layers.
-        cuts: The first layer of each stage.
+        split_points: The first layer of each stage.
         devices: The device of each stage, on which its layers are.
         settings: What all stages share.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
@@ -94,7 +94,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
     def __init__(
         self,
         pieces: Sequence[tuple[str, Sequence[Layer]]],
-        cuts: Sequence[int],
+        split_points: Sequence[int],
         devices: Sequence[torch.device],
         settings: StageSettings,
         timeout: float,
@@ -103,9 +103,9 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         super().__init__("hetpipe-evaluation", settings.in_flight, settings.torch_threads, timeout)
         self._layers = [layer for _, own in pieces for layer in own]
         self._attached = ExitStack()
-        parts = segments([len(own) for _, own in pieces], cuts)
-        self._parts = [[part for part in parts if part.piece == piece] for piece in range(len(pieces))]
-        pairs = zip(parts, [*parts[1:], None], strict=True)
+        segments_of_all = segments([len(own) for _, own in pieces], split_points)
+        self._segments = [[part for part in segments_of_all if part.piece == piece] for piece in range(len(pieces))]
+        pairs = zip(segments_of_all, [*segments_of_all[1:], None], strict=True)
         self._following = [after if after is not None and after.piece == part.piece else None for part, after in pairs]
         self.stages = [
             ForwardStage(
@@ -116,7 +116,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
                 self.compute_lock,
                 self.watchdog,
                 self._done,
-                [part.layers for part in parts],
+                [part.layers for part in segments_of_all],
                 tag,
             )
             for index, device in enumerate(devices)
@@ -146,7 +146,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
 
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
-        first, inference = self._parts[piece][0], torch.is_inference_mode_enabled()
+        first, inference = self._segments[piece][0], torch.is_inference_mode_enabled()
         batch.called = Evaluate(batch.number, first.index, value, Autocast.current(), inference)
         self._send(first, batch.called)
 

@@ -21,11 +21,11 @@ Run = Callable[..., Any]
 """Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
 
 
-class _ThreadDraws(threading.local):
+class _ThreadDevice(threading.local):
     device: torch.device | None = None
 
 
-_here = _ThreadDraws()
+_here = _ThreadDevice()
 
 
 def here() -> torch.device:

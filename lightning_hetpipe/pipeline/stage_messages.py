@@ -2,7 +2,7 @@
 
     to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
     from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
-    between tasks   Version (begin, publish), State, gradients of a minibatch
+    between tasks   Version (begin, publish), StageState, gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
 order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and

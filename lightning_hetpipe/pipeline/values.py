@@ -1,8 +1,8 @@
 """Values between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
 
-A value crosses a cut detached; whether a tensor in it required a gradient crosses with it, and on the other side it is
-a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross back as one optional
-tensor for each tensor.
+A value crosses a split point detached; whether a tensor in it required a gradient crosses with it, and on the other
+side it is a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross
+back as one optional tensor for each tensor.
 
 Sums associate as autograd's: a plain backward adds the gradients of a tensor's uses one by one, the latest use first.
 Where uses that came after a call are still to be added to, a call's own uses are therefore kept apart, as

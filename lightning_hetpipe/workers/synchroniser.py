@@ -249,15 +249,15 @@ class Synchroniser:
                 for (_, p), last in zip(self._named, self._last, strict=True)
             ]
             if self._dtype is None:
-                room = self.group.weights.update_buffers()
-                for (_, parameter), last, place, zero in zip(self._named, self._last, room, same, strict=True):
+                buffers = self.group.weights.update_buffers()
+                for (_, parameter), last, place, zero in zip(self._named, self._last, buffers, same, strict=True):
                     if zero:
                         place.zero_()
                     elif last.device == place.device:
                         torch.sub(parameter.detach(), last, out=place)
                     else:
                         place.copy_(parameter.detach() - last)
-                return room
+                return buffers
             updates = [
                 torch.zeros_like(last) if zero else p.detach() - last
                 for (_, p), last, zero in zip(self._named, self._last, same, strict=True)
