@@ -299,7 +299,7 @@ def behind_compile(module: nn.Module) -> nn.Module | None:
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""What ``module.compile()`` sets, to be called instead of the module's own hooks and ``forward``."""
+"""Attribute that ``module.compile()`` sets: called in place of the module's own hooks and ``forward``."""
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

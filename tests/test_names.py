@@ -41,9 +41,13 @@ def test_a_module_name_is_used_once() -> None:
 def docstrings() -> Iterator[tuple[str, str]]:
     for file, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                line = 1 if isinstance(node, ast.Module) else node.lineno
-                yield f"{file}:{line}", ast.get_docstring(node) or ""
+            # Of a module, a class or a function, and below a variable or an attribute.
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield f"{file}:{node.lineno}", node.value.value.strip()
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:

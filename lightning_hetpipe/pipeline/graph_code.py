@@ -33,7 +33,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{name}": getattr(builtins, name) for name in ("max", "min", "round", "abs")},
     **{f"torch.{name}": getattr(torch, name) for name in _OF_TORCH},
 }
-"""What graphs call besides operators."""
+"""Functions that graphs call besides operators."""
 
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 

@@ -26,7 +26,7 @@ class Live:
         self._buffers = [places(segment) for segment in segments]
         self._computed = [computed_places(segment) for segment in segments]
         self.shows = any(self._buffers) or any(self._computed)
-        """Whether forwards leave anything in them."""
+        """True if forwards leave anything in the live layers."""
 
     def version(self, number: int) -> Version:
         """Message that publishes the present weights and flags as version ``number``."""

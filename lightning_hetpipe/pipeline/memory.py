@@ -40,7 +40,7 @@ from lightning_hetpipe.pipeline.values import blocks, tensors_of
 T = TypeVar("T")
 
 REMEMBERED = 256
-"""How many combinations of input sizes a segment remembers."""
+"""Number of combinations of input sizes that a segment remembers."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ A pipeline's pattern repeats every Nm minibatches, so that these hold several of
 stages that is a fifth of a megabyte per hundred, and a trace of a megabyte, which opens at once.
 """
 Noted = tuple[Row, str, int, float, float]
-"""What a :class:`Span` is made of."""
+"""Fields of a :class:`Span`."""
 
 EVALUATED = 5_000
 """Spans of evaluations that are kept, the last so many: an evaluation may have any number of batches."""

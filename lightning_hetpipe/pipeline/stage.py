@@ -60,7 +60,7 @@ class Layer:
 
 
 BeforePass = Callable[[int, str, int], Callable[[], None] | None]
-"""What is called before a stage computes, with stage, "forward", "loss", "backward" or "evaluate", and p.
+"""Function that is called before a stage computes, with stage, "forward", "loss", "backward" or "evaluate", and p.
 
 What it returns, if anything, is called when that is computed, and before it is handed on. A stage's own thread calls
 it; for the loss, which the last stage has between forward and backward, the minibatch's.

@@ -88,7 +88,7 @@ class Nth:
 
 _ALONE = (Nth(0),)
 _LEAF = pytree.tree_structure(0)
-"""What a single tensor's leaves and its structure are."""
+"""Structure of a single tensor."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

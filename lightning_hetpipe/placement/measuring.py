@@ -64,9 +64,8 @@ def kept(
 ) -> Profile | None:
     """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
     one = None if cache is None else cache.get(conditions(profiling, name, precision).key())
-    if (
-        one is None or name not in one.times or len(one.layers) != len(profiling.layers)
-    ):  # a file that somebody has changed
+    # Other layers are those of a file that somebody has changed.
+    if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
     return replace(one, model=model, samples=profiling.samples)
 

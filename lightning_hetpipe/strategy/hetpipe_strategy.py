@@ -162,10 +162,8 @@ class HetPipeStrategy(VirtualWorkers):
             settings.check_later(name, value)
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
-        self.plan, self.cluster = (
-            settings.plan(plan),
-            checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster"),
-        )
+        self.plan = settings.plan(plan)
+        self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
         self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
             self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))

@@ -40,7 +40,7 @@ from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.torch_private import CompilerError, CompilerLimit, compiled
 
 REMEMBERED = 1024
-"""How many kinds of calls a segment remembers."""
+"""Number of kinds of calls that a segment remembers."""
 
 Kind = Hashable
 Run = Callable[[Sequence[nn.Module], Any], Any]

@@ -21,7 +21,7 @@ from lightning_hetpipe.run.extensions.found_metrics import (
     is_metric,
     methods_of,
 )
-from lightning_hetpipe.run.extensions.recorded_calls import LogCall, MetricCall, Record, add_note, caller
+from lightning_hetpipe.run.extensions.recorded_calls import LogCall, MetricCall, Record, caller
 from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
 from lightning_hetpipe.torch_private import Carried, pytree
 
@@ -97,7 +97,7 @@ class CallRecorder:
                     else:
                         call.replay(self._shadows[id(call.metric)].with_draws)
                 except Exception as error:
-                    add_note(error, call.where)
+                    error.add_note(call.where)
                     raise
         finally:
             here.replaying = False

@@ -84,14 +84,6 @@ def caller() -> str:
     return f"recorded at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def add_note(error: Exception, note: str) -> None:
-    """Adds ``note`` to ``error``, also in Python 3.10."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
-
-
 def _same(one: Any, other: Any) -> bool:
     """Equality of two answers of a metric, up to the rounding in which repeated reductions on a GPU differ."""
     ones, one_spec = pytree.tree_flatten(one)

@@ -105,7 +105,7 @@ class Client:
         self.failure: Exception | None = None
         """Fatal error that the heartbeat has received. The next call raises it."""
         self.waits_for = ""
-        """What the call under way waits for, in the coordinator's words."""
+        """Reason for which the call under way waits, in the coordinator's words."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels

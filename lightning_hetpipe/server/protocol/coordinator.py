@@ -60,7 +60,7 @@ class Coordinator:
         self.epoch = epoch
         self.phase = Phase.JOINING
         self.log: CommitLog | None = None
-        """Of the running generation; until the next one runs, of the one that ended."""
+        """Commit log of the running generation; until the next one runs, of the one that ended."""
         self.generation = ""
         self._leases = Leases(lease)
         self._note = note
@@ -69,7 +69,7 @@ class Coordinator:
         self._incarnation: dict[int, int] = {}
         """The newest of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone or {})
-        """Of each VW that has left or was left out, the last incarnation that did."""
+        """Last incarnation of each VW that has left or was left out."""
         self._departed: dict[tuple[int, int], messages.Departed] = {}
         """Those of them that were members, by VW and incarnation."""
         self._joins: dict[int, messages.Join] = {}

@@ -73,7 +73,7 @@ class Member:
         """The last one that it has passed."""
         self.cut_at = -1
         self.commit_index: CommitIndex | None = None
-        """Of the last pull."""
+        """Commit index of the last pull."""
         self.newest = 0
         """Index, 0 or 1, of the block of weights that holds the last pull; the other one takes the next."""
         self.lost: list[messages.Lost] = []
