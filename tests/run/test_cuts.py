@@ -16,8 +16,7 @@ from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
 from lightning_hetpipe.run.together import check_together
 from lightning_hetpipe.workers.synchroniser import Synchroniser
-from tests.support.small import batches, quiet_trainer
-from tests.test_private import Validated
+from tests.support.small import Validated, batches, quiet_trainer
 
 
 class Others:

@@ -45,6 +45,13 @@ class Learner(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Validated(Learner):
+    """Learner, with a validation that computes nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
 
