@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.exact.running import make_trainer
 from tests.oracle import Batch, Outputs
 from tests.support.ahead import Memory
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 
 
 class Evaluates(Learner):
@@ -64,7 +64,7 @@ class Outputs_(L.Callback):
 def evaluated(module: L.LightningModule, loader: Any, strategy: Any, **settings: Any) -> list[Any]:
     """Everything that validate, test and predict show of ``module``."""
     outputs, memory = Outputs_(), Memory()
-    trainer = make_trainer([outputs], strategy=strategy, logger=memory, **settings)
+    trainer = quiet_trainer(strategy, callbacks=[outputs], logger=memory, **settings)
     validated = trainer.validate(module, loader, verbose=False)
     tested = trainer.test(module, loader, verbose=False)
     predicted = trainer.predict(module, loader)

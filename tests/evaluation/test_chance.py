@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.evaluation.evaluating import Model, same, vectors
 from tests.exact.pipelines import Pinned, delayed
-from tests.exact.running import make_trainer
+from tests.support.trainers import quiet_trainer
 
 
 class Noisy(nn.Module):
@@ -43,7 +43,7 @@ def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> A
     torch.manual_seed(6)
     net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
     torch.manual_seed(6)
-    return make_trainer(strategy=delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors())
+    return quiet_trainer(delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors())
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -64,5 +64,5 @@ def test_the_process_does_not_notice() -> None:
             self.end = torch.get_rng_state()
 
     module = Looks(nn.Sequential(Noisy(), Noisy()))
-    make_trainer(strategy=Pinned((0, 1), 3)).predict(module, vectors())
+    quiet_trainer(Pinned((0, 1), 3)).predict(module, vectors())
     assert torch.equal(module.start, module.end)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.evaluation.evaluating import Model, pipeline, same, vectors
-from tests.exact.running import make_trainer
 from tests.support.marks import slow_except
+from tests.support.trainers import quiet_trainer
 
 
 def predicted(module: Model, strategy: Any) -> Any:
-    return make_trainer(strategy=strategy).predict(module, vectors())
+    return quiet_trainer(strategy).predict(module, vectors())
 
 
 def twice(module: Model, x: Tensor, batch_idx: int) -> Any:
@@ -100,7 +100,7 @@ def test_steps_of_any_kind(step: Callable[..., Any], net: Callable[[], Any], inf
 
     def run(strategy: Any) -> Any:
         torch.manual_seed(5)
-        trainer = make_trainer(strategy=strategy, inference_mode=inference_mode)
+        trainer = quiet_trainer(strategy, inference_mode=inference_mode)
         return trainer.predict(Steps(net()), vectors())
 
     assert same(run("auto"), run(pipeline()))

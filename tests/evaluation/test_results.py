@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests import oracle
 from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, same, vectors
-from tests.exact.running import fit, make_trainer
+from tests.exact.running import fit
 from tests.exact.test_captured import CASES, made
 from tests.support import models
 from tests.support.captured_models import Whole
 from tests.support.marks import slow_except
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 
 RANDOM = {"vae", "noise between"}  # they draw in evaluation, too: see test_chance
 
@@ -125,14 +126,14 @@ def test_validation_in_the_middle_of_training(name: str) -> None:
     assert [oracle.difference(a, b, "") for a, b in zip(record.states, plain.states, strict=True)] == [None] * len(
         plain.states
     )
-    expected = make_trainer(strategy="auto").validate(module, evaluates(name)[1], verbose=False)[0]
+    expected = quiet_trainer("auto").validate(module, evaluates(name)[1], verbose=False)[0]
     assert {key: float(value) for key, value in metrics.items() if key in expected} == expected
 
 
 def test_attributes_and_lists_are_there_in_order() -> None:
     module, loader = evaluates("mlp")
     assert isinstance(module, Evaluates)
-    make_trainer(strategy=pipeline(in_flight=4)).validate(module, loader, verbose=False)
+    quiet_trainer(pipeline(in_flight=4)).validate(module, loader, verbose=False)
     assert module.count == 6
     assert module.seen == [0, 1, 2, 3, 4, 5]
 
@@ -153,7 +154,7 @@ class Writer(BasePredictionWriter):
 def test_prediction_writers(returned: bool) -> None:
     def run(strategy: Any) -> list[Any]:
         writer = Writer("batch_and_epoch")
-        trainer = make_trainer([writer], strategy=strategy)
+        trainer = quiet_trainer(strategy, callbacks=[writer])
         return [trainer.predict(Model(), vectors(), return_predictions=returned), writer.written]
 
     assert same(run("auto"), run(pipeline()))
@@ -161,11 +162,11 @@ def test_prediction_writers(returned: bool) -> None:
 
 def test_a_checkpoint_is_tested(tmp_path: Path) -> None:
     module, loader = evaluates("mlp")
-    trainer = make_trainer(strategy=pipeline(), default_root_dir=tmp_path)
+    trainer = quiet_trainer(pipeline(), default_root_dir=tmp_path)
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     expected = trainer.test(module, loader, verbose=False)
-    other = make_trainer(strategy="auto").test(evaluates("mlp")[0], loader, tmp_path / "it.ckpt", verbose=False)
+    other = quiet_trainer("auto").test(evaluates("mlp")[0], loader, tmp_path / "it.ckpt", verbose=False)
     assert expected == other
 
 
@@ -184,7 +185,7 @@ def test_weights_that_a_callback_swaps_in() -> None:
 
     def run(strategy: Any) -> Any:
         module, loader = evaluates("mlp")
-        trainer = make_trainer([Swaps()], strategy=strategy)
+        trainer = quiet_trainer(strategy, callbacks=[Swaps()])
         return trainer.validate(module, loader, verbose=False)
 
     assert run("auto") == run(pipeline())

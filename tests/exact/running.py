@@ -16,6 +16,7 @@ from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from tests import oracle
 from tests.oracle import Batch, Outputs, Run, State
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 
 
 @dataclass(repr=False)
@@ -53,21 +54,6 @@ class Recorder(L.Callback):
         self.record.states.append(State.of(pl_module, trainer.optimizers[0]))
 
 
-def make_trainer(callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
-    """A quiet Trainer on one CPU."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return L.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
-
-
 def fit(
     task: L.LightningModule,
     loader: Iterable[Batch],
@@ -77,9 +63,9 @@ def fit(
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> Record:
-    """Fits with a quiet Trainer and records it. ``settings`` are the Trainer's."""
+    """Fits for two epochs with a quiet Trainer, unless its ``settings`` say otherwise, and records it."""
     recorder = Recorder()
-    trainer = make_trainer([*callbacks, recorder], **settings)
+    trainer = quiet_trainer(callbacks=[*callbacks, recorder], **{"max_epochs": 2, **settings})
     trainer.fit(task, loader, val_loader, ckpt_path=ckpt_path)
     return finish(recorder, trainer, task)
 

@@ -13,10 +13,11 @@ from torchmetrics import MeanMetric
 
 from tests import oracle
 from tests.exact.pipelines import even
-from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
+from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Batch, Outputs, Run, State
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
+from tests.support.trainers import quiet_trainer
 
 NM = slow_except([1, 4], 4)
 LENGTH = 7  # batches of an epoch of 26 samples in fours
@@ -181,7 +182,7 @@ def test_evaluation_after_training() -> None:
     task, loader = resnet(ADAMW), images(26, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
-    trainer = make_trainer([recorder], strategy=even(9, 3, 4))
+    trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))
     value = evaluated(task, expected, 14, loader)
@@ -202,7 +203,7 @@ def test_a_second_fit(same_trainer: bool) -> None:
     task, loader = resnet(ADAMW), images(26, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
-    trainer = make_trainer([recorder], strategy=even(9, 3, 4))
+    trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))
 
@@ -212,6 +213,6 @@ def test_a_second_fit(same_trainer: bool) -> None:
         assert trainer.fit_loop.max_epochs == 2
         trainer.fit_loop.max_epochs = 3
     else:
-        trainer = make_trainer([recorder], strategy=even(9, 2, 4), max_epochs=1)
+        trainer = quiet_trainer(even(9, 2, 4), callbacks=[recorder])
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))

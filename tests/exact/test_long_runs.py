@@ -23,6 +23,7 @@ from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.support.ahead import Memory
 from tests.support.captured_models import GPT, Words
 from tests.support.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
+from tests.support.trainers import quiet_trainer
 
 EARLY, LATE = 200, 2000
 
@@ -144,17 +145,9 @@ MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int], DataLoader[Any]]]
 def test_nothing_grows(model: str, epochs: int, recompute: bool) -> None:
     make, load = MODELS[model]
     looks, logger = Looks(), Memory()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=HetPipeStrategy(stages=2, in_flight=3, recompute=recompute),
-        max_epochs=epochs,
-        logger=logger,
-        log_every_n_steps=500,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[looks],
-    )
+    strategy = HetPipeStrategy(stages=2, in_flight=3, recompute=recompute)
+    settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 500, "callbacks": [looks]}
+    trainer = quiet_trainer(strategy, max_epochs=epochs, **settings)
     trainer.fit(make(), load((LATE + 100) // epochs))
     early, late = looks.seen
     for what, before in early.items():

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
+from tests.support.trainers import QUIET
 
 Story = Callable[[Path], Any]
 
@@ -41,9 +42,8 @@ OUR_WARNINGS = ("the pipelined module is one layer", "there is one device, so He
 
 def trainer(folder: Path, **settings: Any) -> L.Trainer:
     """A Trainer that names no strategy, for four batches in each of two epochs unless ``settings`` say otherwise."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    short = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "logger": False}
-    return L.Trainer(**{"default_root_dir": folder, **quiet, **short, **settings})
+    short = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2}
+    return L.Trainer(**{"default_root_dir": folder, **QUIET, **short, **settings})
 
 
 def fitted(folder: Path, module: L.LightningModule, **settings: Any) -> dict[str, Any]:

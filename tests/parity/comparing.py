@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import warning_cache
 
-from tests.exact.running import make_trainer
 from tests.parity.describing import describe, digest
 from tests.parity.observing import CALLBACK_HOOKS, MODULE_HOOKS, Event, Memory, Notes, observed
 from tests.parity.stale import Stale
+from tests.support.trainers import quiet_trainer
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Run = Callable[[L.Trainer, L.LightningModule], None]
@@ -73,11 +73,17 @@ def tell(scenario: Scenario, strategy: Strategy | str, folder: Path, running_ahe
     module.__class__ = observed(type(plain), MODULE_HOOKS, "module", notes)
     witness = observed(L.Callback, CALLBACK_HOOKS, "callback", notes)()
     callbacks = [*scenario.callbacks(folder), witness]
-    settings = {"logger": Memory(notes), "default_root_dir": folder, "log_every_n_steps": 2, **scenario.settings}
+    settings = {
+        "max_epochs": 2,
+        "logger": Memory(notes),
+        "default_root_dir": folder,
+        "log_every_n_steps": 2,
+        **scenario.settings,
+    }
     warning_cache.clear()  # which Lightning keeps for the whole process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = notes.trainer = make_trainer(callbacks, strategy=strategy, **settings)
+        trainer = notes.trainer = quiet_trainer(strategy, callbacks=callbacks, **settings)
         scenario.run(trainer, module)
     warned = sorted({ADDRESS.sub("", describe(str(one.message), folder)) for one in caught})
     return Story(notes.events, _checkpoints(folder), _end(trainer, module), warned)

@@ -18,10 +18,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import expect, fit, make_trainer
+from tests.exact.running import expect, fit
 from tests.oracle import Batch, Outputs
 from tests.parity.test_checkpoints import LENGTH, At, Shuffled, make, strategy
 from tests.support.models import Task, vectors
+from tests.support.trainers import quiet_trainer
 
 
 class Saves(Task):
@@ -163,11 +164,11 @@ class Dies(TorchCheckpointIO):
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
-    trainer = make_trainer(strategy=strategy(3), max_epochs=1)
+    trainer = quiet_trainer(strategy(3))
     trainer.fit(make(), vectors(26, 4))
     trainer.save_checkpoint(path)
     before = path.read_bytes()
-    again = make_trainer([At(4, lambda t: t.save_checkpoint(path))], strategy=strategy(3), plugins=[Dies()])
+    again = quiet_trainer(strategy(3), callbacks=[At(4, lambda t: t.save_checkpoint(path))], plugins=[Dies()])
     with pytest.raises(OSError, match="the disk is full"):
         again.fit(make(), vectors(26, 4))
     assert path.read_bytes() == before

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe import lightning_private as of_lightning
 from tests.private.guarding import guards
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 def fetcher_of(loader: Any) -> Any:

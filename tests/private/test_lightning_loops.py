@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_hetpipe import lightning_private as of_lightning
 from tests.private.guarding import guards
-from tests.support.small import Learner, Validated, batches, quiet_trainer
+from tests.support.small import Learner, Validated, batches
+from tests.support.trainers import quiet_trainer
 
 
 @guards("from_training_step_output", "closure_loss")
@@ -61,7 +62,7 @@ class LooksAtCuts(L.Callback):
 @pytest.mark.parametrize(("interval", "at_the_end"), [(0.5, [False, True]), (2, [False, False]), (1.0, [True])])
 def test_where_checkpoints_and_validations_come(interval: float, at_the_end: list[bool]) -> None:
     looks = LooksAtCuts()
-    trainer = quiet_trainer("auto", callbacks=[looks], val_check_interval=interval, num_sanity_val_steps=0)
+    trainer = quiet_trainer("auto", callbacks=[looks], val_check_interval=interval)
     trainer.fit(Validated(), batches(4), batches(1))
     assert looks.in_a_step == [True, False] * 4, "a checkpoint in the middle of a step would be taken for a cut"
     assert looks.at_the_end == at_the_end, "virtual workers with other numbers of batches would validate alone"
@@ -76,7 +77,7 @@ class Stops(L.Callback):
 @pytest.mark.parametrize(("min_epochs", "at_the_end"), [(None, [True]), (1, [False, False])])
 def test_a_stop_validates_where_it_may_stop(min_epochs: int | None, at_the_end: list[bool]) -> None:
     looks = LooksAtCuts()
-    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0, "min_epochs": min_epochs, "max_epochs": 1}
+    settings = {"val_check_interval": 2, "min_epochs": min_epochs}
     quiet_trainer("auto", callbacks=[Stops(), looks], **settings).fit(Validated(), batches(4), batches(1))
     assert looks.at_the_end == at_the_end, "virtual workers would take a validation of mid-epoch for the last"
 

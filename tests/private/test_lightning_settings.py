@@ -15,7 +15,8 @@ from lightning.pytorch.tuner.tuning import Tuner
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe import lightning_private as of_lightning
 from tests.private.guarding import guards
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 @guards("_checkpoint_io")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.support.small import Learner, batches, pipeline, quiet_trainer
+from tests.support.small import Learner, batches, pipeline
+from tests.support.trainers import quiet_trainer
 
 
 class Frozen(Learner):

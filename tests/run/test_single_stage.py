@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.support.ahead import Memory
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 class Dropping(nn.Module):
@@ -52,7 +53,7 @@ class Draws(L.LightningModule):
 def trained(strategy: Any, module: L.LightningModule) -> list[Tensor]:
     torch.manual_seed(5)
     data: Any = list(torch.randn(24, 8))
-    quiet_trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=4))
+    quiet_trainer(strategy).fit(module, DataLoader(data, batch_size=4))
     return [parameter.detach() for parameter in module.parameters()]
 
 
@@ -180,7 +181,7 @@ def test_loggers_get_nothing_of_ours() -> None:
 
 def test_the_report() -> None:
     strategy = HetPipeStrategy()
-    quiet_trainer(strategy, max_epochs=1).fit(Learner(), batches(4))
+    quiet_trainer(strategy).fit(Learner(), batches(4))
     report = strategy.last_run
     assert report is not None
     assert (report.in_flight, report.minibatches, len(report.stages)) == (1, 3, 1)

@@ -1,4 +1,4 @@
-"""A module whose step a test writes, a quiet Trainer, and what every refusal must leave behind: nothing."""
+"""A module whose step a test writes, and what every refusal must leave behind: nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.support.traces import ours_in
+from tests.support.trainers import quiet_trainer
 
 Step = Callable[[Any, Tensor, Tensor, int], Any]
 
@@ -66,19 +67,6 @@ def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=in_flight, **settings)
 
 
-def quiet_trainer(strategy: Any = None, **settings: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    strategy = pipeline(3) if strategy is None else strategy
-    return L.Trainer(strategy=strategy, **{**defaults, **settings})
-
-
 @contextmanager
 def refused(*fragments: str, error: type[Exception] = SettingError) -> Iterator[None]:
     """Expects ``error`` with one sentence that holds every one of ``fragments``."""
@@ -96,7 +84,7 @@ def assert_refused(
     module: L.LightningModule, *fragments: str, strategy: Any = None, loader: Any = None, **settings: Any
 ) -> None:
     """``fit`` is refused with ``fragments`` in the message, and leaves nothing behind."""
-    trainer = quiet_trainer(strategy, **settings)
+    trainer = quiet_trainer(strategy or pipeline(3), **settings)
     before = set(threading.enumerate())
     torch.set_num_threads(2)
     with refused(*fragments):

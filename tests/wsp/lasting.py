@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from tests.support.trainers import quiet_trainer
 
 
 class Endless(Dataset[Tensor]):
@@ -49,16 +50,9 @@ class Lasting(L.LightningModule):
 
 
 def main(ending: str) -> None:
-    L.Trainer(
-        strategy=HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=5.0)),
-        accelerator="cpu",
-        max_steps=8 if ending in ("return", "lose") else -1,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
+    strategy = HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=5.0))
+    trainer = quiet_trainer(strategy, max_steps=8 if ending in ("return", "lose") else -1, max_epochs=-1)
+    trainer.fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
 
 
 if __name__ == "__main__":
