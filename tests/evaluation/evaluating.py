@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -69,17 +68,6 @@ def evaluated(module: L.LightningModule, loader: Any, strategy: Any, **settings:
     tested = trainer.test(module, loader, verbose=False)
     predicted = trainer.predict(module, loader)
     return [validated, tested, predicted, outputs.given, memory.logged, dict(trainer.callback_metrics)]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, Sequence) and not isinstance(one, str):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def pipeline(stages: int = 2, in_flight: int = 3, **settings: Any) -> HetPipeStrategy:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.evaluation.evaluating import Model, same, vectors
+from tests.evaluation.evaluating import Model, vectors
 from tests.exact.pipelines import Pinned, delayed
+from tests.support.equality import assert_same, difference
 from tests.support.trainers import quiet_trainer
 
 
@@ -49,10 +50,10 @@ def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> A
 @pytest.mark.parametrize("sequential", [True, False])
 def test_draws_belong_to_the_batch(sequential: bool) -> None:
     first = run(sequential, (0, 1), 2, 1)
-    assert same(first, run(sequential, (0, 1), 2, 2))
-    assert same(first, run(sequential, (0, 2), 4, 3))
-    assert same(first, run(sequential, (0, 1, 2), 3, 4))
-    assert not same(first[1], first[2])
+    assert_same(first, run(sequential, (0, 1), 2, 2))
+    assert_same(first, run(sequential, (0, 2), 4, 3))
+    assert_same(first, run(sequential, (0, 1, 2), 3, 4))
+    assert difference(first[1], first[2]) is not None
 
 
 def test_the_process_does_not_notice() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from tests.evaluation.evaluating import Model, pipeline, same, vectors
+from tests.evaluation.evaluating import Model, pipeline, vectors
+from tests.support.equality import assert_same
 from tests.support.traces import ours_in
 from tests.support.trainers import quiet_trainer
 
@@ -128,7 +129,7 @@ def test_a_failure_comes_out_and_leaves_nothing(task: str, place: str, bad: int)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("hetpipe")]
     assert ours_in(module) == []
     expected = quiet_trainer("auto").predict(Model(), vectors())
-    assert same(expected, quiet_trainer(pipeline(2, 3)).predict(Model(), vectors()))
+    assert_same(expected, quiet_trainer(pipeline(2, 3)).predict(Model(), vectors()))
 
 
 def test_a_failure_of_a_layer_can_be_caught() -> None:
@@ -140,7 +141,7 @@ def test_a_failure_of_a_layer_can_be_caught() -> None:
                 return super().step(x, batch_idx)
 
     expected = quiet_trainer("auto").predict(Catches(), vectors())
-    assert same(expected, quiet_trainer(pipeline(2, 3)).predict(Catches(), vectors()))
+    assert_same(expected, quiet_trainer(pipeline(2, 3)).predict(Catches(), vectors()))
 
 
 def test_weights_changed_in_the_middle_are_refused() -> None:

@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests import oracle
-from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, same, vectors
+from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, vectors
 from tests.exact.running import fit
 from tests.exact.test_captured import CASES, made
 from tests.support import models
 from tests.support.captured_models import Whole
+from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
 from tests.support.models import Learner
 from tests.support.trainers import quiet_trainer
@@ -44,7 +44,7 @@ NAMES = [*sorted(CASES.keys() - RANDOM), "mlp", "sequential resnet", "transforme
 def test_all_that_evaluation_shows(name: str) -> None:
     expected = evaluated(*evaluates(name), "auto")
     found = evaluated(*evaluates(name), pipeline(3 if name != "clip" else 2, 4))
-    assert same(expected, found)
+    assert_same(expected, found)
 
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -52,7 +52,7 @@ def test_all_that_evaluation_shows(name: str) -> None:
 def test_precision(precision: str, inference_mode: bool) -> None:
     settings: dict[str, Any] = {"precision": precision, "inference_mode": inference_mode}
     expected = evaluated(*evaluates("resnet"), "auto", **settings)
-    assert same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
+    assert_same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
 
 
 @pytest.mark.slow
@@ -75,13 +75,13 @@ def test_torchs_transformer_takes_its_fast_path_in_both() -> None:
         )
         return evaluated(Evaluates(Whole(Encodes())), loader, strategy)
 
-    assert same(run("auto"), run(pipeline(2, 3)))
+    assert_same(run("auto"), run(pipeline(2, 3)))
 
 
 def test_several_dataloaders() -> None:
     module, loader = evaluates("mlp")
     loaders = [loader, models.vectors(5, 2, seed=9), loader]
-    assert same(evaluated(module, loaders, "auto"), evaluated(evaluates("mlp")[0], loaders, pipeline()))
+    assert_same(evaluated(module, loaders, "auto"), evaluated(evaluates("mlp")[0], loaders, pipeline()))
 
 
 @pytest.mark.parametrize("limit", slow_except([1, 2, 3], 2))
@@ -89,7 +89,7 @@ def test_few_batches(limit: int) -> None:
     settings: dict[str, Any] = {f"limit_{stage}_batches": limit for stage in ("val", "test", "predict")}
     module, loader = evaluates("mlp")
     expected = evaluated(module, loader, "auto", **settings)
-    assert same(expected, evaluated(evaluates("mlp")[0], loader, pipeline(in_flight=5), **settings))
+    assert_same(expected, evaluated(evaluates("mlp")[0], loader, pipeline(in_flight=5), **settings))
 
 
 def test_a_dataset_without_length_and_workers() -> None:
@@ -100,7 +100,7 @@ def test_a_dataset_without_length_and_workers() -> None:
 
     loader = DataLoader(Stream(), 4, num_workers=1)
     module, _ = evaluates("mlp")
-    assert same(evaluated(module, loader, "auto"), evaluated(evaluates("mlp")[0], loader, pipeline()))
+    assert_same(evaluated(module, loader, "auto"), evaluated(evaluates("mlp")[0], loader, pipeline()))
 
 
 def test_lengths_that_vary() -> None:
@@ -108,7 +108,7 @@ def test_lengths_that_vary() -> None:
     words: Any = [(torch.randint(models.WORDS, (4, length)),) for length in (7, 5, 9, 2)]
     loader: DataLoader[Any] = DataLoader(words, batch_size=None)
     expected = evaluated(evaluates("gpt")[0], loader, "auto")
-    assert same(expected, evaluated(evaluates("gpt")[0], loader, pipeline()))
+    assert_same(expected, evaluated(evaluates("gpt")[0], loader, pipeline()))
 
 
 @pytest.mark.parametrize("name", slow_except(["mlp", "resnet", "gpt", "transformer"], "mlp", "transformer"))
@@ -123,7 +123,7 @@ def test_validation_in_the_middle_of_training(name: str) -> None:
 
     record, metrics, module = run(pipeline(2, 3), val_check_interval=2)
     plain, _, _ = run(pipeline(2, 3), limit_val_batches=0)
-    assert [oracle.difference(a, b, "") for a, b in zip(record.states, plain.states, strict=True)] == [None] * len(
+    assert [difference(a, b, "") for a, b in zip(record.states, plain.states, strict=True)] == [None] * len(
         plain.states
     )
     expected = quiet_trainer("auto").validate(module, evaluates(name)[1], verbose=False)[0]
@@ -157,7 +157,7 @@ def test_prediction_writers(returned: bool) -> None:
         trainer = quiet_trainer(strategy, callbacks=[writer])
         return [trainer.predict(Model(), vectors(), return_predictions=returned), writer.written]
 
-    assert same(run("auto"), run(pipeline()))
+    assert_same(run("auto"), run(pipeline()))
 
 
 def test_a_checkpoint_is_tested(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from tests import oracle
 from tests.oracle import Batch, Outputs, Run, State
+from tests.support.equality import assert_same
 from tests.support.models import Learner
 from tests.support.trainers import quiet_trainer
 
@@ -114,16 +115,14 @@ def assert_equal(expected: Run, record: Record) -> None:
     assert len(record.outputs) == len(expected.outputs), (
         f"{len(record.outputs)} minibatches instead of {len(expected.outputs)}"
     )
-    assert (found := oracle.difference(expected.states[0], record.states[0], "start")) is None, found
+    assert_same(expected.states[0], record.states[0], "start")
     for p, (outputs, state) in enumerate(zip(expected.outputs, expected.states[1:], strict=True), start=1):
-        assert (found := oracle.difference(outputs, record.outputs[p - 1], f"minibatch {p}")) is None, found
-        found = oracle.difference(expected.gradients.get(p), record.gradients.get(p), f"gradients {p}")
-        assert found is None, found
-        assert (found := oracle.difference(state, record.states[p], f"version {p}")) is None, found
-    assert (found := oracle.difference(expected.states[-1], record.end, "end")) is None, found
+        assert_same(outputs, record.outputs[p - 1], f"minibatch {p}")
+        assert_same(expected.gradients.get(p), record.gradients.get(p), f"gradients {p}")
+        assert_same(state, record.states[p], f"version {p}")
+    assert_same(expected.states[-1], record.end, "end")
 
 
-def assert_same(one: Record, other: Record) -> None:
+def assert_same_run(one: Record, other: Record) -> None:
     for part in ("outputs", "gradients", "states", "end"):
-        found = oracle.difference(getattr(one, part), getattr(other, part), part)
-        assert found is None, found
+        assert_same(getattr(one, part), getattr(other, part), part)

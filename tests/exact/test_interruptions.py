@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torchmetrics import MeanMetric
 
-from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Batch, Outputs, Run, State
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 from tests.support.trainers import quiet_trainer
@@ -82,7 +82,7 @@ def test_an_exception_leaves_the_last_finished_step(in_flight: int) -> None:
     with pytest.raises(ArithmeticError, match="stop here"):
         fit(task, loader, [keeper, Stop(4, error=True)], strategy=even(9, 3, in_flight))
     assert keeper.optimizer is not None
-    assert (found := oracle.difference(expected.states[4], State.of(task, keeper.optimizer), "left")) is None, found
+    assert_same(expected.states[4], State.of(task, keeper.optimizer), "left")
 
 
 class Keeper(L.Callback):
@@ -192,9 +192,8 @@ def test_evaluation_after_training() -> None:
     assert predicted is not None
     task.eval()
     with torch.no_grad():
-        found = oracle.difference([task(x) for x, _ in loader], predicted, "predictions")
-    assert found is None, found
-    assert (found := oracle.difference(expected.states[-1], finish(recorder, trainer, task).end, "end")) is None, found
+        assert_same([task(x) for x, _ in loader], predicted, "predictions")
+    assert_same(expected.states[-1], finish(recorder, trainer, task).end, "end")
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])

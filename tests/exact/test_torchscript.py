@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.equality import assert_same
 from tests.support.models import Learner, vectors
 from tests.support.small import assert_refused
 from tests.support.trainers import quiet_trainer
@@ -133,11 +134,6 @@ def weights(task: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in task.parameters()]
 
 
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    assert all(map(torch.equal, one, other))
-
-
 @KINDS
 @pytest.mark.parametrize("where", ["before", pytest.param("after", marks=pytest.mark.slow), "never"])
 @pytest.mark.parametrize(
@@ -159,7 +155,7 @@ def test_beside_the_pipeline_it_is_what_the_module_is(
         (scores,) = trainer.validate(task, LOADER, verbose=False)
         predictions: Any = trainer.predict(task, LOADER)
         ends.append([*weights(task), torch.tensor(scores["val_loss"]), *predictions])
-    assert_same(*ends)
+    assert_same(ends[0], ends[1])
 
 
 @KINDS
@@ -172,7 +168,7 @@ def test_without_a_pipeline_it_is_trained(made: Made, where: str) -> None:
             task.net.append(task.side)
         quiet_trainer(strategy, max_epochs=2).fit(task, LOADER, LOADER)
         ends.append(weights(task))
-    assert_same(*ends)
+    assert_same(ends[0], ends[1])
 
 
 @KINDS

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.data import warning_cache
 from tests.parity.describing import describe, digest
 from tests.parity.observing import CALLBACK_HOOKS, MODULE_HOOKS, Event, Memory, Notes, observed
 from tests.parity.stale import Stale
+from tests.support.equality import assert_same, difference
 from tests.support.trainers import quiet_trainer
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
@@ -170,18 +171,4 @@ def assert_same_story(expected: Story, actual: Story) -> None:
     assert not missing, f"{missing[0]} and {len(missing)} in all did not come"
     assert not extra, f"{extra[0]} and {len(extra)} in all came too"
     for part in ("checkpoints", "end", "warned"):
-        found = difference(getattr(expected, part), getattr(actual, part), part)
-        assert found is None, found
-
-
-def difference(expected: Any, actual: Any, where: str) -> str | None:
-    """The first place at which two descriptions differ."""
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if list(expected) != list(actual):
-            return f"{where} has {list(actual)} instead of {list(expected)}"
-        pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
-    elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
-        pairs = ((f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(expected, actual, strict=True)))
-    else:
-        return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
-    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)
+        assert_same(getattr(expected, part), getattr(actual, part), part)

@@ -20,11 +20,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from tests import oracle
 from tests.exact.pipelines import even
-from tests.exact.running import Record, Recorder, after, assert_equal, assert_same, expect, finish, fit
+from tests.exact.running import Record, Recorder, after, assert_equal, assert_same_run, expect, finish, fit
 from tests.oracle import Batch, Recipe
 from tests.parity import plain_task
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, Task, decay, mlp, sgd, vectors
 from tests.support.trainers import quiet_trainer
@@ -195,11 +195,11 @@ def test_a_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
     here = torch.load(tmp_path / "here.ckpt", weights_only=True)
     for timed in (resumed, here):
         timed.pop("callbacks")  # of the Trainers' own
-    assert oracle.difference(resumed, here) is None
+    assert_same(resumed, here)
     one = torch.load(saved(even(4, 2, 1), tmp_path / "one"), weights_only=True)
     plain = torch.load(saved("auto", tmp_path / "plain"), weights_only=True)
     one.pop("callbacks"), plain.pop("callbacks")  # paths
-    assert oracle.difference(plain, one) is None
+    assert_same_run(plain, one)
 
 
 @pytest.mark.parametrize("weights_only", [True, False, None])
@@ -245,8 +245,7 @@ def test_a_chain_of_runs(tmp_path: Path) -> None:
         saver = ModelCheckpoint(tmp_path / str(epoch), "saved")
         settings: dict[str, Any] = {"ckpt_path": path, "max_epochs": epoch + 1, "enable_checkpointing": True}
         record = fit(make(), vectors(26, 4), [saver], strategy=strategy(in_flight, 1 + epoch % 3), **settings)
-        found = oracle.difference(expected.states[(epoch + 1) * LENGTH], record.end, f"after epoch {epoch}")
-        assert found is None, found
+        assert_same(expected.states[(epoch + 1) * LENGTH], record.end, f"after epoch {epoch}")
         path = saver.best_model_path
 
 
@@ -279,11 +278,11 @@ def test_averages_are_resumed(tmp_path: Path, callbacks: Callable[[], list[L.Cal
         return record
 
     plain, one, several = (run(in_flight, [3, 4]) for in_flight in ("auto", 1, 3))
-    assert_same(plain, one)
+    assert_same_run(plain, one)
     whole = run(3, [4])
-    assert oracle.difference(whole.states[-1], several.states[-1]) is None
+    assert_same(whole.states[-1], several.states[-1])
     if callbacks is averaging:  # what a run of Lightning's with SWA leaves counts epochs from the resumed one
-        assert oracle.difference(whole.end, several.end) is None
+        assert_same(whole.end, several.end)
 
 
 @pytest.mark.parametrize(

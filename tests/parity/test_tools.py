@@ -19,10 +19,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import even
-from tests.parity.comparing import Scenario, assert_as_oracle, difference
+from tests.parity.comparing import Scenario, assert_as_oracle
 from tests.parity.describing import describe, digest
 from tests.parity.modules import Watched
 from tests.parity.stale import Stale
+from tests.support.equality import assert_same
 from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
@@ -60,7 +61,7 @@ def test_lr_find_and_the_fit_after_it(tmp_path: Path, in_flight: int) -> None:
         results = describe(finder.results)
         trainer.fit(module)
         found.append([results, module.lr, trainer.global_step, weights(module)])
-    assert (different := difference(found[0], found[1], "run")) is None, different
+    assert_same(found[0], found[1], "run")
 
 
 @pytest.mark.slow
@@ -74,7 +75,7 @@ def test_the_batch_size_that_is_found(tmp_path: Path, in_flight: int) -> None:
         size = Tuner(trainer).scale_batch_size(module, max_trials=3, steps_per_trial=2)
         trainer.fit(module)
         found.append([size, trainer.global_step, weights(module)])
-    assert (different := difference(found[0], found[1], "run")) is None, different
+    assert_same(found[0], found[1], "run")
 
 
 @pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler])
