@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy
@@ -92,8 +91,3 @@ class Model(L.LightningModule):
 
     test_step = validation_step
     predict_step = validation_step
-
-
-def vectors(batches: int = 6) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(2)
-    return DataLoader(TensorDataset(torch.randn(batches * 4 - 1, 6, generator=chance)), 4)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.evaluation.evaluating import Model, vectors
+from tests.evaluation.evaluating import Model
 from tests.exact.pipelines import Pinned, delayed
 from tests.support.equality import assert_same, difference
+from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
 
@@ -44,7 +45,7 @@ def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> A
     torch.manual_seed(6)
     net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
     torch.manual_seed(6)
-    return quiet_trainer(delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors())
+    return quiet_trainer(delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors(23, 4))
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -65,5 +66,5 @@ def test_the_process_does_not_notice() -> None:
             self.end = torch.get_rng_state()
 
     module = Looks(nn.Sequential(Noisy(), Noisy()))
-    quiet_trainer(Pinned((0, 1), 3)).predict(module, vectors())
+    quiet_trainer(Pinned((0, 1), 3)).predict(module, vectors(23, 4))
     assert torch.equal(module.start, module.end)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.evaluation.evaluating import Model, pipeline, vectors
+from tests.evaluation.evaluating import Model, pipeline
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
+from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
 
 def predicted(module: Model, strategy: Any) -> Any:
-    return quiet_trainer(strategy).predict(module, vectors())
+    return quiet_trainer(strategy).predict(module, vectors(23, 4))
 
 
 def twice(module: Model, x: Tensor, batch_idx: int) -> Any:
@@ -102,7 +103,7 @@ def test_steps_of_any_kind(step: Callable[..., Any], net: Callable[[], Any], inf
     def run(strategy: Any) -> Any:
         torch.manual_seed(5)
         trainer = quiet_trainer(strategy, inference_mode=inference_mode)
-        return trainer.predict(Steps(net()), vectors())
+        return trainer.predict(Steps(net()), vectors(23, 4))
 
     assert_same(run("auto"), run(pipeline()))
 

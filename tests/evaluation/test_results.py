@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, vectors
+from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline
 from tests.exact.running import fit
 from tests.exact.test_captured import CASES, made
 from tests.support import models
 from tests.support.captured_models import Whole
 from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
-from tests.support.models import Learner
+from tests.support.models import Learner, vectors
 from tests.support.trainers import quiet_trainer
 
 RANDOM = {"vae", "noise between"}  # they draw in evaluation, too: see test_chance
@@ -155,7 +155,7 @@ def test_prediction_writers(returned: bool) -> None:
     def run(strategy: Any) -> list[Any]:
         writer = Writer("batch_and_epoch")
         trainer = quiet_trainer(strategy, callbacks=[writer])
-        return [trainer.predict(Model(), vectors(), return_predictions=returned), writer.written]
+        return [trainer.predict(Model(), vectors(23, 4), return_predictions=returned), writer.written]
 
     assert_same(run("auto"), run(pipeline()))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, expect, fit
@@ -27,19 +27,7 @@ from tests.support.captured_models import (
     Words,
 )
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, WORDS, Learner, vectors
-
-
-def images(samples: int, batch_size: int) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(2)
-    x, y = torch.randn(samples, 1, 5, 5, generator=chance), torch.randint(CLASSES, (samples,), generator=chance)
-    return DataLoader(TensorDataset(x, y), batch_size)
-
-
-def words(samples: int, batch_size: int) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(3)
-    return DataLoader(TensorDataset(torch.randint(WORDS, (samples, 7), generator=chance)), batch_size)
-
+from tests.support.models import ADAMW, WORDS, Learner, images, vectors, words
 
 CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
     "unet": (lambda: Whole(UNet()), vectors(22, 4), 6),

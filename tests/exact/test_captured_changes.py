@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_same_run, fit
-from tests.exact.test_captured import CASES, images, made, words
+from tests.exact.test_captured import CASES, made
 from tests.exact.test_live_changes import Edit, assert_differs
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import ResNet, Tower, Whole, Words
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, vectors, words
 from tests.support.small import assert_refused
 
 

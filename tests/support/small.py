@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
+from tests.support.models import labelled
 from tests.support.traces import ours_in
 from tests.support.trainers import quiet_trainer
 
@@ -58,9 +59,7 @@ def layers() -> nn.Sequential:
 
 
 def batches(count: int = 5) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(1)
-    x, y = torch.randn(4 * count, 6, generator=chance), torch.randint(3, (4 * count,), generator=chance)
-    return DataLoader(TensorDataset(x, y), 4)
+    return labelled(4 * count, 4, 6, classes=3)
 
 
 def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
