@@ -41,6 +41,13 @@ def no_thread_left() -> Iterator[None]:
     assert not alive, f"threads left alive: {', '.join(alive)}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may start several programs, each of which may take minutes on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 class Clock:
     """Takes the place of the module ``time``, and stands still except where a test moves it on."""
 

@@ -5,6 +5,7 @@ Run as ``python -m tests.wsp.lasting ENDING``; says on standard output when each
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.launcher import Launcher
+from lightning_hetpipe.strategy import virtual_workers
 from tests.support.trainers import quiet_trainer
+
+PATIENCE = 200.0
+"""Seconds until a process is forced to end."""
 
 
 class Endless(Dataset[Tensor]):
@@ -49,8 +56,16 @@ class Lasting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
+def be_patient() -> None:
+    """Has nobody be killed who only gets little of a busy machine, and so leaves files: not even by torch."""
+    virtual_workers.Launcher = functools.partial(Launcher, grace=PATIENCE)  # type: ignore[misc, assignment]
+    parent_watch.GRACE = PATIENCE
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = PATIENCE
+
+
 def main(ending: str) -> None:
-    strategy = HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=5.0))
+    be_patient()
+    strategy = HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=PATIENCE))
     trainer = quiet_trainer(strategy, max_steps=8 if ending in ("return", "lose") else -1, max_epochs=-1)
     trainer.fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
 
