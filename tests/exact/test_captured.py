@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +26,7 @@ from tests.support.captured_models import (
     Whole,
     Words,
 )
-from tests.support.marks import slow_except
+from tests.support.marks import explores, slow_except
 from tests.support.models import ADAMW, WORDS, Learner, images, vectors, words
 
 CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
@@ -71,7 +71,7 @@ def test_captured_models(name: str, in_flight: int, stages: int) -> None:
         assert sum(len(stage.layers) for stage in strategy.last_run.stages) == layers
 
 
-@settings(max_examples=4, deadline=None)
+@explores(4)
 @given(data=st.data())
 @pytest.mark.parametrize("name", slow_except(CASES, "clip", "pieces", "noise between"))
 def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:

@@ -99,7 +99,7 @@ def describe(value: Any) -> Any:
 def assert_as_plain(story: Story, folder: Path, ours: Mapping[str, str] = OURS) -> dict[str, Any]:
     """``story`` ends alike under both strategies, which includes how it fails; gives what it was."""
     plain, other = (_witnessed(story, folder / "run", environment) for environment in (PLAIN, ours))
-    assert_same(plain, other, "run")
+    assert_same(plain, other, "run", ordered=True)
     return plain
 
 

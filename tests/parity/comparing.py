@@ -165,10 +165,10 @@ def assert_same_story(expected: Story, actual: Story) -> None:
         before = f"after {expected.events[index - 1]}" if index else "at the start"
         assert (one.owner, one.hook) == (other.owner, other.hook), f"{other} came instead of {one}, {before}"
         for part in ("arguments", "seen", "returned"):
-            found = difference(getattr(one, part), getattr(other, part), part)
+            found = difference(getattr(one, part), getattr(other, part), part, ordered=True)
             assert found is None, f"{found} in {one}, {before}"
     missing, extra = expected.events[len(actual.events) :], actual.events[len(expected.events) :]
     assert not missing, f"{missing[0]} and {len(missing)} in all did not come"
     assert not extra, f"{extra[0]} and {len(extra)} in all came too"
     for part in ("checkpoints", "end", "warned"):
-        assert_same(getattr(expected, part), getattr(actual, part), part)
+        assert_same(getattr(expected, part), getattr(actual, part), part, ordered=True)

@@ -145,7 +145,7 @@ def assert_alike(plain: Aftermath, ours: Aftermath, in_flight: int) -> None:
             aftermath.calls = [address for address in aftermath.calls if address[1] not in ahead]
     assert ours.calls == plain.calls
     for part in ("process", "things"):
-        assert_same(getattr(plain, part), getattr(ours, part), part)
+        assert_same(getattr(plain, part), getattr(ours, part), part, ordered=True)
 
 
 @functools.cache

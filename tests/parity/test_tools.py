@@ -61,7 +61,7 @@ def test_lr_find_and_the_fit_after_it(tmp_path: Path, in_flight: int) -> None:
         results = describe(finder.results)
         trainer.fit(module)
         found.append([results, module.lr, trainer.global_step, weights(module)])
-    assert_same(found[0], found[1], "run")
+    assert_same(found[0], found[1], "run", ordered=True)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_batch_size_that_is_found(tmp_path: Path, in_flight: int) -> None:
         size = Tuner(trainer).scale_batch_size(module, max_trials=3, steps_per_trial=2)
         trainer.fit(module)
         found.append([size, trainer.global_step, weights(module)])
-    assert_same(found[0], found[1], "run")
+    assert_same(found[0], found[1], "run", ordered=True)
 
 
 @pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler])

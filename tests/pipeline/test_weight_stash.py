@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.versions import version_of
 from lightning_hetpipe.torch_private import pytree
 from tests.support.equality import assert_same
+from tests.support.marks import explores
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,7 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
     assert len({id(stash.buffer(version)) for version in published}) == 3
 
 
-@settings(max_examples=30, deadline=None)
+@explores(30)
 @given(st.integers(1, 5), st.lists(st.booleans(), min_size=1, max_size=25), st.integers(0, 9))
 def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: list[bool], empty_at: int) -> None:
     """Over many steps, of which some change nothing (accumulated gradients, a skipped step)."""

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 
-def difference(expected: Any, actual: Any, where: str = "") -> str | None:
-    """The first place below ``where`` at which nested containers or dataclasses differ by a bit; None if equal."""
+def difference(expected: Any, actual: Any, where: str = "", ordered: bool = False) -> str | None:
+    """The first place below ``where`` at which nested containers or dataclasses differ by a bit; None if equal.
+
+    Args:
+        expected: A tensor, a container of such, or anything that ``==`` compares.
+        actual: The same.
+        where: Its name.
+        ordered: Whether dicts with the same keys in another order differ.
+    """
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         if expected.shape != actual.shape or expected.dtype != actual.dtype:
             return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
@@ -24,9 +31,9 @@ def difference(expected: Any, actual: Any, where: str = "") -> str | None:
             return None
         return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"
     if is_dataclass(expected) and type(expected) is type(actual):
-        return difference(vars(expected), vars(actual), where)
+        return difference(vars(expected), vars(actual), where, ordered)
     if isinstance(expected, dict) and isinstance(actual, dict):
-        if list(expected) != list(actual):
+        if expected.keys() != actual.keys() or (ordered and list(expected) != list(actual)):
             return f"{where} has {list(actual)} instead of {list(expected)}"
         pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
     elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
@@ -35,10 +42,10 @@ def difference(expected: Any, actual: Any, where: str = "") -> str | None:
         pairs = ((f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected, actual, strict=True)))
     else:
         return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
-    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)
+    return next((found for place, a, b in pairs if (found := difference(a, b, place, ordered)) is not None), None)
 
 
-def assert_same(expected: Any, actual: Any, where: str = "it") -> None:
+def assert_same(expected: Any, actual: Any, where: str = "it", ordered: bool = False) -> None:
     """Fails with the first difference below ``where``."""
-    found = difference(expected, actual, where)
+    found = difference(expected, actual, where, ordered)
     assert found is None, found
