@@ -44,7 +44,8 @@ class Lasting(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 3:
-            print(f"training {self.global_rank}", flush=True)
+            # In one write, lest the lines of two processes mix, as with PYTHONUNBUFFERED=1.
+            os.write(1, f"training {self.global_rank}\n".encode())
             if self.ending == "raise" and self.global_rank == 1:
                 raise ValueError("a bad batch")
             if self.ending == "lose" and self.global_rank == 1:
