@@ -118,6 +118,30 @@ def test_no_loss(when: int, in_flight: int) -> None:
     assert_refused(Learner(step), "training_step returned None", "return a loss", strategy=pipeline(in_flight))
 
 
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (Tensor.detach, "depends on no parameter that requires a gradient"),
+        (lambda loss: loss.expand(3), "is of shape (3,); return a single number"),
+    ],
+)
+def test_a_loss_without_a_backward_pass(changed: Any, message: str, when: int, in_flight: int) -> None:
+    """Later minibatches summed a vector in silence, and ended with an error of autograd's."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        loss = plain_step(module, x, y, batch_idx)
+        return changed(loss) if batch_idx == when else loss
+
+    assert_refused(Learner(step), "the loss that training_step returned", message, strategy=pipeline(in_flight))
+
+
+def test_parameters_without_a_shape() -> None:
+    module = Learner(head=nn.LazyLinear(3))
+    assert_refused(module, "the parameter 'head.weight' has no shape yet", "run the model on an example in setup")
+
+
 # Which modules are called.
 
 

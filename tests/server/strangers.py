@@ -68,6 +68,8 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Leave(vw, 0, "ValueError: of long ago"), b""
         yield Join(vw, 0, 99, OTHERS, NOTHING, ("",)), b""
         yield Join(vw, 1 << 62, 1, OTHERS, NOTHING, ("",)), b""
+        for claimed in (-1, 0, 1 << 40):
+            yield Join(vw, 1 << 62, 1, replace(OTHERS, virtual_workers=claimed), NOTHING, ("",)), b""
         yield Load(vw, 0, "another", generation + "x", (), ()), b""
         yield Load(vw, 0, generation, generation, (), ()), b""
         yield Read(vw, 0, generation, 999, ()), b""
