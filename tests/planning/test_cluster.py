@@ -81,7 +81,7 @@ def test_hydra_makes_one_of_plain_values() -> None:
 
 
 def test_memory_that_is_not_said() -> None:
-    """What a profile knows comes first, then the catalogue; what was said stays."""
+    """A profile's knowledge comes first, then the catalogue's; what was declared stays."""
     cluster = Cluster([Node("n", [Device("TITAN RTX"), "RTX-2080", Device("RTX-3090", "1 GiB"), "abacus"])])
     memories = [slot.device.memory for slot in cluster.with_memory({"RTX-2080": 11 << 30, "RTX-3090": 2}).slots]
     assert memories == [24 << 30, 11 << 30, 1 << 30, None]

@@ -1,4 +1,4 @@
-"""What a LightningModule may not do, refused by name where it happens; the pipeline then leaves nothing behind."""
+"""Refusals of what a LightningModule may not do, by name where it happens; the pipeline leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_compiled_module() -> None:
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("when", [0, 1, 4])
 def test_no_loss(when: int, in_flight: int) -> None:
-    """Of the first minibatch, which is watched, and of later ones."""
+    """By the first minibatch, which is watched, and by later ones."""
 
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
         loss = plain_step(module, x, y, batch_idx)

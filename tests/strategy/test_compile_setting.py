@@ -1,4 +1,4 @@
-"""What `compile` may be, and what it is refused for before anything runs."""
+"""Values of `compile`, and their refusals before anything runs."""
 
 from __future__ import annotations
 

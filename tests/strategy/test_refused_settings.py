@@ -86,7 +86,7 @@ def test_their_defaults_pass(name: str) -> None:
 
 
 def test_refusals_are_misconfigurations() -> None:
-    """What Lightning's users already catch."""
+    """Lightning's users already catch it."""
     with pytest.raises(MisconfigurationException):
         HetPipeStrategy(stages=0)
 
