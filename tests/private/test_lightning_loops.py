@@ -42,7 +42,7 @@ class Looks(L.Callback):
 
 
 class LooksAtCuts(L.Callback):
-    """Where the loop is when a checkpoint or a validation could come."""
+    """State of the loop when a checkpoint or a validation could come."""
 
     def __init__(self) -> None:
         self.in_a_step: list[bool] = []

@@ -29,7 +29,7 @@ ALL = {
 
 
 class Bench:
-    """Where a use runs.
+    """Setting of a use.
 
     Args:
         folder: Of its own.
