@@ -80,7 +80,7 @@ def test_errors_of_the_compiler() -> None:
     torch.compiler.reset()
 
 
-@guards("_inductor", "_subclasses")
+@guards("_inductor", "_subclasses", "_TorchCompileInductorWrapper")
 def test_inductors_modes_and_its_compiler() -> None:
     modes = torch_private.inductor_modes()
     assert modes["default"] == {}
