@@ -45,8 +45,8 @@ def trainer(strategy: Any, folder: Path, **settings: Any) -> L.Trainer:
         "limit_val_batches": 2,
         "limit_test_batches": 2,
         "limit_predict_batches": 2,
-        "enable_checkpointing": True,
-        "num_sanity_val_steps": 2,
+        "enable_checkpointing": None,  # as Lightning does unless it is told
+        "num_sanity_val_steps": None,
         "log_every_n_steps": 1,
     }
     settings = {**defaults, **settings}
