@@ -108,7 +108,9 @@ def _named(device: Device, number: int) -> str:
 
 def _picture(choice: Choice, folder: Path) -> str:
     """Draw the simulated run; return a line that says where the picture is, or why there is none."""
-    timeline = Timeline.simulated(choice.simulation, [stage.times for stage in choice.stages], choice.in_flight)
+    times = [stage.times for stage in choice.stages]
+    devices = [_named(stage.slot.device, stage.slot.number) for stage in choice.stages]
+    timeline = Timeline.simulated(choice.simulation, times, choice.in_flight, devices)
     try:
         figure = draw(timeline)
     except SettingError as error:  # without matplotlib

@@ -101,7 +101,6 @@ def run(config: DictConfig) -> float | None:
             summary(
                 last_run,
                 metrics,
-                virtual_workers=trainer.world_size,
                 torch_threads=None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads(),
                 checkpoint=best,
                 log_dir=trainer.log_dir if trainer.loggers else None,
