@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import SupportsFloat
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_hetpipe.reporting.report import RunReport
 
@@ -19,7 +21,7 @@ def summary(
     *,
     torch_threads: int | None = None,
     checkpoint: str = "",
-    log_dir: str | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> str:
     """The text, several lines.
 
@@ -29,25 +31,28 @@ def summary(
         torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
             it out.
         checkpoint: path of the best checkpoint; empty if there is none.
-        log_dir: folder of TensorBoard's event files; None if nothing was logged.
+        loggers: the Trainer's; it is said where files of TensorBoard and of metrics as CSV are.
     """
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
         lines += [run.table, ""]
         rows.append(("samples per second", run.throughput))
-    rows += _results(metrics)
+    rows += results(metrics)
     if torch_threads is not None:
         rows.append(("torch threads", f"{torch_threads}; stages of a pipeline use OMP_NUM_THREADS each, by default 1"))
     if checkpoint:
         rows.append(("checkpoint", _relative(checkpoint)))
-    if log_dir:
-        rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(log_dir))}"))
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            rows.append(("metrics", _relative(logger.experiment.metrics_file_path)))
+        elif isinstance(logger, TensorBoardLogger):
+            rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(logger.log_dir))}"))
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(lines + [f"{label:<{width}}   {value}" for label, value in rows])
 
 
-def _results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
+def results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
     """The metrics of the latest part of the run that logged any, in words."""
     for part in ("test", "val", "train"):
         found = [(name, float(value)) for name, value in metrics.items() if name.startswith(part)]

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_hetpipe.cli.summary import summary
 from lightning_hetpipe.reporting.report import RunReport, StageReport
@@ -28,8 +29,10 @@ def test_the_results_are_those_of_the_last_part_that_logged_any() -> None:
 
 def test_paths_are_relative_and_the_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = summary(None, {}, checkpoint=str(tmp_path / "out" / "best.ckpt"), log_dir=str(tmp_path / "my logs"))
+    loggers = [CSVLogger(tmp_path, "csv", ""), TensorBoardLogger(tmp_path, "my logs", "")]
+    text = summary(None, {}, checkpoint=str(tmp_path / "out" / "best.ckpt"), loggers=loggers)
     assert text.splitlines()[1].split() == ["checkpoint", "out/best.ckpt"]
+    assert text.splitlines()[2].split() == ["metrics", "csv/metrics.csv"]
     assert text.endswith("tensorboard --logdir 'my logs'")
 
 
