@@ -105,7 +105,7 @@ def run(config: DictConfig) -> Outcome:
     trainer = built(config, "trainer", L.Trainer, **_lists(config))
     try:
         for logger in trainer.loggers:
-            _ = logger.experiment  # made first, so that an error says what cannot be made
+            getattr(logger, "experiment", None)  # made first, so that an error says what cannot be made
             logger.log_hyperparams(settings)
         trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
     except BaseException:

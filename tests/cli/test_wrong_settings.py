@@ -177,7 +177,7 @@ COMPOSITION = [  # the command line and the files
     ("train", ["strategy.stages=[1"], "strategy.stages=[1", "write section.key=value"),
     ("train", ["strategy.stages=1,2"], "strategy.stages=1,2", "add -m to run with each of them"),
     ("train", ["+model=gpt"], "model", "Multiple values for model"),
-    ("train", ["trainer.logger=[]"], "trainer.logger=[]", "takes two: '~trainer.logger' '+trainer.logger=[]'"),
+    ("train", ["strategy.wsp=[]"], "strategy.wsp=[]", "takes two: '~strategy.wsp' '+strategy.wsp=[]'"),
     ("train", ["~strategy.nothing"], "strategy.nothing", "~strategy.nothing takes nothing away"),
     ("train", ["hydra.job.num=abc"], "hydra.job.num=abc", "could not be converted to Integer"),
     ("train", ["hydra.foo=3"], "hydra.foo", "use +hydra.foo=3"),
