@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -49,14 +49,18 @@ class ProfilingInput:
     samples: int = 1
 
     @property
-    def layers(self) -> list[tuple[Layer, Value, Piece]]:
-        """Each layer with what it was given."""
-        return [(*pair, piece) for piece in self.pieces for pair in zip(piece.layers, piece.inputs, strict=True)]
+    def layers(self) -> list[tuple[Layer, list[tuple[Value, int]], Piece]]:
+        """Each layer with what it was given, and in how many calls."""
+        return [
+            (layer, values, piece)
+            for piece in self.pieces
+            for layer, values in zip(piece.layers, piece.measured_inputs(), strict=True)
+        ]
 
     def on(
         self, device: torch.device, now: Callable[[], float] = time.perf_counter
     ) -> Iterator[tuple[LayerBytes, Times]]:
-        """Measures each layer on ``device``, one after another.
+        """Measures each layer on ``device``, one after another: what all of its calls in a minibatch take together.
 
         Weights, buffers and random states stay as they are. Layers are copied and measured one after another, so that a
         device needs no more memory than the largest takes.
@@ -65,14 +69,27 @@ class ProfilingInput:
             device: A CPU, or a GPU.
             now: The clock, in seconds.
         """
-        for layer, value, piece in self.layers:
+        for layer, values, piece in self.layers:
             state = ProcessState.current()
+            found = []
             try:
-                benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
-                found = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
+                for value, times in values:
+                    benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
+                    one = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
+                    found += [one] * times
             finally:
                 state.restore()
-            yield found
+            yield _together(found)
+
+
+def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Times]:
+    """Bytes and seconds of one layer's ``calls`` in a minibatch; its weights are there, and updated, once."""
+    first, times = calls[0]
+    if len(calls) == 1:
+        return first, times
+    kept, output, given = (sum(getattr(each, part) for each, _ in calls) for part in ("kept", "output", "given"))
+    forward, backward = (sum(getattr(each, part) for _, each in calls) for part in ("forward", "backward"))
+    return replace(first, kept=kept, output=output, given=given), Times(forward, backward, times.update)
 
 
 def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:

@@ -65,11 +65,11 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[[Sequence[Piece], Decision, int, OutsideParameters, set[int]], None]
+Begin = Callable[[Sequence[Piece], Sequence[int], Decision, int, OutsideParameters, set[int]], None]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, the decision on stages, Nm, what the module has besides the pieces, and the ``id``
-of each live buffer that forwards change.
+Called with the pieces that it runs, which of them ``training_step`` calls in which order, the decision on stages, Nm,
+what the module has besides the pieces, and the ``id`` of each live buffer that forwards change.
 """
 
 
@@ -133,7 +133,7 @@ class FirstMinibatch(Extension):
         with noting_where():
             yield
             decision, in_flight = self.decide(watch.pieces, self._synchroniser)
-            self._begin(watch.pieces, decision, in_flight, outside, watch.changed_buffers())
+            self._begin(watch.pieces, watch.called, decision, in_flight, outside, watch.changed_buffers())
 
     def closed(self) -> None:
         for redirect in self._compiled:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
+from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Run:
     seed: int
 
     def __post_init__(self) -> None:
-        self._route = route(segments([len(self.times)], range(len(self.times))))
+        self._route = route(segments([len(self.times)], range(len(self.times))), calls([0]))
         self._stages = [_Stage() for _ in self.times]
         self._events: list[tuple[float, int, int, int]] = []  # time, order, minibatch, instruction that is now ready
         self._order = itertools.count()

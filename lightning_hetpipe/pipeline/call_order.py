@@ -1,0 +1,44 @@
+"""The order of minibatches at a segment that each of them visits several times, and that changes its buffers (law L2).
+
+The buffers after minibatch p are those that its last call leaves, and minibatch p + 1 starts from them. So the first
+forward of p + 1 waits until p has made its last call, while other tasks of the stage go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+
+
+class CallOrder:
+    """Lets one minibatch at a time run its forwards at one segment, in order of p."""
+
+    def __init__(self) -> None:
+        self._open: int | None = None
+        self._waiting: deque[Parcel] = deque()
+
+    def admits(self, parcel: Parcel) -> bool:
+        """Tell whether the forward in ``parcel`` may run now; one that may not is kept until :meth:`close` gives it."""
+        number = parcel.message.minibatch
+        if self._open is not None and number > self._open:
+            self._waiting.append(parcel)
+            return False
+        if self._open is None:  # an earlier one than the open one was cancelled, and nobody wants what it leaves
+            self._open = number
+        return True
+
+    def close(self, minibatch: int) -> Parcel | None:
+        """End the calls of ``minibatch``; give the forward that is ready by that, which is admitted."""
+        if minibatch != self._open:
+            return None
+        following = self._waiting.popleft() if self._waiting else None
+        self._open = None if following is None else following.message.minibatch
+        return following
+
+    def withdraw(self, minibatch: int) -> bool:
+        """Drop a forward of ``minibatch`` that waits; return False if none does."""
+        kept = [parcel for parcel in self._waiting if parcel.message.minibatch != minibatch]
+        found = len(kept) < len(self._waiting)
+        self._waiting = deque(kept)
+        return found

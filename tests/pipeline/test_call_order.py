@@ -1,0 +1,149 @@
+"""A segment that changes its buffers and is visited several times ends one minibatch before it begins the next."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.call_order import CallOrder
+from lightning_hetpipe.pipeline.stage_messages import Forward
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.user.minibatch import Step
+from lightning_hetpipe.pipeline.values import Value
+from tests.pipeline.driving import Line, X
+
+
+def parcel(minibatch: int) -> Parcel:
+    return Parcel(Forward(minibatch, 0, Value.of(X), 0, Autocast.current()))
+
+
+def test_minibatches_are_admitted_one_by_one() -> None:
+    order, waiting = CallOrder(), [parcel(number) for number in (2, 3)]
+    assert order.admits(parcel(1))
+    assert order.admits(parcel(1))
+    assert not any(map(order.admits, waiting))
+    assert order.close(1) is waiting[0]
+    assert order.admits(waiting[0])
+    assert not order.admits(parcel(4)), "3 comes before it"
+    assert order.close(2) is waiting[1]
+
+
+def test_only_the_open_minibatch_closes() -> None:
+    order, waiting = CallOrder(), parcel(2)
+    order.admits(parcel(1))
+    order.admits(waiting)
+    assert order.close(2) is None
+    assert order.close(1) is waiting
+    assert order.close(2) is None
+    assert order.admits(parcel(7)), "nothing is open"
+
+
+def test_what_was_cancelled_does_not_hold_up_others() -> None:
+    order = CallOrder()
+    for number in (1, 2, 3):
+        order.admits(parcel(number))
+    assert order.withdraw(2)
+    assert not order.withdraw(2)
+    following = order.close(1)
+    assert following is not None
+    assert following.message.minibatch == 3
+    assert order.admits(parcel(2)), "it comes too late to wait for 3"
+
+
+class History(nn.Module):
+    """Adds up in a buffer what it was given, and gives the sum."""
+
+    sum: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.sum += x.sum(0)
+        return self.sum.clone() * self.weight + 0 * x
+
+
+class Passes:
+    """Writes down the passes of stage 0; it begins none before minibatch 2 has made its first call."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.arrived = threading.Event()
+
+    def __call__(self, stage: int, work: str, minibatch: int) -> None:
+        if stage == 0:
+            assert self.arrived.wait(30)
+            self.seen.append((work, minibatch))
+
+    def watch(self, line: Line) -> None:
+        stage = line.engine.stages[0]
+        put = stage.put
+
+        def watched(parcel: Parcel) -> None:
+            put(parcel)
+            if parcel.message.minibatch == 2:
+                self.arrived.set()
+
+        stage.put = watched  # type: ignore[method-assign]
+
+
+def run(layer: nn.Module, cuts: tuple[int, ...], fails: bool = False) -> tuple[Passes, dict[tuple[int, int], Tensor]]:
+    """Two minibatches that call ``layer`` twice each; maybe the first one ``fails`` in between."""
+    passes, outputs = Passes(), dict[tuple[int, int], Tensor]()
+    line = Line(nn.Sequential(layer, nn.Identity()), cuts=cuts, called=(0, 0), before_pass=passes)
+    passes.watch(line)
+
+    def step(number: int) -> Step:
+        def both() -> Tensor:
+            loss: Any = 0.0
+            for call in (0, 1):
+                if fails and call and number == 1:
+                    raise ArithmeticError("between two calls")
+                out = line.call(X * 10**call * number)
+                outputs[number, call] = out.detach().clone()
+                loss = loss + out.square().sum()
+            return loss
+
+        return line.step(both)
+
+    with line.running() as engine:
+        for number in (1, 2):
+            engine.submit(number, step(number))
+        for number in (1, 2):
+            with pytest.raises(ArithmeticError, match="between") if fails and number == 1 else nullcontext():
+                engine.finish(number)
+    assert line.threads() == []
+    return passes, outputs
+
+
+across = pytest.mark.parametrize("cuts", [(0,), (0, 1)])
+
+
+@across
+def test_a_minibatch_starts_from_what_the_last_call_before_it_left(cuts: tuple[int, ...]) -> None:
+    passes, outputs = run(History(), cuts)
+    layer = History()
+    for number, call in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        assert torch.equal(outputs[number, call], layer(X * 10**call * number).detach())
+    assert [number for work, number in passes.seen if work == "forward"] == [1, 1, 2, 2]
+
+
+@across
+def test_where_no_buffer_changes_nobody_waits(cuts: tuple[int, ...]) -> None:
+    passes, _ = run(nn.Linear(4, 4), cuts)
+    assert [number for work, number in passes.seen if work == "forward"][:3] == [1, 2, 1]
+
+
+@across
+def test_a_minibatch_that_fails_between_its_calls_lets_the_next_one_go_on(cuts: tuple[int, ...]) -> None:
+    _, outputs = run(History(), cuts, fails=True)
+    assert sorted(outputs) == [(1, 0), (2, 0), (2, 1)]
