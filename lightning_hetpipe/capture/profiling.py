@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -40,6 +42,7 @@ class ProfilingInput:
         default_dtype: In the watched step; None for torch's own.
         optimizer: The Trainer's.
         samples: In its minibatch.
+        called: Which of the pieces the step calls, in order.
     """
 
     pieces: Sequence[Piece]
@@ -47,6 +50,15 @@ class ProfilingInput:
     default_dtype: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
     samples: int = 1
+    called: Sequence[int] = ()
+
+    @property
+    def calls(self) -> list[tuple[int, int]]:
+        """The calls of the step, as a profile has them: none where each piece is called once."""
+        if len(self.called) <= len(self.pieces):
+            return []
+        ends = [*accumulate(len(piece.layers) for piece in self.pieces)]
+        return [(ends[place] - len(self.pieces[place].layers), ends[place]) for place in self.called]
 
     @property
     def layers(self) -> list[tuple[Layer, list[tuple[Value, int]], Piece]]:
@@ -105,6 +117,7 @@ def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
         kept.all,
         sum(output.nbytes for output in outputs),
         kept.inputs,
+        any(may_change(*place) for place in places([layer.module])),
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.call_order import CallOrder
 from lightning_hetpipe.pipeline.compile.compiler_passes import Compiling, Exclusively
 from lightning_hetpipe.pipeline.memory import Memory
 from lightning_hetpipe.pipeline.passes import Loss, Pass
@@ -38,6 +37,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Segment
 
 
@@ -138,7 +138,7 @@ class Stage(StageThread):
         self._compute_lock = compute_lock
         self._saved: dict[tuple[int, tuple[int, int]], SavedForBackward] = {}  # by minibatch, and call and segment
         self._found: dict[int, FoundGradients] = {}
-        self._orders: dict[int, CallOrder] = {}
+        self._orders: dict[int, CallOrder[Parcel]] = {}
         self.copy_layers()
 
     def copy_layers(self) -> None:
@@ -222,9 +222,9 @@ class Stage(StageThread):
         """Keep a forward from running that starts from buffers which calls to come are to leave."""
         if not self._runners[segment].changes_buffers():
             return False
-        return not self._orders.setdefault(segment, CallOrder()).admits(parcel)
+        return not self._orders.setdefault(segment, CallOrder()).admits(parcel.message.minibatch, parcel)
 
-    def _end_calls(self, order: CallOrder, minibatch: int) -> None:
+    def _end_calls(self, order: CallOrder[Parcel], minibatch: int) -> None:
         if (following := order.close(minibatch)) is not None:
             self.put(following)  # behind what became ready before it
 

@@ -67,7 +67,7 @@ def kept(
     # Other layers are those of a file that somebody has changed.
     if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
-    return replace(one, model=model, samples=profiling.samples)
+    return replace(one, model=model, samples=profiling.samples, calls=profiling.calls)
 
 
 def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
@@ -78,7 +78,7 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
             sizes.append(size)
             times.append(time)
             tick()
-    return Profile(model, profiling.samples, sizes, {name: times}, {})
+    return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls)
 
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:

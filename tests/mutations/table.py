@@ -111,10 +111,10 @@ MUTATIONS = (
     Mutation(
         "L2",
         "a minibatch starts from buffers that the one before it has not left yet",
-        "pipeline/call_order.py",
-        "if self._open is not None and number > self._open:",
-        "if self._open is not None and number > self._open + 1000:",
-        ("tests/pipeline/test_call_order.py",),
+        "rules/call_order.py",
+        "if self._open is not None and minibatch > self._open:",
+        "if self._open is not None and minibatch > self._open + 1000:",
+        ("tests/rules/test_call_order.py", "tests/pipeline/test_repeated_calls.py"),
     ),
     # Waves.
     Mutation(

@@ -10,50 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.call_order import CallOrder
-from lightning_hetpipe.pipeline.stage_messages import Forward
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.user.minibatch import Step
-from lightning_hetpipe.pipeline.values import Value
 from tests.pipeline.driving import Line, X
-
-
-def parcel(minibatch: int) -> Parcel:
-    return Parcel(Forward(minibatch, 0, Value.of(X), 0, Autocast.current()))
-
-
-def test_minibatches_are_admitted_one_by_one() -> None:
-    order, waiting = CallOrder(), [parcel(number) for number in (2, 3)]
-    assert order.admits(parcel(1))
-    assert order.admits(parcel(1))
-    assert not any(map(order.admits, waiting))
-    assert order.close(1) is waiting[0]
-    assert order.admits(waiting[0])
-    assert not order.admits(parcel(4)), "3 comes before it"
-    assert order.close(2) is waiting[1]
-
-
-def test_only_the_open_minibatch_closes() -> None:
-    order, waiting = CallOrder(), parcel(2)
-    order.admits(parcel(1))
-    order.admits(waiting)
-    assert order.close(2) is None
-    assert order.close(1) is waiting
-    assert order.close(2) is None
-    assert order.admits(parcel(7)), "nothing is open"
-
-
-def test_what_was_cancelled_does_not_hold_up_others() -> None:
-    order = CallOrder()
-    for number in (1, 2, 3):
-        order.admits(parcel(number))
-    assert order.withdraw(2)
-    assert not order.withdraw(2)
-    following = order.close(1)
-    assert following is not None
-    assert following.message.minibatch == 3
-    assert order.admits(parcel(2)), "it comes too late to wait for 3"
 
 
 class History(nn.Module):

@@ -7,38 +7,37 @@ forward of p + 1 waits until p has made its last call, while other tasks of the 
 from __future__ import annotations
 
 from collections import deque
+from typing import Generic, TypeVar
 
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+T = TypeVar("T")
 
 
-class CallOrder:
-    """Lets one minibatch at a time run its forwards at one segment, in order of p."""
+class CallOrder(Generic[T]):
+    """Lets one minibatch at a time run its forwards at one segment, in order of p; ``T`` are the forwards."""
 
     def __init__(self) -> None:
         self._open: int | None = None
-        self._waiting: deque[Parcel] = deque()
+        self._waiting: deque[tuple[int, T]] = deque()
 
-    def admits(self, parcel: Parcel) -> bool:
-        """Tell whether the forward in ``parcel`` may run now; one that may not is kept until :meth:`close` gives it."""
-        number = parcel.message.minibatch
-        if self._open is not None and number > self._open:
-            self._waiting.append(parcel)
+    def admits(self, minibatch: int, forward: T) -> bool:
+        """Tell whether ``forward`` may run now; one that may not is kept until :meth:`close` gives it."""
+        if self._open is not None and minibatch > self._open:
+            self._waiting.append((minibatch, forward))
             return False
         if self._open is None:  # an earlier one than the open one was cancelled, and nobody wants what it leaves
-            self._open = number
+            self._open = minibatch
         return True
 
-    def close(self, minibatch: int) -> Parcel | None:
+    def close(self, minibatch: int) -> T | None:
         """End the calls of ``minibatch``; give the forward that is ready by that, which is admitted."""
         if minibatch != self._open:
             return None
-        following = self._waiting.popleft() if self._waiting else None
-        self._open = None if following is None else following.message.minibatch
+        self._open, following = self._waiting.popleft() if self._waiting else (None, None)
         return following
 
     def withdraw(self, minibatch: int) -> bool:
         """Drop a forward of ``minibatch`` that waits; return False if none does."""
-        kept = [parcel for parcel in self._waiting if parcel.message.minibatch != minibatch]
+        kept = [waiting for waiting in self._waiting if waiting[0] != minibatch]
         found = len(kept) < len(self._waiting)
         self._waiting = deque(kept)
         return found
