@@ -14,7 +14,7 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 
@@ -41,16 +41,13 @@ def measure(
     ``tick`` is called.
     """
     layers = [(*pair, piece) for piece in pieces for pair in zip(piece.layers, piece.measured_inputs(), strict=True)]
-    state = ProcessState.current()
-    try:
+    with own_state(ProcessState.seeded(0, 0, "microbenchmark")):
         measured = [
             (index, times, Microbenchmark(layer, value, piece, generators, default_dtype, device))
             for index, (layer, values, piece) in enumerate(layers)
             for value, times in values
         ]
         seconds = layer_times([each.run if backward else each.infer for *_, each in measured], tick=tick)
-    finally:
-        state.restore()
     found = [0.0] * len(layers)
     for (index, times, _), one in zip(measured, seconds, strict=True):
         found[index] += times * one

@@ -20,7 +20,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.planning.model.profile import LayerBytes, Times
 
@@ -82,15 +82,12 @@ class ProfilingInput:
             now: The clock, in seconds.
         """
         for layer, values, piece in self.layers:
-            state = ProcessState.current()
             found = []
-            try:
+            with own_state(ProcessState.seeded(0, 0, "profiling")):
                 for value, times in values:
                     benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
                     one = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
                     found += [one] * times
-            finally:
-                state.restore()
             yield _together(found)
 
 

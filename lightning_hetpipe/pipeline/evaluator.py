@@ -52,7 +52,7 @@ class EvaluationBatch(BatchInFlight):
         self.called: Evaluate
         """The call that is on its way."""
         self.calls = Counter[int]()
-        """How often each piece was called so far."""
+        """Number of calls of each piece so far."""
 
     def call(self, piece: int, name: str, value: Any) -> Any:
         """Runs piece number ``piece`` in the pipeline on ``value``; called where user code calls the module."""
