@@ -102,7 +102,6 @@ def test_any_cut_and_any_timing(model: str, data: st.DataObject) -> None:
 def activations(recompute: bool) -> list[int]:
     strategy = even(9, 3, 4, recompute=recompute)
     fit(resnet(), MODELS["resnet"][1](26, 2), strategy=strategy)
-    assert strategy.last_run is not None
     found = [stage.activations_bytes for stage in strategy.last_run.stages]
     return [each for each in found if each is not None]
 
