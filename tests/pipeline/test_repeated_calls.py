@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -63,11 +62,11 @@ def run(layer: nn.Module, cuts: tuple[int, ...], fails: bool = False) -> tuple[P
 
     def step(number: int) -> Step:
         def both() -> Tensor:
-            loss: Any = 0.0
+            loss = torch.zeros(())
             for call in (0, 1):
                 if fails and call and number == 1:
                     raise ArithmeticError("between two calls")
-                out = line.call(X * 10**call * number)
+                out: Tensor = line.call(X * 10**call * number)
                 outputs[number, call] = out.detach().clone()
                 loss = loss + out.square().sum()
             return loss
