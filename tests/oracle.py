@@ -3,7 +3,8 @@
 Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what minibatch v left: the weights after its
 optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
 max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
-where a run was resumed. Buffers (BatchNorm's statistics) are not stale: forward p starts from what forward p - 1 left.
+where a run was resumed. Buffers (BatchNorm's statistics) are not stale: minibatch p starts from what p - 1 left, also
+where both call the same module several times.
 
 Each gradient is that of one plain ``backward``, so that its sums associate as autograd's: the uses of a tensor or of a
 weight are added one by one, the latest first, with no partial sum for a pass, a stage or a pipelined module.
@@ -335,7 +336,8 @@ class Noise(nn.Module):
 
 @contextlib.contextmanager
 def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7).
+    """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7), and in it for each
+    call that the step makes of the module around it.
 
     Yields a function that says which minibatch comes next.
     """
@@ -344,22 +346,36 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Dropout | Noise):
             paths.setdefault(module, []).append(path)
-    calls: Counter[nn.Module] = Counter()
+    calls: Counter[tuple[nn.Module, int]] = Counter()
+    outermost: Counter[nn.Module] = Counter()
+    inside: list[nn.Module] = []
     minibatch = 0
 
     def begin(p: int) -> None:
         nonlocal minibatch
         minibatch = p
         calls.clear()
+        outermost.clear()
+        inside.clear()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if not inside:
+            outermost[module] += 1
+        inside.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        inside.pop()
 
     def drawing(module: nn.Dropout | Noise) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if isinstance(module, nn.Dropout) and (not module.training or module.p == 0 or x.numel() == 0):
                 return x
-            # A module that stands in several places is named by the place; one that is called again, by an ordinal.
-            again, place = divmod(calls[module], len(paths[module]))
-            calls[module] += 1
-            generator = chance.generator(minibatch, paths[module][place], again, x.device)
+            # A module that stands in several places is named by the place; one that is called again, by an ordinal. A
+            # call of the step's begins anew, and is part of the name.
+            call = outermost[inside[0]] - 1
+            again, place = divmod(calls[module, call], len(paths[module]))
+            calls[module, call] += 1
+            generator = chance.generator(minibatch, paths[module][place], again, x.device, call)
             if isinstance(module, Noise):
                 return torch.empty_like(x).normal_(generator=generator)
             # The arithmetic of torch's own dropout on a CPU: a mask of zeros and 1 / (1 - p).
@@ -370,9 +386,14 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 
     for each in paths:
         vars(each)["forward"] = drawing(each)
+    inner = [module for module in model.modules() if module is not model] if paths else []
+    hooks = [module.register_forward_pre_hook(enter) for module in inner]
+    hooks += [module.register_forward_hook(leave) for module in inner]
     try:
         yield begin
     finally:
+        for hook in hooks:
+            hook.remove()
         for each in paths:
             del vars(each)["forward"]
 

@@ -81,11 +81,11 @@ def test_spoilt_bytes_are_refused(spoil: Any) -> None:
 
 def test_messages() -> None:
     value = Value.of({"x": X, "again": (X, 3)})
-    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), last=True)
+    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), 1, True, last=True)
     found = decode(encode(forward))
     assert found._replace(value=value) == forward
     assert_same(value.tree([X]), found.value.tree(found.value.tensors))
-    backward = Backward(7, 1, [X, None, Addends((X, X + 1))], {3: X}, (3,), True)
+    backward = Backward(7, 1, 1, [X, None, Addends((X, X + 1))], {3: X}, (3,), True)
     again = decode(encode(backward))
     assert isinstance(again.gradients[2], Addends)
     assert_same(list(backward), list(again))

@@ -501,7 +501,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
     decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, _: decide(self, pieces, others))
+    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5

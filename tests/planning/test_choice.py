@@ -36,6 +36,21 @@ def even(
     return profile, Cluster([Node("box", [Device("gpu", memory)] * 3)])
 
 
+def test_a_module_that_is_called_twice_costs_twice() -> None:
+    """Its profile has the time of both calls, and the plan simulates both."""
+    profile, cluster = even(layers=4, memory=None)
+    profile = replace(profile, calls=[(0, 4), (0, 4)])
+    once = estimate(replace(profile, calls=()), cluster, cluster.slots[:2], (0, 2), 8)
+    twice = estimate(profile, cluster, cluster.slots[:2], (0, 2), 8)
+    assert [stage.times for stage in twice.stages] == [stage.times for stage in once.stages]
+    assert twice.rate == pytest.approx(once.rate, rel=0.02)
+    first = [span for span in twice.simulation.spans if span.stage == 0 and span.minibatch == 1]
+    assert [span.end - span.start for span in first] == [1.0, 1.0, 2.0, 2.0]
+    layers = [replace(layer, changes_buffers=True) for layer in profile.layers]
+    waits = estimate(replace(profile, layers=layers), cluster, cluster.slots[:2], (0, 2), 8)
+    assert waits.rate < 0.9 * twice.rate
+
+
 def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> None:
     profile, cluster = even(memory=None)
     found = best_plan(profile, cluster)

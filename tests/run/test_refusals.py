@@ -175,13 +175,20 @@ def calls_twice(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.cross_entropy(module.net(x), y) + module.net(x).square().mean()
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (plain_step, calls_twice, "the pipelined module 'net' was called more often than once; call the"),
+        (calls_twice, plain_step, "called the pipelined module 'net' once, and twice in the first minibatch; call the"),
+    ],
+)
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_a_module_called_twice(in_flight: int, first: int) -> None:
+def test_a_module_called_more_or_less_often(
+    first: Callable[..., Any], later: Callable[..., Any], message: str, in_flight: int
+) -> None:
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-        return (calls_twice if batch_idx >= first else plain_step)(module, x, y, batch_idx)
+        return (later if batch_idx >= 2 else first)(module, x, y, batch_idx)
 
-    message = "the pipelined module 'net' was called twice in one training_step; call"
     assert_refused(Learner(step), message, strategy=pipeline(in_flight))
 
 
@@ -201,7 +208,7 @@ def one_missing(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        (out_of_order, "the pipelined module 'decoder' was called out of order; call each"),
+        (out_of_order, "the pipelined module 'decoder' was called out of order; call the"),
         (one_missing, "training_step did not call the pipelined module 'decoder' this time; call the same modules"),
     ],
 )
