@@ -59,7 +59,7 @@ class Lasting(L.LightningModule):
 
 def be_patient() -> None:
     """Has nobody be killed who only gets little of a busy machine, and so leaves files: not even by torch."""
-    virtual_workers.Launcher = functools.partial(Launcher, grace=PATIENCE)  # type: ignore[misc, assignment]
+    vars(virtual_workers)["Launcher"] = functools.partial(Launcher, grace=PATIENCE)
     parent_watch.GRACE = PATIENCE
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = PATIENCE
 
