@@ -401,32 +401,3 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 def run_seed() -> int:
     """Seed of every random operation of a run: what ``seed_everything`` was given, else torch's own seed."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-
-
-def difference(expected: Any, actual: Any, where: str = "") -> str | None:
-    """Names the first place at which two states, or nested containers of tensors, differ by a bit; None if equal."""
-    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        if expected.shape != actual.shape or expected.dtype != actual.dtype:
-            return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
-        if expected.layout is not actual.layout:
-            return f"{where}: {expected.layout} != {actual.layout}"
-        expected, actual = expected.to_dense(), actual.to_dense()  # the tensor itself, unless it is sparse
-        if torch.equal(expected, actual):
-            return None
-        number = ~(expected.isnan() & actual.isnan())  # what is no number is equal to itself here
-        if torch.equal(expected[number], actual[number]):
-            return None
-        return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"
-    if isinstance(expected, State) and isinstance(actual, State):
-        return difference(vars(expected), vars(actual), where)
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if expected.keys() != actual.keys():
-            return f"{where} has {sorted(map(str, actual))} instead of {sorted(map(str, expected))}"
-        pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
-    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        if len(expected) != len(actual):
-            return f"{where} has {len(actual)} entries instead of {len(expected)}"
-        pairs = ((f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected, actual, strict=True)))
-    else:
-        return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
-    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)

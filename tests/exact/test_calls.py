@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, delayed
-from tests.exact.running import Record, assert_equal, assert_same, expect, fit
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.captured_models import Backbone, Views
 from tests.support.marks import slow_except
@@ -56,7 +56,7 @@ def test_with_one_in_flight_it_is_the_plain_trainer(backbone: Any) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     plain, loader = copy.deepcopy(task), vectors(26, 4)
-    assert_same(fit(plain, loader), fit(task, loader, strategy=Pinned((0, 2), 1)))
+    assert_same_run(fit(plain, loader), fit(task, loader, strategy=Pinned((0, 2), 1)))
 
 
 def test_two_calls_draw_masks_of_their_own() -> None:

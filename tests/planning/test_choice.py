@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, Sizes, opt
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
+from tests.support.marks import explores
 
 MEMORY = 1000
 
@@ -69,7 +70,7 @@ def test_synchronisation_asks_for_more_in_flight() -> None:
     assert best_plan(profile, cluster, synchronise=12.0).in_flight > best_plan(profile, cluster).in_flight
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(3), optimizer=st.sampled_from([0.0, 2.0]), recompute=st.booleans())
 def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
     profile: Profile, cluster: Cluster, optimizer: float, recompute: bool
@@ -91,7 +92,7 @@ def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
         assert found.help.in_flight is None
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(4, limited=False), stages=st.integers(1, 4), ordered=st.booleans())
 def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
     profile: Profile, cluster: Cluster, stages: int, ordered: bool
@@ -127,7 +128,7 @@ def test_one_stage_has_nothing_to_overlap() -> None:
     assert best_plan(slow_updates, cluster, stages=3).in_flight > 3
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(6), cluster=clusters(3), in_flight=st.integers(2, 4), recompute=st.booleans())
 def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight: int, recompute: bool) -> None:
     found = best_plan(profile, cluster, in_flight=in_flight, recompute=recompute)
@@ -142,7 +143,7 @@ def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight:
         assert found.help.lacking == {i: stage.overflow for i, stage in enumerate(found.stages) if stage.overflow}
 
 
-@settings(max_examples=12, deadline=None)
+@explores(12)
 @given(profile=profiles(5), cluster=clusters(3))
 def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Cluster) -> None:
     found = best_plan(profile, cluster)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import relative_speed
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
 from tests.planning.drawing import profiles
 from tests.planning.reference import MISSING, OPT_350M
+from tests.support.marks import explores
 
 LAYERS = [LayerBytes("a", 4, 8, 2), LayerBytes("b", 0, 1, 1)]
 TIMES = [Times(1.0, 2.0, 0.5), Times(3.0, 4.0)]
@@ -26,7 +27,7 @@ def profile(*names: str) -> Profile:
     return Profile("m", 4, LAYERS, dict.fromkeys(names, TIMES), {})
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profiles())
 def test_a_round_trip(mine: Profile) -> None:
     with tempfile.TemporaryDirectory() as folder:

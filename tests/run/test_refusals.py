@@ -12,16 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.small import (
-    Learner,
-    assert_clean,
-    assert_refused,
-    batches,
-    layers,
-    pipeline,
-    plain_step,
-    quiet_trainer,
-)
+from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, pipeline, plain_step
+from tests.support.trainers import quiet_trainer
 
 IN_FLIGHT = [1, 3]
 
@@ -97,7 +89,7 @@ def test_a_compiled_module() -> None:
     """Lightning refuses it for strategies that it does not know."""
     module = Learner()
     compiled: Any = torch.compile(module)
-    trainer = quiet_trainer()
+    trainer = quiet_trainer(pipeline(3))
     with pytest.raises(RuntimeError, match=r"incompatible with the current strategy: `HetPipeStrategy`.*avoid passing"):
         trainer.fit(compiled, batches())
     assert_clean(trainer, module)
