@@ -47,7 +47,6 @@ __all__ = [
     "has_global_hooks",
     "has_hooks",
     "inductor_modes",
-    "keywords_of",
     "outputs_of",
     "pytree",
     "run_without_data",
@@ -63,11 +62,6 @@ T = TypeVar("T")
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
-
-
-def keywords_of(graph: fx.GraphModule) -> list[str]:
-    """The keyword arguments of an exported graph, in the order of its inputs."""
-    return list(_tree_of(graph).in_spec.child(1).context)
 
 
 def outputs_of(graph: fx.GraphModule) -> Any:

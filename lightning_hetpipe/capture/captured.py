@@ -19,8 +19,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
+from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
+from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, pytree
 
 VARIANTS = 8
 """Most graphs of one piece: one for each kind of input that needs one of its own."""
@@ -137,7 +137,7 @@ class Captured:
         for layer, part in zip(self.layers, found, strict=True):
             held = graph_layer(layer)
             tensors = self._tensors(part, graph)
-            if self._variants and any(held.held(path) is not tensor for path, tensor in tensors.items()):
+            if self._variants and not all(self._is_held(held, path, tensor) for path, tensor in tensors.items()):
                 raise SettingError(
                     f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
                     f" '{self._name}' in the same way in every minibatch"
@@ -147,9 +147,20 @@ class Captured:
             held.code.add_graph(part.graph, part.own, part.changes)
         self._variants.append(variant)
 
-    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
+    def _is_held(self, layer: GraphLayer, path: str, tensor: Tensor) -> bool:
+        """Tell whether ``layer`` has ``tensor`` at ``path``; of a constant, each graph has its own copy."""
+        held = layer.held(path)
+        if held is None or held is tensor or path in self._live():
+            return held is tensor
+        return held.dtype == tensor.dtype and equal(held, tensor.to(held.device))
+
+    def _live(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         live.update(self._module.named_buffers(remove_duplicate=False))
+        return live
+
+    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
+        live = self._live()
         return {path: live[path] if path in live else at(graph, path) for path in part.own}
 
 
@@ -199,7 +210,7 @@ class _Variant:
         self.mode = mode
         self.held: Values | None = None
         self.way: Way | None = None
-        self._keywords = keywords_of(graph)
+        self._keywords = [*kwargs]
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
         self._guards = getattr(graph, GRAPH_GUARDS, None)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
+from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import pytree, without_hooks
@@ -34,8 +35,8 @@ def graph_of(
 ) -> fx.GraphModule:
     """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
 
-    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. The module is left as
-    it was.
+    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. Its inputs are the
+    leaves of ``(args, kwargs)``, in order. The module is left as it was.
 
     Args:
         name: The module's path in the LightningModule, for messages.
@@ -48,17 +49,20 @@ def graph_of(
     Raises:
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
+    if (unknown := unknown_in((args, kwargs))) is not None:
+        raise SettingError(
+            f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
+            " it out of the call, or give the tensors and numbers in it"
+        )
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     states = (random.getstate(), _numpy_state())
     try:
-        with _left_alone(name, module), _silently():
-            program = export(
-                module, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(module, args, kwargs), strict=False
-            )
-            graph = program.module(check_guards=True)
+        with _as_one_call(name, module), _left_alone(name, module), _silently():
+            dynamic = shapes.dynamic_shapes(module, (args, kwargs))
+            graph = export(module, (args, kwargs), dynamic_shapes=dynamic, strict=False).module(check_guards=True)
     except SettingError:
         raise
     except Exception as error:
@@ -114,6 +118,31 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
     with attributes_restored(module), without_hooks(module):
         module.register_forward_hook(check)
         yield
+
+
+@contextmanager
+def _as_one_call(name: str, module: nn.Module) -> Iterator[None]:
+    """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``,
+    and gives what the pipeline hands on."""
+
+    held, forward = vars(module), module.forward
+    before = held.get("forward")
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held["forward"] = forward
+        try:
+            return without_opaque(name, forward(*args, **kwargs))
+        finally:
+            held["forward"] = call
+
+    held["forward"] = call
+    try:
+        yield
+    finally:
+        if before is None:
+            del held["forward"]
+        else:
+            held["forward"] = before
 
 
 @contextmanager

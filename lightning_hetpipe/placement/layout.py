@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs, evaluated
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -65,12 +66,14 @@ class Layout:
 
         Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
         """
-        value = piece.value(args, kwargs)
         captured = piece.captured
+        if captured is not None and unknown_in((args, kwargs)) is not None:  # such as a cache, which it fills
+            return move_data_to_device(evaluated(piece, args, kwargs), self.devices[-1])
+        value = piece.value(args, kwargs)
         trained = any(part.training for part in piece.module.modules())  # then its buffers change
         if captured is None or trained or captured.changed(value) is None:
             return self._run_across_devices(piece.layers, value)
-        gave = evaluated(piece, args, kwargs)
+        gave = without_opaque(piece.name, evaluated(piece, args, kwargs))
         with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             found = self._run_across_devices(piece.layers, value)
         if equal_outputs(Value.of(found), Value.of(gave)):
