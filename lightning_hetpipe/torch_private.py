@@ -50,6 +50,7 @@ __all__ = [
     "outputs_of",
     "pytree",
     "run_without_data",
+    "split_outputs",
     "strided_parts",
     "unseen_change",
     "version_counter",
@@ -62,6 +63,18 @@ T = TypeVar("T")
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+
+
+def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """Leave an exported graph that gives a pair only the first of it; return the nodes of the second."""
+    tree = _tree_of(graph)
+    kept, taken = (tree.out_spec.child(number) for number in (0, 1))
+    graph.graph._codegen.pytree_info = tree._replace(out_spec=kept)  # type: ignore[attr-defined]  # as it is one of pytrees
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    nodes = list(output.args[0])
+    output.args = (tuple(nodes[: kept.num_leaves]),)
+    graph.recompile()
+    return nodes[kept.num_leaves : kept.num_leaves + taken.num_leaves]
 
 
 def outputs_of(graph: fx.GraphModule) -> Any:

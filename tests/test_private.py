@@ -457,6 +457,11 @@ class Branches(nn.Module):
         return {"y": torch.relu(x).mul_(scale) + shift, "x": x.view(-1)}
 
 
+class Pairs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
+        return {"y": x * 2}, [-x]
+
+
 @guards("_codegen", "_guards_fn", "_ops", "_schema")
 def test_exported_graphs() -> None:
     x, one = torch.randn(3, 2), torch.ones(())
@@ -468,6 +473,9 @@ def test_exported_graphs() -> None:
     getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
     with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
         getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+    pair: Any = torch.export.export(Pairs(), (x,), strict=False).module()
+    assert [node.target for node in torch_private.split_outputs(pair)] == [torch.ops.aten.neg.default]
+    assert torch.equal(pair(x)["y"], x * 2), "what a module decides by would be an output of its"
     aten = torch.ops.aten
     broken = "a value that is changed in place could cross a cut"
     assert isinstance(aten.relu_.default, torch_private.OperatorOverload), broken

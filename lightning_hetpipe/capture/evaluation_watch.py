@@ -83,7 +83,7 @@ class EvaluationWatch(Watch):
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         frozen = FrozenValues(piece.module) if piece.captured is None else piece.captured.frozen
-        with frozen.noted():
+        with frozen.answers.noted(), frozen.noted():
             output = piece.run(self.generators, self._batch, args, kwargs)
         try:
             if torch.is_grad_enabled():

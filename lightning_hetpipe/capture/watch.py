@@ -177,7 +177,7 @@ class TrainingWatch(Watch):
             return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
         frozen = FrozenValues(module)
-        with self.generators.watch({name: module}, self._minibatch), frozen.noted():
+        with self.generators.watch({name: module}, self._minibatch), frozen.answers.noted(), frozen.noted():
             output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
