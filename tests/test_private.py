@@ -462,7 +462,7 @@ class Pairs(nn.Module):
         return {"y": x * 2}, [-x]
 
 
-@guards("_codegen", "_guards_fn", "_ops", "_schema")
+@guards("_codegen", "_replace", "_guards_fn", "_ops", "_schema")
 def test_exported_graphs() -> None:
     x, one = torch.randn(3, 2), torch.ones(())
     shapes = {"x": {0: torch.export.Dim("rows", max=8)}, "scale": None, "shift": None}

@@ -149,12 +149,13 @@ class Captured:
     ) -> tuple[fx.GraphModule, DataChecks]:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
+        gradients = torch.is_grad_enabled()
         for _ in range(DECISIONS):
             decisions = Decisions(known, self.frozen.answers)
             with (
                 self.exclusive(),
                 torch.inference_mode(False),
-                torch.set_grad_enabled(torch.is_grad_enabled()),  # without them some modules compute otherwise
+                torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
                 self._autocast.opened(),
                 on_one_device(self._module, self.device),
             ):
