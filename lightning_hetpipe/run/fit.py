@@ -135,7 +135,7 @@ class Fit:
             return
         self.report = report
         for recording in self._recordings:
-            timeline = recording.timeline(len(report.stages), report.in_flight)
+            timeline = recording.timeline([stage.device for stage in report.stages], report.in_flight)
             self.report = replace(report, timeline=timeline)
             recording.show(timeline)
 

@@ -1,4 +1,4 @@
-"""What the Trainer and the model can be told, on a pipeline: equal to the oracle told the same."""
+"""Options of the Trainer and the model, on a pipeline: equal to the oracle with the same options."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_everything_by_default() -> None:
     trainer = make_trainer([recorder], strategy="hetpipe")
     trainer.fit(task, loader)
     assert isinstance(trainer.strategy, HetPipeStrategy)
-    assert trainer.strategy.last_run is not None
+    assert trainer.strategy.last_run.stages
     in_flight = trainer.strategy.last_run.in_flight
     assert_equal(expect(start, loader, in_flight), finish(recorder, trainer, task))
 

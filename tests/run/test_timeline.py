@@ -39,7 +39,6 @@ def fit(
 
 
 def timeline_of(strategy: HetPipeStrategy) -> Timeline:
-    assert strategy.last_run is not None
     assert strategy.last_run.timeline is not None
     return strategy.last_run.timeline
 
@@ -64,7 +63,6 @@ def test_without_it_nothing_is_recorded_and_nothing_left(tmp_path: Path) -> None
     asked: list[Any] = []
     strategy = pipeline(3)
     fit(strategy, tmp_path, callbacks=[Looks()])
-    assert strategy.last_run is not None
     assert strategy.last_run.timeline is None
     assert asked
     assert set(asked) == {None}
@@ -78,6 +76,7 @@ def test_what_a_fit_records(tmp_path: Path, in_flight: int) -> None:
     fit(strategy, tmp_path, Validated(), max_epochs=2)
     found = timeline_of(strategy)
     assert (found.stages, found.in_flight, found.virtual_worker) == (2, in_flight, 0)
+    assert found.devices == ("cpu", "cpu")
     assert found.minibatches == range(2, 2 * LENGTH + 1)
     numbers = list(found.minibatches)
     for stage, works in ((0, ["forward", "backward"]), (1, ["forward", "loss", "backward"])):
@@ -177,7 +176,7 @@ def test_several_fits(tmp_path: Path) -> None:
 
 
 def test_an_epoch_that_ends_early(tmp_path: Path) -> None:
-    """What was run ahead is not in it, and the numbers are used again."""
+    """Minibatches that were run ahead are not in it, and their numbers are used again."""
 
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
