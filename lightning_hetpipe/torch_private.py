@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 __all__ = [
     "COMPILED_CALL",
     "GRAPH_GUARDS",
+    "READ_VALUE",
     "Carried",
     "CompilerError",
     "CompilerLimit",
@@ -85,6 +86,9 @@ def outputs_of(graph: fx.GraphModule) -> Any:
 
 OperatorOverload = torch._ops.OpOverload
 """One operator of torch, as graphs call it."""
+
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+"""Operator by which Python reads the value of a tensor."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
 """One that is given a region of the graph."""

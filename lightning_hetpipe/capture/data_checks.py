@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_by
-from lightning_hetpipe.torch_private import ThreadDispatchMode, split_outputs
+from lightning_hetpipe.torch_private import READ_VALUE, ThreadDispatchMode, split_outputs
 
 Answers = tuple[bool, ...]
 
@@ -60,7 +60,7 @@ class _Noting(ThreadDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, bool) and func is torch.ops.aten._local_scalar_dense.default:
+        if isinstance(result, bool) and func is READ_VALUE:
             self._found.setdefault(_place(sys._getframe()), []).append(result)
         return result
 

@@ -90,7 +90,7 @@ def test_each_answer_has_its_graph(name: str) -> None:
 def test_a_buffer_is_read_as_it_is() -> None:
     module = Asks(ASKS["a buffer"])
     graphs = captured(module, X)
-    module.limit.fill_(-1.0)
+    module.get_buffer("limit").fill_(-1.0)
     assert torch.equal(variant_and_output(graphs, X)[1], module(X))
 
 

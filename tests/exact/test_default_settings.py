@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import even
-from tests.exact.running import assert_equal, expect, fit, make_trainer
+from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.calling_models import Caches, Generates
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, WORDS, Learner
+from tests.support.trainers import quiet_trainer
 
 
 def words() -> DataLoader[Any]:
@@ -68,7 +69,7 @@ def test_evaluation_that_gives_a_cache(in_flight: int) -> None:
     """The call with labels is pipelined, those with a cache run outside."""
 
     def metrics(strategy: Any) -> Any:
-        trainer = make_trainer(strategy=strategy, max_epochs=1)
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1)
         trainer.fit(made(Generates), words(), words())
         fitted = dict(trainer.callback_metrics)
         trainer.validate(made(Generates), words(), verbose=False)
@@ -105,8 +106,8 @@ class Adapts(Learner):
 
     def __init__(self) -> None:
         super().__init__(ADAMW)
-        sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "n_positions": 8}
-        still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "n_positions": 8}
+        still: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
         config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
         self.model = get_peft_model(hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **still)), config)
 

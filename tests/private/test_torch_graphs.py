@@ -122,3 +122,20 @@ def test_exported_graphs() -> None:
     assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, torch_private.HigherOrderOperator), broken
     assert torch_private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
     assert torch_private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
+
+
+class Notes(torch_private.ThreadDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_local_scalar_dense")
+def test_the_operator_that_reads_a_value() -> None:
+    with Notes() as notes:
+        assert bool(torch.tensor(True))
+    assert notes.seen[-1] is torch_private.READ_VALUE, "a module's decisions would be answered with False at first"
