@@ -16,7 +16,8 @@ from omegaconf import ListConfig, OmegaConf
 import lightning_hetpipe
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.strategy import settings
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 def test_the_root_exports_these_names_and_no_others() -> None:

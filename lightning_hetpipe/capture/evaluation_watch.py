@@ -58,9 +58,14 @@ class EvaluationWatch(Watch):
         return ((name, module) for name, module in modules if self._is_wanted(name, module))
 
     def answer(self, call: ModuleCall) -> Any:
-        module = call.module
-        if module in self._called:
-            return NOT_TAKEN
+        module, ordinal = call.module, self._called.count(call.module)
+        if ordinal:
+            piece = next((piece for piece in self.pieces if piece.module is module), None)
+            if piece is None:
+                return NOT_TAKEN
+            self._called.append(module)
+            with call.aside():
+                return piece.run(self.generators, self._batch, call.args, call.kwargs, ordinal)
         overlaps = any(part in other.modules() for other in self._called for part in module.modules())
         self._called.append(module)
         if overlaps:  # it is left to user code, which may run it while stages run the other
@@ -118,7 +123,7 @@ class EvaluationWatch(Watch):
         if not equal_outputs(Value.of(value), Value.of(output)):
             raise SettingError("its layers give other values, one by one, than the module itself")
         if not self._known:
-            piece.inputs = inputs
+            piece.inputs = [inputs]
 
 
 def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues) -> None:

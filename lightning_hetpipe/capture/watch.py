@@ -42,10 +42,12 @@ class Watch:
 
     Attributes:
         pieces: Modules that a pipeline is to run, in the order of their first calls.
+        called: The pieces that were called, by their places among these, in the order of the calls.
     """
 
     def __init__(self, root: nn.Module, names: Collection[str] | None, generators: RandomGenerators) -> None:
         self.pieces: list[Piece] = []
+        self.called: list[int] = []
         self.root = root
         self.names = names
         self.generators = generators
@@ -86,9 +88,8 @@ class TrainingWatch(Watch):
         super().__init__(root, names, generators)
         self._minibatch = minibatch
         self._frozen_too = frozen_too
-        self._ordinary: set[nn.Module] = set()
         self._boundaries: dict[Any, list[Tensor]] = {}
-        self._calls: dict[str, WatchedCall] = {}
+        self._calls: dict[str, list[WatchedCall]] = {}
         self._counters: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
 
@@ -123,8 +124,8 @@ class TrainingWatch(Watch):
         refuse_leaves(self.root, {id(parameter) for parameter in self.root.parameters()}, loss, self._boundaries)
         self._boundaries.clear()
         for piece in self.pieces:
-            if (call := self._calls.pop(piece.name, None)) is not None:
-                capture(piece, call, self.generators, self._minibatch)
+            if (calls := self._calls.pop(piece.name, None)) is not None:
+                capture(piece, calls, self.generators, self._minibatch)
 
     def changed_buffers(self) -> set[int]:
         """The ``id`` of each buffer that the watched step has changed."""
@@ -134,29 +135,25 @@ class TrainingWatch(Watch):
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
-        if module in self._ordinary or not self._is_wanted(name, module):
+        if not self._is_wanted(name, module):
             return NOT_TAKEN
-        if (earlier := next((piece for piece in self.pieces if piece.module is module), None)) is not None:
-            if self.names is None and not any(p.requires_grad for p in module.parameters()):
-                # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
-                self.pieces.remove(earlier)
-                self._ordinary.add(module)
-                return NOT_TAKEN
-            raise SettingError(
-                f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
-                " with torch.cat, or let a module of yours call it as often as you like, and call that once"
-            )
+        place = next((place for place, piece in enumerate(self.pieces) if piece.module is module), len(self.pieces))
+        if place == len(self.pieces):
+            self._add(name, module)
+        piece, ordinal = self.pieces[place], self.called.count(place)
+        self.called.append(place)
+        if piece.needs_graph():
+            return self._run_whole(piece, (call.args, call.kwargs), ordinal)
+        return self._run_layers(piece, piece.value(call.args, call.kwargs), ordinal)
+
+    def _add(self, name: str, module: nn.Module) -> None:
         if (part := next((piece for piece in self.pieces if piece.module in module.modules()), None)) is not None:
             raise SettingError(
                 f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the whole,"
                 " or its parts"
             )
         refuse_scripted(name, module)
-        piece = Piece.of(name, module)
-        self.pieces.append(piece)
-        if piece.needs_graph():
-            return self._run_whole(piece, (call.args, call.kwargs))
-        return self._run_layers(piece, piece.value(call.args, call.kwargs))
+        self.pieces.append(Piece.of(name, module))
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self.names is not None:
@@ -165,7 +162,7 @@ class TrainingWatch(Watch):
             return False  # if the loss depends on it so, it is refused as used beside the piece
         return any(p.requires_grad or self._frozen_too for p in module.parameters())
 
-    def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]], ordinal: int) -> Any:
         """Runs a module of which stages will run a graph."""
         _refuse_global_hooks()
         _refuse_opaque(f"the pipelined module '{piece.name}' is given", given)
@@ -176,8 +173,9 @@ class TrainingWatch(Watch):
             args, kwargs = given
             return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
-        frozen = FrozenValues(module)
-        with self.generators.watch({name: module}, self._minibatch), frozen.noted():
+        calls = self._calls.setdefault(name, [])
+        frozen = calls[0].frozen if calls else FrozenValues(module)
+        with self.generators.watch({name: module}, self._minibatch, ordinal), frozen.noted():
             output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
@@ -186,23 +184,25 @@ class TrainingWatch(Watch):
                 f"'{name}' has a backward pass of its own, the torch.autograd.Function {function}, which torch.export"
                 " does not keep; write it with torch's operators, or call it in training_step between two modules"
             )
-        self._calls[name] = WatchedCall(Value.of(given), buffers, Value.of(output), frozen)
+        calls.append(WatchedCall(Value.of(given), buffers, Value.of(output), frozen))
         return self._joined(tensors_of(given), output)
 
-    def _run_layers(self, piece: Piece, value: Any) -> Any:
+    def _run_layers(self, piece: Piece, value: Any, ordinal: int) -> Any:
         _refuse_global_hooks()
         _refuse_opaque(f"the pipelined module '{piece.name}' is given", value)
         given = tensors_of(value)
         before = [version_counter(tensor) for tensor in given]
-        found = piece.modules_of_layers()
-        with self.generators.watch(dict(found), self._minibatch) as calls:
+        found, inputs, layers = piece.modules_of_layers(), list[Value](), list[Layer]()
+        with self.generators.watch(dict(found), self._minibatch, ordinal) as calls:
             for name, module in found:
                 refuse_compiled(name, module)
-                piece.inputs.append(Value.of(value))
+                inputs.append(Value.of(value))
                 value, layer = _run_observed(self.root, name, module, calls[name], value)
-                piece.layers.append(layer)
+                layers.append(layer)
                 if before != [version_counter(tensor) for tensor in given]:
                     raise _changes_input(name, piece.name)
+        piece.inputs.append(inputs)
+        piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
         return self._joined(given, value)
 
     def _joined(self, given: list[Tensor], output: Any) -> Any:

@@ -62,8 +62,8 @@ class EvaluationRun:
                 stack.callback(ahead.close)
             self._driver.close()
 
-    def resting(self) -> AbstractContextManager[None]:
-        """Let another run of the loop, within it, not go through this one."""
+    def suspended(self) -> AbstractContextManager[None]:
+        """Suspend this run, for another run of the loop within it."""
         return self._reset.aside()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
@@ -233,9 +233,8 @@ class EvaluatedPieces(PieceForwards, Extension):
             with call.aside():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(
-                        piece, (call.args, call.kwargs), value, self._evaluation.generators, self._tag(batch.number)
-                    )
+                    given, tag = (call.args, call.kwargs), self._tag(batch.number)
+                    compare(piece, given, value, self._evaluation.generators, tag, batch.calls[index])
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -64,11 +64,11 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[[Sequence[Piece], Decision, int, OutsideParameters, set[int]], None]
+Begin = Callable[[Sequence[Piece], Sequence[int], Decision, int, OutsideParameters, set[int]], None]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, the decision on stages, Nm, what the module has besides the pieces, and the ``id``
-of each live buffer that forwards change.
+Called with the pieces that it runs, which of them ``training_step`` calls in which order, the decision on stages, Nm,
+what the module has besides the pieces, and the ``id`` of each live buffer that forwards change.
 """
 
 
@@ -131,15 +131,22 @@ class FirstMinibatch(Extension):
         self._watched = None
         with noting_where():
             yield
-            decision, in_flight = self.decide(watch.pieces, self._synchroniser)
-            self._begin(watch.pieces, decision, in_flight, outside, watch.changed_buffers())
+            decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
+            self._begin(watch.pieces, watch.called, decision, in_flight, outside, watch.changed_buffers())
 
     def closed(self) -> None:
         for redirect in self._compiled:
             redirect.remove()
 
-    def decide(self, pieces: Sequence[Piece], synchroniser: Synchroniser | None) -> tuple[Decision, int]:
+    def decide(
+        self, pieces: Sequence[Piece], called: Sequence[int], synchroniser: Synchroniser | None
+    ) -> tuple[Decision, int]:
         """Decide what is to be run, and on the Nm that all virtual workers agree on.
+
+        Args:
+            pieces: What is to be divided into stages.
+            called: Which of these a step calls, in order.
+            synchroniser: Of several virtual workers.
 
         Raises:
             SettingError: where what was asked for cannot be done with these layers.
@@ -147,7 +154,7 @@ class FirstMinibatch(Extension):
         settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         assert settings.decide is not None
-        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples))
+        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
@@ -159,7 +166,7 @@ class FirstMinibatch(Extension):
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
-        if settings.recompute and len(decision.split_points) == len(pieces) == 1:
+        if settings.recompute and len(decision.split_points) == len(called) == 1:
             nothing_to_recompute()
         return decision, in_flight
 

@@ -212,6 +212,7 @@ class Fit:
     def _pipeline(
         self,
         pieces: Sequence[Piece],
+        called: Sequence[int],
         decision: Decision,
         in_flight: int,
         outside: OutsideParameters,
@@ -238,6 +239,7 @@ class Fit:
             settings.timeout,
             self._module,
             changing,
+            called=called,
         )
         outside.leave_out([piece.module for piece in pieces], engine.versioned)
         if in_flight > 1:

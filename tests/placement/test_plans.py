@@ -20,7 +20,8 @@ from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.support.models import SGD, Task, mlp, vectors
-from tests.support.small import Learner, assert_refused, quiet_trainer, refused
+from tests.support.small import Learner, assert_refused, refused
+from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
 
@@ -241,7 +242,7 @@ def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -
     """A test of the trained model, as hetpipe-train has it, asked for pads that only a fit's plan could give."""
     measured(cpu=1.0)
     strategy = HetPipeStrategy(cluster=box("RTX-3090", "Quadro-RTX-4000"), in_flight=3)
-    trainer, task = quiet_trainer(strategy, max_epochs=1), mlp(SGD)
+    trainer, task = quiet_trainer(strategy), mlp(SGD)
     trainer.fit(task, LOADER)
     (found,) = trainer.test(task, LOADER, verbose=False)
     assert found
@@ -500,7 +501,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
     decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, _: decide(self, pieces, others))
+    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.reporting.trace import together
 from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE, Span
+from tests.support.marks import explores
 
 TIMES = [StageTimes(0.004, 0.008), StageTimes(0.007, 0.013), StageTimes(0.003, 0.006, loss=0.001)]
 EXAMPLE = Timeline(
@@ -141,7 +142,7 @@ times = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@explores(30)
 @given(stages=times, in_flight=st.integers(1, 5), step=st.integers(0, 3).map(float))
 def test_laws_of_any_timeline(stages: list[StageTimes], in_flight: int, step: float) -> None:
     last = len(stages) - 1

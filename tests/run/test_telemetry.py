@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.reporting.report import NOTHING
 from tests.support.ahead import Memory
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 LENGTH = 8  # batches of an epoch, of four samples each
 OF_STAGES = [f"hetpipe/stage_{stage}/{what}" for stage in (0, 1) for what in ("busy", "memory_bytes")]

@@ -24,7 +24,8 @@ from lightning_hetpipe.pipeline.recorder import KEPT
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE
 from tests.exact.pipelines import even
-from tests.support.small import Learner, batches, pipeline, quiet_trainer, refused
+from tests.support.small import Learner, batches, pipeline, refused
+from tests.support.trainers import quiet_trainer
 from tests.test_emulation import PADS
 
 LENGTH = 8
