@@ -67,7 +67,7 @@ class Again(Model):
 @pytest.mark.parametrize("sequential", [True, False])
 def test_each_call_draws_by_itself(sequential: bool) -> None:
     """In the first batch, which is watched, and in the pipeline; whatever the stages."""
-    found = []
+    found: list[Any] = []
     for cuts, in_flight in (((0, 1), 2), ((0, 1, 2), 4)):
         torch.manual_seed(6)
         net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
