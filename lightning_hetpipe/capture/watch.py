@@ -20,7 +20,7 @@ from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_th
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
-from lightning_hetpipe.capture.opaque_containers import opaque_in
+from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
 from lightning_hetpipe.capture.parity_check import WatchedCall, capture
 from lightning_hetpipe.capture.pieces import Piece, class_of, never_called, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
@@ -175,7 +175,11 @@ class TrainingWatch(Watch):
 
         calls = self._calls.setdefault(name, [])
         frozen = calls[0].frozen if calls else FrozenValues(module)
-        with self.generators.watch({name: module}, self._minibatch, ordinal), frozen.noted():
+        with (
+            self.generators.watch({name: module}, self._minibatch, ordinal),
+            frozen.answers.noted(),
+            frozen.noted(),
+        ):
             output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
         if layer.mutates_input:
             raise _changes_input(name, name)
@@ -255,10 +259,12 @@ def _run_observed(
             f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only its"
             " copies would see; change them in a callback, after the optimizer's step"
         )
-    if not is_graph:
+    if is_graph:
+        output = without_opaque(name, output)
+    else:
         for part, earlier in zip(parts, attributes, strict=True):
             refuse_changes(name, part, earlier)
-    _refuse_opaque(f"layer '{name}' gives", output)
+        _refuse_opaque(f"layer '{name}' gives", output)
     mutates = before != [version_counter(tensor) for tensor in given]
     aliases = not blocks(given).keys().isdisjoint(blocks(tensors_of(output)))
     return output, Layer(name, module, mutates, aliases, class_of(module))
