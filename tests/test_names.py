@@ -41,10 +41,7 @@ def test_a_module_name_is_used_once() -> None:
 def everything() -> dict[str, ast.Module]:
     """Trees of the package, and of the tests, benchmarks and examples."""
     beside = (path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py")))
-    others = {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in beside if "support" not in path.parts
-    }
-    return {**trees(), **others}
+    return {**trees(), **{str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in beside}}
 
 
 def docstrings() -> Iterator[tuple[str, str]]:

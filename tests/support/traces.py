@@ -1,4 +1,4 @@
-"""What a module looks like from outside, to see that nothing of ours remains in it."""
+"""Traces of ours in a module, seen from outside: none may remain."""
 
 from __future__ import annotations
 
