@@ -43,6 +43,7 @@ __all__ = [
     "foreach_copy_",
     "graph_leaves",
     "graph_nodes",
+    "graph_start",
     "has_any_hooks",
     "has_global_hooks",
     "has_hooks",
@@ -329,31 +330,18 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
         pending.extend(following for following, _ in node.next_functions)
 
 
-def graph_leaves(output: Tensor, boundaries: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:
-    """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``).
+def graph_start(tensor: Tensor) -> Node | Tensor | None:
+    """Where autograd's graph of ``tensor`` begins now: its node, or itself if it is a leaf; None if it has no graph."""
+    return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
 
-    At a node of ``boundaries`` the search goes on at the tensors given for it instead.
-    """
-    leaves: list[Tensor] = []
-    seen: set[Any] = set()
-    starts = [output]
-    while starts:
-        start = starts.pop()
-        if start.grad_fn is None and start.requires_grad and not any(start is leaf for leaf in leaves):
-            leaves.append(start)
-        pending: list[Any] = [start.grad_fn] if start.grad_fn is not None else []
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if boundaries and node in boundaries:
-                starts.extend(boundaries[node])
-                continue
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-            pending.extend(following for following, _ in node.next_functions if following is not None)
-    return leaves
+
+def graph_leaves(starts: Iterable[Node | Tensor | None], barred: Iterable[Node | None] = ()) -> Iterator[Tensor]:
+    """The leaves that ``starts`` lead to on ways that pass no ``barred`` (``AccumulateGrad.variable`` has them)."""
+    starts = [*starts]
+    yield from (start for start in starts if isinstance(start, Tensor))
+    for node in graph_nodes((start for start in starts if not isinstance(start, Tensor)), barred):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
 
 
 def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:

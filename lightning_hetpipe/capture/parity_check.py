@@ -8,14 +8,13 @@ and at the first of each epoch.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
-from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
@@ -30,23 +29,6 @@ IN_VAIN = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
-@dataclass(frozen=True)
-class WatchedCall:
-    """The watched call of a piece.
-
-    Attributes:
-        given: What it was given: (args, kwargs).
-        buffers: Copies of its buffers from before.
-        gave: What it gave.
-        frozen: What it may have read of Python outside itself.
-    """
-
-    given: Value
-    buffers: dict[str, Tensor]
-    gave: Value
-    frozen: FrozenValues
-
-
 def capture(piece: Piece, call: WatchedCall, generators: RandomGenerators, minibatch: int) -> None:
     """Give ``piece`` its layers, and the input of each of them in the watched call.
 
@@ -58,7 +40,10 @@ def capture(piece: Piece, call: WatchedCall, generators: RandomGenerators, minib
     piece.layers = piece.captured.layers
     value = piece.value(args, kwargs)
     found, piece.inputs = _run_graph(piece, value, call.buffers, generators, minibatch)
-    if not equal_outputs(found, call.gave):
+    if call.was_changed:  # in place, so that what it gave is not there any more
+        compare(piece, (args, kwargs), value, generators, minibatch)
+        return
+    if call.gave is None or not equal_outputs(found, call.gave):
         raise SettingError(
             f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so that"
             " the module depends on something that the graph does not see, such as an attribute that forward reads and"

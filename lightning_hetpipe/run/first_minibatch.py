@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,11 +66,11 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[[Sequence[Piece], Decision, int, OutsideParameters, set[int]], None]
+Begin = Callable[[Sequence[Piece], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, the decision on stages, Nm, what the module has besides the pieces, and the ``id``
-of each live buffer that forwards change.
+Called with the pieces that it runs, the modules that were taken apart, the decision on stages, Nm, what the module has
+besides the pieces, and the ``id`` of each live buffer that forwards change.
 """
 
 
@@ -108,7 +109,9 @@ class FirstMinibatch(Extension):
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
-        watch = TrainingWatch(self._module, self._names, self._generators, minibatch, frozen_too=self._finetuned)
+        watch = TrainingWatch(
+            self._module, self._names, self._generators, minibatch, self._finetuned, settings.capture_timeout
+        )
         self._watched = watch, OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         if settings.first_memory is not None:
@@ -123,6 +126,10 @@ class FirstMinibatch(Extension):
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
             self._watched[0].check(loss)
+        if (apart := self._watched[0].apart) is not None:
+            rank_zero_info(apart.explanation())
+            if apart.timed_out:
+                warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
         self._samples = batch_size(args[0] if args else None)
 
     @contextmanager
@@ -133,7 +140,8 @@ class FirstMinibatch(Extension):
         with noting_where():
             yield
             decision, in_flight = self.decide(watch.pieces, self._synchroniser)
-            self._begin(watch.pieces, decision, in_flight, outside, watch.changed_buffers())
+            apart = {} if watch.apart is None else watch.apart.modules
+            self._begin(watch.pieces, apart, decision, in_flight, outside, watch.changed_buffers())
 
     def closed(self) -> None:
         for redirect in self._compiled:

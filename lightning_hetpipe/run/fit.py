@@ -9,7 +9,7 @@ and all minibatches run as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -41,6 +42,7 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
+from lightning_hetpipe.run.extensions.modules_apart import ModulesApart
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
@@ -212,6 +214,7 @@ class Fit:
     def _pipeline(
         self,
         pieces: Sequence[Piece],
+        apart: Mapping[str, nn.Module],
         decision: Decision,
         in_flight: int,
         outside: OutsideParameters,
@@ -239,12 +242,16 @@ class Fit:
             self._module,
             changing,
         )
-        outside.leave_out([piece.module for piece in pieces], engine.versioned)
+        modules = [piece.module for piece in pieces]
+        outside.leave_out(modules, engine.versioned)
+        around = ModulesApart(apart, modules, self._generators)
+        add(around)
         if in_flight > 1:
             outside.check_step()
             state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
             add(outside, TrainerCounters(trainer), RandomStates(state), Replay(self._module, context))
-            add(Attributes(self._module, in_flight, number - 1))  # after the stand-ins of Replay, which all see
+            attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *around.parts())]
+            add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
@@ -255,7 +262,7 @@ class Fit:
         telemetry = Telemetry(trainer, engine, layout, synchronisation)
         self._report = telemetry.report
         self._steps = steps = PipelinedSteps(
-            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved
+            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved, bool(apart)
         )
         add(steps, Structure(driver, engine, calls, context, self.evaluation.is_worth_it), telemetry)
         self.engine = engine

@@ -370,10 +370,15 @@ class Borrows(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_a_layer_that_computes_with_the_parameter_of_another_module(sequential: bool) -> None:
+def test_a_layer_that_computes_with_the_parameter_of_another_module() -> None:
     """The parameter got no gradient, and the layer's copies had a weight of their own."""
     other = nn.Linear(4, 4)
-    borrows = Borrows(other)
-    net = nn.Sequential(borrows) if sequential else borrows
-    refused("layer 'net' computes with the parameter 'other.weight', which is not its own", net=net, other=other)
+    net = nn.Sequential(Borrows(other))
+    refused("layer 'net.0' computes with the parameter 'other.weight', which is not its own", net=net, other=other)
+
+
+def test_a_module_that_computes_with_the_parameter_of_another_module() -> None:
+    """It is taken apart: user code sees the minibatch's version of the parameter."""
+    other = nn.Linear(4, 4)
+    (piece,) = watch(Watched(run_net, net=Borrows(other), other=other), X)
+    assert piece.name == "net.linear"

@@ -1,0 +1,162 @@
+"""Search for the pieces among the calls of a watched step: the outermost ones that can be captured.
+
+What ``torch.export`` refuses as a whole is taken apart: the calls that its ``forward`` makes are tried instead, and the
+code around them runs as user code. A class is tried once, and so many seconds are spent on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_hetpipe.capture.call_tree import CallNode
+from lightning_hetpipe.capture.parity_check import capture
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+
+NAMED = 4
+"""Most pieces that a message names."""
+
+CAPTURE_TIMEOUT = 60.0
+"""Seconds that are spent on taking modules apart, unless others are set."""
+
+
+@dataclass(frozen=True)
+class TakenApart:
+    """Modules that ``training_step`` calls and no pipeline can run, as a whole.
+
+    Attributes:
+        modules: These modules, by their paths. Their own code runs as user code.
+        reasons: Why they are not pipelined, by their paths.
+        pieces: Names of the pieces, in them and beside them.
+        share: Part of ``training_step``'s seconds that it spent in pieces.
+        timed_out: Whether the time was over before everything was tried.
+    """
+
+    modules: dict[str, nn.Module]
+    reasons: dict[str, str]
+    pieces: Sequence[str]
+    share: float
+    timed_out: bool
+
+    def explanation(self) -> str:
+        """What is pipelined and what is not, for people."""
+        name, *others = self.modules
+        also = f" ({len(others)} more are taken apart, too)" if others else ""
+        pieces = [f"'{piece}'" for piece in self.pieces]
+        if len(pieces) > NAMED:
+            pieces[NAMED - 1 : -1] = [f"{len(pieces) - NAMED} more"]
+        return (
+            f"HetPipe: '{name}' cannot be pipelined as a whole, so that it was taken apart{also}: pipelined"
+            f" {'are' if len(pieces) > 1 else 'is'} {', '.join(pieces)}, which take {self.share:.0%} of training_step's"
+            f" time, and all else in it runs as user code, because {self.reasons[name]}"
+        )
+
+    def timeout_warning(self, seconds: float) -> str:
+        """Says that not everything was tried."""
+        return (
+            f"taking '{next(iter(self.modules))}' apart took more than capture_timeout={seconds:g} seconds, so that"
+            " the modules in it that were not tried by then are not pipelined; set capture_timeout to more, or name the"
+            " modules to pipeline (module=[...])"
+        )
+
+
+class PieceSearch:
+    """Finds the pieces among ``calls``, the outermost calls of modules in a watched step.
+
+    Args:
+        calls: In their order.
+        generators: The run's random generators.
+        minibatch: The watched minibatch.
+        timeout: Seconds after which nothing more is tried, once a module was taken apart.
+    """
+
+    def __init__(self, calls: Sequence[CallNode], generators: RandomGenerators, minibatch: int, timeout: float) -> None:
+        self._calls = calls
+        self._generators = generators
+        self._minibatch = minibatch
+        self._timeout = timeout
+        self._times_called = Counter(node.piece.module for call in calls for node in call.all())
+        self._refused: dict[type[nn.Module], Exception] = {}
+        self._left: dict[str, CallNode] = {}
+        self._found: list[CallNode] = []
+        self._seconds = 0.0
+        self._timed_out = False
+
+    def pieces(self, *, whole: bool) -> list[Piece]:
+        """The pieces, with their layers, in the order of their calls.
+
+        Args:
+            whole: Whether all of the outermost calls must be pieces.
+
+        Raises:
+            SettingError: where there is no piece, or not each of ``calls`` is one though that was asked for: why the
+                first one is none.
+        """
+        refusals = [error for call in self._calls if (error := self._settle(call, whole)) is not None]
+        if refusals and not self._found:
+            raise refusals[0]
+        return [node.piece for node in self._found]
+
+    def taken_apart(self, seconds: float) -> TakenApart | None:
+        """What is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
+        left = [call for call in self._calls if call not in self._found]
+        if not left:
+            return None
+        return TakenApart(
+            {call.piece.name: call.piece.module for call in left},
+            {call.piece.name: str(call.refusal) for call in left},
+            [node.piece.name for node in self._found],
+            min(1.0, sum(node.seconds for node in self._found) / max(seconds, 1e-9)),
+            self._timed_out,
+        )
+
+    def _settle(self, node: CallNode, whole: bool) -> Exception | None:
+        """Find the pieces in ``node``; tell why it is none itself, if so."""
+        try:
+            self._take(node)
+        except Exception as error:  # whatever torch.export raises, the module itself has computed
+            if whole:
+                raise
+            node.refusal = error
+            for inner in node.inner:
+                self._settle(inner, whole)
+            return error
+        self._found.append(node)
+        return None
+
+    def _take(self, node: CallNode) -> None:
+        """Make ``node`` a piece.
+
+        Raises:
+            SettingError: if it cannot be one.
+        """
+        piece, kind = node.piece, type(node.piece.module)
+        if node.refusal is not None:
+            raise node.refusal
+        if self._times_called[piece.module] > 1:
+            raise SettingError(f"'{piece.name}' is called several times in one training_step")
+        parts = set(piece.module.modules())
+        if any(not parts.isdisjoint(other.piece.module.modules()) for other in self._found):
+            raise SettingError(f"'{piece.name}' shares a module with another pipelined module")
+        if node.graph is None:
+            return
+        if kind in self._refused:
+            raise SettingError(f"another {kind.__name__} could not be captured: {self._refused[kind]}")
+        if self._seconds > self._timeout:
+            self._timed_out = True
+            raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
+        began, apart = time.perf_counter(), bool(self._refused)
+        try:
+            capture(piece, node.graph, self._generators, self._minibatch)
+        except Exception as error:
+            self._refused[kind] = error
+            raise
+        finally:
+            if apart:
+                self._seconds += time.perf_counter() - began
