@@ -139,6 +139,9 @@ class PieceSearch:
         piece, kind = node.piece, type(node.piece.module)
         if node.refusal is not None:
             raise node.refusal
+        if self._seconds > self._timeout:
+            self._timed_out = True
+            raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
         if self._times_called[piece.module] > 1:
             raise SettingError(f"'{piece.name}' is called several times in one training_step")
         parts = set(piece.module.modules())
@@ -148,9 +151,6 @@ class PieceSearch:
             return
         if kind in self._refused:
             raise SettingError(f"another {kind.__name__} could not be captured: {self._refused[kind]}")
-        if self._seconds > self._timeout:
-            self._timed_out = True
-            raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
         began, apart = time.perf_counter(), bool(self._refused)
         try:
             capture(piece, node.graph, self._generators, self._minibatch)

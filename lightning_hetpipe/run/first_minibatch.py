@@ -15,12 +15,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import look_through
+from lightning_hetpipe.capture.piece_search import TakenApart
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
@@ -28,6 +30,7 @@ from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameter
 from lightning_hetpipe.run.extensions.random_states import own_state
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
+from lightning_hetpipe.run.single_stage import SingleStage
 from lightning_hetpipe.run.staleness_warning import check_staleness
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
@@ -75,7 +78,10 @@ besides the pieces, and the ``id`` of each live buffer that forwards change.
 
 
 class FirstMinibatch(Extension):
-    """Watches the first minibatch of a fit in Lightning's own thread; once its gradients are there, calls ``begin``."""
+    """Watches the first minibatch of a fit in Lightning's own thread; once its gradients are there, calls ``begin``.
+
+    Where hand-overs would eat the gain of a pipeline, ``stay`` is called instead: all minibatches run as the first one.
+    """
 
     def __init__(
         self,
@@ -87,6 +93,7 @@ class FirstMinibatch(Extension):
         user_step: UserStep,
         synchroniser: Synchroniser | None,
         begin: Begin,
+        stay: Callable[[], SingleStage],
     ) -> None:
         callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
         module: L.LightningModule = trainer.lightning_module
@@ -99,6 +106,8 @@ class FirstMinibatch(Extension):
         self._user_step = user_step
         self._synchroniser = synchroniser
         self._begin = begin
+        self._stay = stay
+        self._single: SingleStage | None = None
         self._names = named_pieces(module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._compiled = look_through(module, stages_compile=settings.compile is not None)
@@ -109,6 +118,10 @@ class FirstMinibatch(Extension):
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
+        if self._single is not None:
+            with self._own_random_numbers(minibatch), self._single.inline_step(minibatch):
+                yield
+            return
         watch = TrainingWatch(
             self._module, self._names, self._generators, minibatch, self._finetuned, settings.capture_timeout
         )
@@ -122,6 +135,9 @@ class FirstMinibatch(Extension):
         self._asked = settings.asked()
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
+        if self._single is not None:
+            self._single.inline_output(minibatch, args, output)
+            return
         assert self._watched is not None
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
@@ -134,29 +150,56 @@ class FirstMinibatch(Extension):
 
     @contextmanager
     def inline_backward(self, minibatch: int) -> Iterator[None]:
+        if self._single is not None:
+            with self._single.inline_backward(minibatch):
+                yield
+            return
         assert self._watched is not None
         watch, outside = self._watched
         self._watched = None
         with noting_where():
             yield
-            decision, in_flight = self.decide(watch.pieces, self._synchroniser)
+            decision = self._decide(watch.pieces)
+            if watch.apart is not None and self._is_in_vain(watch.apart, watch.pieces, decision):
+                self._single = self._stay()
+                return
+            in_flight = self._agree(watch.pieces, decision)
             apart = {} if watch.apart is None else watch.apart.modules
             self._begin(watch.pieces, apart, decision, in_flight, outside, watch.changed_buffers())
 
+    def _is_in_vain(self, apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> bool:
+        """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
+
+        Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
+        """
+        if (why := without_gain(apart, pieces, decision)) is None:
+            return False
+        asked = (self._settings.stages, self._settings.in_flight) != ("auto", "auto")
+        if asked or self._synchroniser is not None or decision.emulated:
+            rank_zero_info(f"HetPipe: {why}, so that a pipeline is hardly worth it; leave stages and in_flight out")
+            return False
+        rank_zero_info(f"HetPipe: one stage, as {why}; set stages for a pipeline all the same")
+        return True
+
     def closed(self) -> None:
+        if self._single is not None:
+            self._single.closed()
         for redirect in self._compiled:
             redirect.remove()
 
-    def decide(self, pieces: Sequence[Piece], synchroniser: Synchroniser | None) -> tuple[Decision, int]:
-        """Decide what is to be run, and on the Nm that all virtual workers agree on.
+    def _decide(self, pieces: Sequence[Piece]) -> Decision:
+        """Decide what is to be run.
 
         Raises:
             SettingError: where what was asked for cannot be done with these layers.
         """
-        settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
-        assert settings.decide is not None
-        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples))
+        assert self._settings.decide is not None
+        return self._settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples))
+
+    def _agree(self, pieces: Sequence[Piece], decision: Decision) -> int:
+        """The Nm that all virtual workers agree on; says what was decided."""
+        settings, synchroniser = self._settings, self._synchroniser
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
@@ -170,7 +213,7 @@ class FirstMinibatch(Extension):
         check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.split_points) == len(pieces) == 1:
             nothing_to_recompute()
-        return decision, in_flight
+        return in_flight
 
     @contextmanager
     def _own_random_numbers(self, minibatch: int) -> Iterator[None]:

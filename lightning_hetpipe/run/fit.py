@@ -42,7 +42,7 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.modules_apart import ModulesApart
+from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
@@ -197,9 +197,7 @@ class Fit:
         settings, synchroniser = self._settings, self._synchroniser
         if synchroniser is None and is_single_stage(settings):
             self._looks_ahead = False
-            single = SingleStage(self._module, settings, self._generators, self._driver.computed)
-            self._report = single.report
-            return single
+            return self._single_stage(settings)
         return FirstMinibatch(
             self._trainer,
             self._precision,
@@ -209,7 +207,19 @@ class Fit:
             self._user_step,
             synchroniser,
             self._pipeline,
+            self._stay,
         )
+
+    def _single_stage(self, settings: RunSettings) -> SingleStage:
+        single = SingleStage(self._module, settings, self._generators, self._driver.computed)
+        self._report = single.report
+        return single
+
+    def _stay(self) -> SingleStage:
+        """The first minibatch has shown that a pipeline is not worth it: the device that has run it trains on."""
+        root: torch.device = self._trainer.strategy.root_device
+        self.evaluation.take_over([], Layout([], (0,), [root], [0.0]), 1)
+        return self._single_stage(replace(self._settings, stages=1, devices=[root]))
 
     def _pipeline(
         self,
@@ -244,13 +254,13 @@ class Fit:
         )
         modules = [piece.module for piece in pieces]
         outside.leave_out(modules, engine.versioned)
-        around = ModulesApart(apart, modules, self._generators)
-        add(around)
+        parts = user_parts(apart.values(), modules)
+        add(ModulesApart(apart, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
             state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
             add(outside, TrainerCounters(trainer), RandomStates(state), Replay(self._module, context))
-            attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *around.parts())]
+            attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
@@ -258,6 +268,7 @@ class Fit:
             if piece.captured is not None:
                 piece.captured.exclusive = engine.compute_lock.exclusive
         self.evaluation.take_over(pieces, layout, in_flight)
+        self.evaluation.parts = parts
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)
         self._report = telemetry.report

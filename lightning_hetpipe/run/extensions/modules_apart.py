@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 
 from torch import nn
@@ -24,18 +24,22 @@ class ModulesApart(Extension):
         self, modules: Mapping[str, nn.Module], pieces: Collection[nn.Module], generators: RandomGenerators
     ) -> None:
         self._generators = generators
-        self._inside = {part for piece in pieces for part in piece.modules()}
-        self._modules = list(modules.values())
         self._attached = ExitStack()
-        self._attached.enter_context(attached(modules, self._inside))
-
-    def parts(self) -> Iterator[nn.Module]:
-        """The modules whose code is the user's, outside the pieces: these may set attributes of their own."""
-        found = {part: None for module in self._modules for part in module.modules() if part not in self._inside}
-        return (part for part in found if not type(part).__module__.startswith("torch.nn.modules."))
+        self._attached.enter_context(attached(modules, _inside(pieces)))
 
     def user_step(self, minibatch: int) -> Around:
         return self._generators.minibatch(minibatch)
 
     def closed(self) -> None:
         self._attached.close()
+
+
+def user_parts(modules: Iterable[nn.Module], pieces: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of ``modules``, outside the ``pieces``, whose own code runs as user code and may set attributes."""
+    inside = _inside(pieces)
+    found = {part: None for module in modules for part in module.modules() if part not in inside}
+    return [part for part in found if not type(part).__module__.startswith("torch.nn.modules.")]
+
+
+def _inside(pieces: Iterable[nn.Module]) -> set[nn.Module]:
+    return {part for piece in pieces for part in piece.modules()}
