@@ -1,4 +1,4 @@
-"""What the engine costs: microseconds per minibatch and stage without Lightning, and the hand-over at the turn."""
+"""Cost of the engine: microseconds per minibatch and stage without Lightning, and the hand-over at the turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Rounds = Sequence[Mapping[str, Measurement]]
 
 
 def on_one_core(k: int) -> str:
-    """What rounds call the measurement of ``k`` stages on one core."""
+    """Name in rounds of the measurement of ``k`` stages on one core."""
     return f"{k} on one core"
 
 
@@ -173,7 +173,7 @@ def _cost_rows(rounds: Rounds) -> list[tuple[str, ...]]:
 
 
 def _split(rounds: Rounds) -> list[str]:
-    """What of the engine's CPU time comes with each minibatch, and what with each stage of it."""
+    """Engine's CPU time that comes with each minibatch, and with each stage of it."""
     few, many = STAGES[0], STAGES[-1]
     both = [measured for measured in rounds if str(few) in measured and str(many) in measured]
     if not both:

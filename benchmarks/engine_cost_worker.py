@@ -23,14 +23,14 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.minibatch import Step
 
 PARTS = ("resumed", "user code", "loss", "backward")
-"""Of the hand-over, each until what it is called: from the last stage's output to its backward."""
+"""Parts of the hand-over, each named after what ends it: from the last stage's output to its backward."""
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure."""
+    """Arguments of a measurement."""
 
     stages: int
     cores: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ def microseconds(job: Job, run: Iterator[None]) -> tuple[float, float]:
 
 
 def hand_over(job: Job, slept: bool) -> dict[str, float]:
-    """How long the parts of the hand-over take between the last stage and user code, while all stages work."""
+    """Durations of the parts of the hand-over between the last stage and user code, while all stages work."""
     pads = Emulation([Pad(*job.slept)] * job.stages) if slept else None
     minibatches = job.slept_steps if slept else job.warmup + job.steps
     stamps = Stamps(job.stages - 1, pads)

@@ -54,7 +54,7 @@ class Line:
         self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams)
 
     def call(self, value: Any, piece: int = 0) -> Any:
-        """What a pipelined module does in ``training_step``."""
+        """Run a pipelined module as its call in ``training_step`` does."""
         minibatch = current()
         assert isinstance(minibatch, Minibatch)
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)

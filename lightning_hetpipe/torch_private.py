@@ -48,6 +48,7 @@ __all__ = [
     "has_global_hooks",
     "has_hooks",
     "inductor_modes",
+    "inductor_options_error",
     "keywords_of",
     "outputs_of",
     "pytree",
@@ -394,6 +395,16 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     modes: Any = list_mode_options  # torch has no types here
     found: dict[str, dict[str, Any]] = modes()
     return found
+
+
+def inductor_options_error(options: Mapping[str, Any]) -> str | None:
+    """Error of torch for ``options`` that its inductor does not have, or has of another type; None if it takes all."""
+    make: Any = torch._TorchCompileInductorWrapper  # what torch.compile itself makes of its options
+    try:
+        make(None, dict(options), None)
+    except RuntimeError as error:
+        return str(error).partition(", known options are")[0]
+    return None
 
 
 def cpp_compiler_error() -> str | None:

@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, a fixed seed, rank 0, no thread of ours that outlives it; also a clock."""
+"""Fixtures of every test: one torch thread, a fixed seed, rank 0, no thread of ours that outlives it; also a clock."""
 
 from __future__ import annotations
 

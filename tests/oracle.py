@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make the optimizer of a model and, if there is one, its learning rate scheduler."""
+    """Recipe for the optimizer of a model and, if there is one, its learning rate scheduler."""
 
     optimizer: Callable[[nn.Module], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -59,7 +59,7 @@ class State:
 
 @dataclass(repr=False)
 class Run:
-    """What a run computed, minibatch by minibatch.
+    """Results of a run, minibatch by minibatch.
 
     ``outputs[i]`` are those of minibatch i + 1; their ``loss`` is already divided by the number of accumulated batches,
     as Lightning hands it to callbacks. ``states[v]`` is version v, so ``states[0]`` the start. ``gradients[p]`` exist
@@ -378,7 +378,7 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 
 
 def run_seed() -> int:
-    """What seeds every random operation of a run: what ``seed_everything`` was given, else torch's own seed."""
+    """Seed of every random operation of a run: what ``seed_everything`` was given, else torch's own seed."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
 
 

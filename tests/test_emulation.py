@@ -35,7 +35,7 @@ class Sleeper:
 
 
 def take(emulation: Emulation, sleeper: Sleeper, stage: int, work: str, computing: float) -> float:
-    """How long a pass takes that computes for ``computing`` seconds."""
+    """Time of a pass that computes for ``computing`` seconds."""
     began = sleeper.time
     after = emulation(stage, work, 1)
     sleeper.time += computing

@@ -1,4 +1,4 @@
-"""What `import lightning_hetpipe` leaves to those who need it. How long it takes is a benchmark's affair."""
+"""Modules that `import lightning_hetpipe` leaves to those who need them. Its time is a benchmark's affair."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ BELOW: dict[str, set[str]] = {
     "redirect": set(),
     "errors": set(),
 }
-"""What each part of the package may import besides itself: cli, demo > strategy > run > the rest > planning > rules."""
+"""Parts that each part of the package may import: cli, demo > strategy > run > the rest > planning > rules."""
 
 IMPURE = {"lightning", "pytorch_lightning", "torch", "threading", "queue", "multiprocessing", "concurrent", "asyncio"}
 IMPURE |= {"socket", "grpc", "subprocess"}
@@ -137,7 +137,7 @@ assert torchmetrics.Metric.sync is sync
 
 
 def test_pure_packages_and_servers_load_no_lightning_and_no_module_does_anything() -> None:
-    """What is really loaded counts, by whatever way; and nothing else may happen to the process."""
+    """Modules that are really loaded count, by whatever way; and nothing else may happen to the process."""
     pure = [file for file in FILES if part_of(file) in ("rules", "planning", "server", "errors", "__init__")]
     others = [file for file in FILES if file not in pure]
     names = [" ".join(map(module_of, files)) for files in (pure, others)]
@@ -174,9 +174,9 @@ def defined_here() -> set[str]:
 
 OURS = defined_here()
 THEIRS = {name for each in (nn.Module(), L.LightningModule, L.Trainer, Tensor) for name in dir(each)}
-"""What a module and the like have; so where we have a private name of theirs, too, it is ours of ``self`` only."""
+"""Names of a module and the like; so where we have a private name of theirs, too, it is ours of ``self`` only."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "Redirect"}
-"""What takes the name of an attribute as a string."""
+"""Functions that take the name of an attribute as a string."""
 
 
 DOCUMENTED = {"sys._getframe", "os._exit"}
@@ -197,7 +197,7 @@ def is_of_others(node: ast.Attribute) -> bool:
 
 
 def test_private_names_of_others_are_in_two_files_only() -> None:
-    """What is imported, what is read from an object, and what is named in a string."""
+    """Names that are imported, that are read from an object, and that a string holds."""
     found = []
     for file in [file for file in FILES if file not in PRIVATE_FILES]:
         for module, name in imports(file):

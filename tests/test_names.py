@@ -38,8 +38,17 @@ def test_a_module_name_is_used_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def everything() -> dict[str, ast.Module]:
+    """Trees of the package, and of the tests, benchmarks and examples."""
+    beside = (path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py")))
+    others = {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in beside if "support" not in path.parts
+    }
+    return {**trees(), **others}
+
+
 def docstrings() -> Iterator[tuple[str, str]]:
-    for file, tree in trees().items():
+    for file, tree in everything().items():
         for node in ast.walk(tree):
             # Of a module, a class or a function, and below a variable or an attribute.
             if (

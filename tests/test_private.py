@@ -411,6 +411,9 @@ def test_inductors_modes_and_its_compiler() -> None:
     modes = torch_private.inductor_modes()
     assert modes["default"] == {}
     assert modes["reduce-overhead"].get("triton.cudagraphs"), "modes with CUDA graphs would not be refused"
+    assert torch_private.inductor_options_error({"max_autotune": True, "triton.cudagraphs": False}) is None
+    assert torch_private.inductor_options_error({"zzz": 1}) == "Unexpected optimization option zzz"
+    assert "got str should be bool" in str(torch_private.inductor_options_error({"max_autotune": "yes"}))
     found = torch_private.cpp_compiler_error()
     assert found is None or "compiler" in found
 
@@ -577,7 +580,7 @@ class Looks(L.Callback):
 
 
 class LooksAtCuts(L.Callback):
-    """Where the loop is when a checkpoint or a validation could come."""
+    """State of the loop when a checkpoint or a validation could come."""
 
     def __init__(self) -> None:
         self.in_a_step: list[bool] = []

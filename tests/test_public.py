@@ -1,4 +1,4 @@
-"""What users may rely on: the root's names, the registered strategy, Hydra's way to it, and pytest's."""
+"""Promises to users: the root's names, the registered strategy, Hydra's way to it, and pytest's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value, gradients, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 
@@ -39,8 +39,7 @@ def measure(
     Without ``backward``, forward only, in the mode of gradients that holds here. After each layer in each round,
     ``tick`` is called.
     """
-    state = ProcessState.current()
-    try:
+    with own_state(ProcessState.seeded(0, 0, "microbenchmark")):
         return layer_times(
             [
                 (each.run if backward else each.infer)
@@ -50,8 +49,6 @@ def measure(
             ],
             tick=tick,
         )
-    finally:
-        state.restore()
 
 
 def layer_times(

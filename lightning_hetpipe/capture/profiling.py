@@ -18,7 +18,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.planning.model.profile import LayerBytes, Times
 
@@ -66,12 +66,9 @@ class ProfilingInput:
             now: The clock, in seconds.
         """
         for layer, value, piece in self.layers:
-            state = ProcessState.current()
-            try:
+            with own_state(ProcessState.seeded(0, 0, "profiling")):
                 benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
                 found = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
-            finally:
-                state.restore()
             yield found
 
 

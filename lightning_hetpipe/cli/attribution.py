@@ -21,6 +21,7 @@ _OUTER = ("strategy", "trainer", "model", "data")
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 _ARGUMENT = re.compile(r"(?<![\w.(])(\w+)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
+_INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _IT = re.compile(r"\bset it to (None|True|False)\b")
 
 
@@ -67,7 +68,10 @@ def in_settings(message: str, config: DictConfig) -> str:
 
 
 def _settings(config: DictConfig) -> dict[str, str]:
-    """The setting for each name of an argument: of the outer sections before inner ones, and given before possible."""
+    """The setting for each name of an argument: of the outer sections before inner ones, and given before possible.
+
+    What a section takes from elsewhere, as ``${cluster}``, is set there.
+    """
     ordered = sorted(
         sections(config), key=lambda section: _OUTER.index(section.path) if section.path in _OUTER else len(_OUTER)
     )
@@ -76,7 +80,8 @@ def _settings(config: DictConfig) -> dict[str, str]:
         for section in [section for section in ordered if (section.path not in _OUTER) is inner]:
             written = (name for name, value in section.given.items() if not is_interpolation(value))
             for name in written if given else section.signature.parameters:
-                found.setdefault(name, f"{section.path}.{name}")
+                elsewhere = _INTERPOLATION.fullmatch(str(section.given.get(name)))
+                found.setdefault(name, elsewhere[1] if elsewhere else f"{section.path}.{name}")
     return found
 
 

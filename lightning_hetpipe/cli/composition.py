@@ -71,6 +71,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
             if match["group"] in program.groups:
                 choose = f"choose one of those that {program.name} --help lists."
                 return f"{match[0]} names no option of {match['group']}; {choose}"
+        return f"{' '.join(arguments)} cannot be read; write section.key=value."
     for pattern, said in _SAID.items():
         if match := pattern.fullmatch(text):
             return match.expand(said)

@@ -40,7 +40,10 @@ _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of t
 
 def creating(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Within it, this thread's new tensors have ``dtype``, if given, where they would have the default dtype."""
-    return nullcontext() if dtype is None else _Creating(dtype)
+    return _NOTHING if dtype is None else _Creating(dtype)
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _Creating(TorchFunctionMode):

@@ -156,7 +156,7 @@ class Engine(RunnerPool[Minibatch]):
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
-        with self.computing():  # copying is no user code, and losses must not wait for it
+        with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
             for stage, live in zip(self.stages, self.live, strict=True):
                 stage.publish(live.version(version))
             for live, stash in self._outside:

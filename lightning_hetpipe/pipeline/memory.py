@@ -136,11 +136,16 @@ class Memory:
     def _add(self, level: Level, amount: int) -> None:
         if not amount:
             return
-        level.add(amount)
+        # Written out, as calls of `add` would cost more than the rest.
+        now = level.now = level.now + amount
+        if now > level.most:
+            level.most = now
         total = self.total
-        total.add(amount)
-        if total.now > self._since:
-            self._since = total.now
+        now = total.now = total.now + amount
+        if now > self._since:
+            self._since = now
+            if now > total.most:
+                total.most = now
 
 
 class Counter:

@@ -24,12 +24,12 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, own_state
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
-from lightning_hetpipe.run.extensions.random_states import RandomStates, own_state
+from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead

@@ -21,13 +21,12 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.extensions.random_states import own_state
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.single_stage import SingleStage

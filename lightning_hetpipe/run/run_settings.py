@@ -13,6 +13,8 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import Window
@@ -67,9 +69,15 @@ def check_module(module: L.LightningModule) -> None:
 
 
 def check_pipelined(module: L.LightningModule) -> None:
-    """Refuses what only matters where stages compute: a ``backward`` of the instance's own, for one."""
+    """Refuses what only matters where stages compute: an instance's own ``backward``, parameters without a shape."""
     if "backward" in vars(module):
         raise _own_backward(type(module).__name__)
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise SettingError(
+                f"the parameter '{name}' has no shape yet, and stages are divided by the sizes of layers; run the model"
+                " on an example in setup or configure_model, or replace the lazy module (nn.LazyLinear, say)"
+            )
 
 
 def _own_backward(name: str) -> SettingError:
@@ -99,6 +107,20 @@ def returned_none() -> SettingError:
         "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
         " step, does not do; return a loss, such as one multiplied by zero"
     )
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuses a loss that no backward pass can start from; autograd's own errors would not say whose it is."""
+    if loss.numel() != 1:
+        raise SettingError(
+            f"the loss that training_step returned is of shape {tuple(loss.shape)}; return a single number, such as its"
+            " mean"
+        )
+    if not loss.requires_grad:
+        raise SettingError(
+            "the loss that training_step returned depends on no parameter that requires a gradient, as after detach(),"
+            " item() or below torch.no_grad(); return the loss as the model's outputs give it"
+        )
 
 
 def nothing_to_recompute() -> None:

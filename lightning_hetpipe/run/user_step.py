@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetpipe.lightning_private import closure_loss
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
-from lightning_hetpipe.run.run_settings import returned_none
+from lightning_hetpipe.run.run_settings import check_loss, returned_none
 
 
 class UserStep:
@@ -35,11 +35,12 @@ class UserStep:
         """The loss in what the step returned.
 
         Raises:
-            SettingError: where it is None.
+            SettingError: where it is None, not a single number, or without a gradient.
         """
         loss = closure_loss(output, self._trainer.accumulate_grad_batches)
         if loss is None:
             raise returned_none()
+        check_loss(loss)
         return loss
 
     def default_dtype(self) -> torch.dtype | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,11 +10,19 @@ from lightning_hetpipe.errors import SettingError
 
 T = TypeVar("T")
 
+LONGEST = 365 * 24 * 3600.0
+"""Largest time of a setting in seconds; threads cannot wait for much longer."""
 
-def whole(name: str, value: Any, least: int = 1, other: str = "") -> int:
-    """A whole number of at least ``least``; the message names ``other`` values that its caller takes."""
+MOST = 10**9
+"""Largest number of a setting that counts waves or minibatches; messages carry it in 64 bits."""
+
+
+def whole(name: str, value: Any, least: int = 1, other: str = "", most: int = MOST) -> int:
+    """A whole number from ``least`` to ``most``; the message names ``other`` values that its caller takes."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingError(f"{name}={value!r} must be a whole number of at least {least}{other}")
+    if value > most:
+        raise SettingError(f"{name}={value!r} is more than {most}, the most that is possible; set fewer")
     return value
 
 
@@ -25,14 +32,13 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
-def seconds(name: str, value: Any, most: float = math.inf) -> float:
-    """A time in seconds; ``most`` is a year or infinite."""
+def seconds(name: str, value: Any) -> float:
+    """A time in seconds, of at most a year."""
     found = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise SettingError(f"{name}={value!r} must be a datetime.timedelta, or a number of seconds")
-    if not 0 < found <= most:
-        limit = "" if most == math.inf else ", and at most a year"
-        raise SettingError(f"{name}={value!r} must be positive{limit}")
+    if not 0 < found <= LONGEST:
+        raise SettingError(f"{name}={value!r} must be positive, and at most a year")
     return float(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private import cpp_compiler_error, inductor_modes
+from lightning_hetpipe.torch_private import cpp_compiler_error, inductor_modes, inductor_options_error
 
 INDUCTOR = "inductor"
 _TAKEN = ("backend", "mode", "dynamic", "options")
@@ -53,6 +53,11 @@ def check(options: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
         raise SettingError(f"compile's mode={mode!r} is none of torch.compile's; set one of {', '.join(modes)}")
     if {**modes.get(mode or "default", {}), **(further or {})}.get("triton.cudagraphs"):
         raise _cuda_graphs(options)
+    if further and (reason := inductor_options_error(further)) is not None:
+        raise SettingError(
+            f"compile's options={dict(further)!r} are not inductor's: {reason}; leave that out, or give one that"
+            " torch._inductor.list_options() names"
+        )
     if any(device.type == "cpu" for device in devices) and (reason := cpp_compiler_error()) is not None:
         raise SettingError(
             f"compile=True needs a C++ compiler for stages on the CPU, and torch finds none ({reason}); install g++,"

@@ -23,6 +23,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
@@ -55,7 +56,7 @@ class VirtualWorkers(ParallelStrategy):
 
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.virtual_workers = checks.whole("virtual_workers", virtual_workers)
+        self.virtual_workers = checks.whole("virtual_workers", virtual_workers, most=MOST_VIRTUAL_WORKERS)
         settings.check_platform(self.virtual_workers, sys.platform)
         self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
         self.timeout = checks.seconds("timeout", timeout)

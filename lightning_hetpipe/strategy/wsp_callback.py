@@ -12,13 +12,11 @@ import lightning as L
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.transport.security import Security, split
-from lightning_hetpipe.strategy.checks import one_of, seconds, whole
+from lightning_hetpipe.strategy.checks import one_of, seconds, switch, whole
 
 AGGREGATES = ("sum", "mean")
 PLACEMENTS = ("size", "round_robin", "local")
 DTYPES = ("bfloat16", "float16", "float32")
-LONGEST = 365 * 24 * 3600.0
-"""Seconds of a setting; clocks and timers count on."""
 
 
 class WSPCallback(L.Callback):
@@ -59,7 +57,7 @@ class WSPCallback(L.Callback):
         end_timeout: timedelta | float | None = None,
         join_timeout: timedelta | float = timedelta(minutes=10),
     ) -> None:
-        if isinstance(servers, str) or (servers is not None and not servers):
+        if servers is not None and (not isinstance(servers, Sequence) or isinstance(servers, str) or not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
         _check_addresses(servers or ())
         self.settings = WSPSettings(
@@ -70,9 +68,9 @@ class WSPCallback(L.Callback):
             None if servers is None else tuple(servers),
             one_of("placement", placement, PLACEMENTS),
             _security(security),
-            seconds("lease", lease, LONGEST),
-            None if end_timeout is None else seconds("end_timeout", end_timeout, LONGEST),
-            seconds("join_timeout", join_timeout, LONGEST),
+            seconds("lease", lease),
+            None if end_timeout is None else seconds("end_timeout", end_timeout),
+            seconds("join_timeout", join_timeout),
         )
 
 
@@ -88,6 +86,12 @@ def _security(given: Security | Mapping[str, Any] | None) -> Security:
         )
         raise SettingError(f"{what}; give a mapping of {', '.join(known)}")
     made = Security(**given)
+    for name, value in given.items():
+        if name == "insecure":
+            switch("security['insecure']", value)
+        elif value is not None and not isinstance(value, str):
+            shown = "" if name == "token" else f"={value!r}"
+            raise SettingError(f"security[{name!r}]{shown} must be a text, or None")
     _ = made.from_environment().encrypted  # raises where files are missing
     return made
 

@@ -69,7 +69,7 @@ def test_the_docs_name_the_bounds() -> None:
 
 
 def test_the_warning_agrees_with_what_was_measured() -> None:
-    """Where momentum makes a recipe fail that trains plainly, the fit warns; the remedies it names are enough."""
+    """Fits of recipes that momentum makes fail begin with the warning; the remedies that it names are enough."""
     plain = {recipe: min(found) for (recipe, number), found in RUNS.items() if number == 1}
     heavy = [key for key in RUNS if key[0].momentum >= 0.9 and plain[key[0]] >= GOOD]
     lost = {key: sum(RUNS[key]) / len(RUNS[key]) for key in heavy}

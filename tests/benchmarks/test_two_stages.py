@@ -49,7 +49,7 @@ def test_the_peers_train_what_the_plain_trainer_trains(model: ModelName) -> None
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_two_halves_are_the_whole(model: ModelName) -> None:
-    """Of a pipeline over two processes; so the optimizers of both see each parameter once."""
+    """For a pipeline over two processes; so the optimizers of both see each parameter once."""
     task = replace(TINY, model=model)
     kind, net, others = MODELS[model], build(task), build(task)
     inputs, targets = kind.samples(task, 6, torch.Generator().manual_seed(0))

@@ -33,7 +33,7 @@ class Tells(nn.Module):
 
 
 def run(captured: Captured, *args: Any) -> Any:
-    """What the stages compute for a call of the module."""
+    """Output that the stages compute for a call of the module."""
     value: Any = captured.value(args, {})
     for layer in captured.layers:
         value = layer.module(value)

@@ -1,4 +1,4 @@
-"""What a loss reaches past all pieces."""
+"""Parameters and pieces that a loss reaches past all pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watched step refuses by name, as stages could not do it, and what looks like that but passes."""
+"""Refusals of the watched step, by name, of what stages could not do; and what looks like that but passes."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from lightning_hetpipe.cli.config_sections import written
 def config() -> DictConfig:
     return OmegaConf.create(
         {
-            "strategy": {"_target_": "lightning_hetpipe.HetPipeStrategy", "stages": 2},
+            "strategy": {"_target_": "lightning_hetpipe.HetPipeStrategy", "stages": 2, "cluster": "${cluster}"},
             "trainer": {"_target_": "lightning.Trainer", "strategy": "${strategy}"},
             "model": {"_target_": "lightning_hetpipe.demo.GPT", "context": "${data.context}"},
             "data": {"_target_": "lightning_hetpipe.demo.SourceText", "context": 8},
+            "cluster": None,
         }
     )
 
@@ -34,6 +35,7 @@ def config() -> DictConfig:
         ("num_nodes=2 is wrong", "trainer.num_nodes=2 is wrong"),
         ("width=3 must be a multiple of heads=2", "model.width=3 must be a multiple of model.heads=2"),
         ("set stages to at most 3, or split a layer", "set strategy.stages to at most 3, or split a layer"),
+        ("cluster is for one; leave cluster out, or", "cluster is for one; leave cluster out, or"),
         ("context=0 must be at least 1", "data.context=0 must be at least 1"),
         ("work out of place (inplace=False)", "work out of place (inplace=False)"),
         ("set automatic_optimization=True", "set automatic_optimization=True"),

@@ -14,7 +14,7 @@ MINE = ["--config-dir", "mine", "experiment=mine", "trainer.enable_progress_bar=
 
 @pytest.fixture
 def checkpoint(train: Train, folder: Path) -> Path:
-    """What one epoch of the user's model left."""
+    """Checkpoint of one epoch of the user's model."""
     train(*MINE, "hydra.run.dir=first")
     (found,) = folder.glob("first/checkpoints/*.ckpt")
     return found.rename(folder / "good.ckpt")

@@ -27,7 +27,7 @@ RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 
 @pytest.fixture
 def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the document speaks of: a profile and a cluster of one's own."""
+    """Files that the document speaks of: a profile and a cluster of one's own."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
     save(PROFILE, folder / "profile.json")
     (folder / "mine" / "cluster").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_the_command(plan: Run, prepared: Path, command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
 def test_the_runs(plan: Run, train: Train, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a plan for devices that are here, of one for others beside these, and of those others alone."""
+    """Run a plan for devices that are here, one for others beside these, and one for those others alone."""
     assert len(RUNS) == 3
     small = ["data.max_bytes=20000"]
     for devices, command in zip(["devices=[cpu,cpu]", "cluster=mixed_box", None], RUNS, strict=True):

@@ -183,7 +183,7 @@ def test_servers_at_a_wrong_address_are_one_line(ends: Ends, monkeypatch: pytest
 
 @pytest.mark.parametrize("kind", [ServersSilent, ServersUnheard, ServerLost])
 def test_servers_that_are_gone_are_one_line(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the program was when it waited explains nothing."""
+    """The place at which the program waited explains nothing."""
     error = kind("VW 0 has waited\nfor a server")
     assert report(error, PROGRAM) == 1
     assert capsys.readouterr().err == "hetpipe-train: VW 0 has waited for a server\n"

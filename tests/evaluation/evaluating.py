@@ -50,7 +50,7 @@ class Evaluates(Learner):
 
 
 class Outputs_(L.Callback):
-    """What each step gave, in order."""
+    """Outputs of each step, in order."""
 
     def __init__(self) -> None:
         self.given: list[tuple[int, int, Tensor]] = []

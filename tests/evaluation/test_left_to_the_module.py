@@ -1,4 +1,4 @@
-"""What a pipeline would not compute as the module does is left to the module, and a warning says why."""
+"""Modules that a pipeline would not compute as they do are left to themselves, and a warning says why."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_lengths_that_vary() -> None:
 
 @pytest.mark.parametrize("name", slow_except(["mlp", "resnet", "gpt", "transformer"], "mlp", "transformer"))
 def test_validation_in_the_middle_of_training(name: str) -> None:
-    """What it shows is right, and training does not notice."""
+    """Its results are right, and training does not notice."""
 
     def run(strategy: Any, **settings: Any) -> Any:
         module, loader = evaluates(name)

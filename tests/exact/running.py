@@ -118,7 +118,7 @@ def expect(
 
 
 def after(run: Run, p: int) -> Run:
-    """What is left of a run from version ``p`` on, as a run that was resumed there sees it."""
+    """Rest of a run from version ``p`` on, as a run that was resumed there sees it."""
     kept = {minibatch - p: gradients for minibatch, gradients in run.gradients.items() if minibatch > p}
     return Run(run.outputs[p:], run.states[p:], kept)
 

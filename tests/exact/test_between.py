@@ -1,4 +1,4 @@
-"""What changes between epochs beside weights: contents of attributes, modules that come later, what is frozen."""
+"""Changes between epochs beside weights: contents of attributes, modules that come later, frozen parameters."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LAYERS = {model: len(list(make(SGD).net.children())) for model, (make, _) in MOD
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """What torch has compiled is kept for the whole process."""
+    """Torch keeps for the whole process what it has compiled."""
     yield
     torch.compiler.reset()
 

@@ -1,4 +1,4 @@
-"""Where batches come from: workers, several loaders, streams, hooks and random numbers of the user's own."""
+"""Sources of batches: workers, several loaders, streams, hooks and random numbers of the user's own."""
 
 from __future__ import annotations
 

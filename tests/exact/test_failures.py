@@ -1,4 +1,4 @@
-"""What goes wrong in a step that runs ahead, or in a stage, ends ``fit`` with that error; or it is refused."""
+"""Failures in a step that runs ahead, or in a stage, end ``fit`` with their error; or they are refused."""
 
 from __future__ import annotations
 

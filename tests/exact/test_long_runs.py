@@ -99,7 +99,7 @@ def let_go(engine: Engine) -> None:
 
 
 def kinds() -> Counter[str]:
-    """How many objects there are of each of our own classes, but for tickets: a thread keeps its last for a while."""
+    """Number of objects of each of our own classes, but for tickets: a thread keeps its last for a while."""
     modules = ((type(thing), getattr(type(thing), "__module__", "")) for thing in gc.get_objects())
     return Counter(
         kind.__qualname__

@@ -1,4 +1,4 @@
-"""What a fit has taken of its devices is given back when it ends, and not when Python next collects garbage."""
+"""Memory that a fit has taken of its devices is given back when it ends, not when Python next collects garbage."""
 
 from __future__ import annotations
 

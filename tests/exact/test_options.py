@@ -1,4 +1,4 @@
-"""What the Trainer and the model can be told, on a pipeline: equal to the oracle told the same."""
+"""Options of the Trainer and the model, on a pipeline: equal to the oracle with the same options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks, loggers and metrics see at step p is step p, though later minibatches are in flight (law L9)."""
+"""Callbacks, loggers and metrics see step p at step p, though later minibatches are in flight (law L9)."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_stages_keep_only_their_inputs() -> None:
 
 
 def computed(monkeypatch: pytest.MonkeyPatch, fail_at: tuple[str, int] | None = None) -> Counter[str]:
-    """How often each segment computes, once fits have run; ``fail_at`` fails the second time of a minibatch."""
+    """Number of computations of each segment, once fits have run; ``fail_at`` fails the second time of a minibatch."""
     counts: Counter[str] = Counter()
     times: Counter[tuple[str, int]] = Counter()
     compute = SegmentRunner._compute

@@ -28,7 +28,7 @@ LAYERS = {
 
 
 def run(name: str, steps: int, folder: Path, *arguments: str) -> str:
-    """What the example prints."""
+    """Text that the example prints."""
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps), *arguments],
         cwd=folder,

@@ -319,7 +319,7 @@ def test_the_death_of_a_child_is_told_and_the_others_go_on(
 
 @pytest.mark.parametrize("ending", ["return", "fail", "leave"])
 def test_a_loss_that_the_servers_tell_of_ends_in_one(ending: str, meeting: Meeting, first: Process) -> None:
-    """Where torchrun or the like had started the processes, nothing was said, and the exit code was 0."""
+    """Processes that torchrun or the like had started said nothing, and the exit code was 0."""
     first.ask("be_started_elsewhere")
     assert first.ask("launch", 3) == {"did": "launched"}
     for _ in range(2):  # in the room of the launch, and in that of the fit
@@ -354,7 +354,7 @@ def test_a_child_that_still_imports_ends_with_its_parent(meeting: Meeting, tmp_p
 
 
 def test_a_child_outlives_the_thread_that_launched_it(meeting: Meeting, tmp_path: Path) -> None:
-    """What the kernel watches is a thread, not a process."""
+    """The kernel watches a thread, not a process."""
     first = meeting.run(LATE, meeting.address, "imports", folder=tmp_path)
     assert first.ask("launch_in_a_thread", 2) == {"extra": True}
     assert first.hear() == {"did": "launched"}

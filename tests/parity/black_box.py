@@ -58,7 +58,7 @@ def fitted(folder: Path, module: L.LightningModule, **settings: Any) -> dict[str
 
 
 def end(made: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-    """What a run leaves in the Trainer and the module."""
+    """State that a run leaves in the Trainer and the module."""
     loops = (made.fit_loop, made.fit_loop.epoch_loop, made.fit_loop.epoch_loop.val_loop)
     found: dict[str, Any] = {
         "weights": module.state_dict(),

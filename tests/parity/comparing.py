@@ -33,7 +33,7 @@ def fit(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is run: all of it is made anew for each run.
+    """Subject of a comparison: all of it is made anew for each run.
 
     Attributes:
         module: Makes the module, which holds its data.
@@ -127,7 +127,7 @@ def assert_as_oracle(scenario: Scenario, strategy: Any, folder: Path) -> Story:
 
 
 def _apart(story: Story) -> Story:
-    """What does not run ahead, then each stage's steps and transfers, each stream in its own order."""
+    """Events that do not run ahead, then each stage's steps and transfers, each stream in its own order."""
     events = sorted(story.events, key=lambda event: event.ahead)
     return Story(events, story.checkpoints, story.end, story.warned)
 

@@ -1,4 +1,4 @@
-"""What every run leaves as it found it: threads, environment variables, signal handlers, files, torch's settings."""
+"""State that every run leaves as it found it: threads, environment, signal handlers, files, torch's settings."""
 
 from __future__ import annotations
 

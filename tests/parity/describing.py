@@ -54,7 +54,7 @@ def chance() -> str:
 
 
 def counts(trainer: L.Trainer) -> dict[str, Any]:
-    """How far a run is, as ``training_step`` may ask."""
+    """Progress of a run, as ``training_step`` may ask for it."""
     return {
         "global_step": trainer.global_step,
         "current_epoch": trainer.current_epoch,

@@ -118,7 +118,7 @@ def everything(trainer: L.Trainer, module: L.LightningModule, data: L.LightningD
 
 @dataclass
 class Aftermath:
-    """What remains when a run has failed.
+    """Remains of a run that has failed.
 
     Attributes:
         calls: Every hook that was called, in order.

@@ -28,7 +28,7 @@ MODULE_METHODS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""What Lightning calls of a LightningModule, beside the methods of its classes of hooks."""
+"""Methods that Lightning calls of a LightningModule, beside those of its classes of hooks."""
 
 NO_HOOKS = (
     "all_gather",
@@ -56,7 +56,7 @@ NO_HOOKS = (
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 AHEAD = (*TRANSFERS, *STEPS)
-"""What precedes ``on_..._batch_start`` of its batch where several are in flight (DESIGN, section 4)."""
+"""Calls that precede ``on_..._batch_start`` of their batch where several are in flight (DESIGN, section 4)."""
 
 
 def methods(*classes: type) -> list[str]:
@@ -104,7 +104,7 @@ class Event:
 
 @dataclass
 class Notes:
-    """What happened, in order; ``folder`` is where the run writes, named alike in all runs."""
+    """Record of what happened, in order; ``folder`` is where the run writes, named alike in all runs."""
 
     folder: Path
     running_ahead: bool = False

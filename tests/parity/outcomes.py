@@ -1,4 +1,4 @@
-"""What a small use of the Trainer has left, told so that two strategies can be compared."""
+"""Outcome of a small use of the Trainer, told so that two strategies can be compared."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def logged(file: Path) -> list[dict[str, str]]:
 
 
 def told(trained: L.Trainer, module: L.LightningModule, folder: Path, **more: Any) -> Outcome:
-    """What a run has left: weights, counts, metrics, files, and ``more``."""
+    """Outcome of a run: weights, counts, metrics, files, and ``more``."""
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "step": trained.global_step,

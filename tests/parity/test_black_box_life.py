@@ -171,7 +171,7 @@ OF_STRATEGY = {
     ids=str,
 )
 def test_every_call_of_every_hook(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of module, callback, data and strategy; ``backward`` is noted, too, which replaces it on the module."""
+    """Calls of module, callback, data and strategy; ``backward`` is noted, too, which replaces it on the module."""
     of_module = _public(L.LightningModule) - {"optimizers", "log", "log_dict"} - _public(torch.nn.Module)
     of_module |= {"forward", "zero_grad", "train"}
 
@@ -276,7 +276,7 @@ class Copies(Callback):
 
 
 def test_copies_made_at_any_time(tmp_path: Path) -> None:
-    """Of callbacks, which hold the Trainer, of the module, the loop, the optimizers; a copy of the Trainer trains."""
+    """Copies of callbacks, which hold the Trainer, of module, loop and optimizers; a copy of the Trainer trains."""
 
     def story(folder: Path) -> Any:
         copies = Copies()

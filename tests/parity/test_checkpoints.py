@@ -108,7 +108,7 @@ def stop(trainer: L.Trainer) -> None:
 
 
 def out_of_time(trainer: Any) -> None:
-    """What ``Trainer(max_time=...)`` does is to add a Timer, which sees at the end of each batch that time is up."""
+    """``Trainer(max_time=...)`` adds a Timer, which sees at the end of each batch that time is up."""
     timer = next(callback for callback in trainer.callbacks if isinstance(callback, L.pytorch.callbacks.Timer))
     timer._duration = 0.0
 
@@ -218,7 +218,7 @@ def test_weights_only(tmp_path: Path, weights_only: bool | None) -> None:
 
 
 class Pickled:
-    """What weights_only=True does not load."""
+    """An object that weights_only=True does not load."""
 
 
 def test_weights_only_refuses_what_it_refuses_plainly(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.parity.stale import Stale
 
 
 def counted() -> dict[Address, int]:
-    """How often a run that does not fail calls each hook."""
+    """Number of calls of each hook in a run that does not fail."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Mine(Path(folder))
         module, data = build(notes)

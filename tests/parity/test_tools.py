@@ -1,4 +1,4 @@
-"""What people use around a Trainer: the tuner, profilers, progress bars, notebooks, runs one after another."""
+"""Tools that people use around a Trainer: the tuner, profilers, progress bars, notebooks, runs one after another."""
 
 from __future__ import annotations
 

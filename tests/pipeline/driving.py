@@ -87,7 +87,7 @@ class Line(line.Line):
         return list(torch.autograd.grad(value.square().sum(), list(copies.parameters())))
 
     def update(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """What an optimizer does."""
+        """Change of weights as an optimizer makes it."""
         with torch.no_grad():
             for parameter, gradient in gradients.items():
                 parameter.sub_(gradient, alpha=0.01)

@@ -154,7 +154,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """What a stream had seen at ``moments``."""
+    """Work that a stream had seen at ``moments``."""
 
     def __init__(self, streams: StreamRaces, moments: Moments) -> None:
         self.moments = moments

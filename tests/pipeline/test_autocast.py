@@ -1,4 +1,4 @@
-"""What autocast does where user code calls a piece holds in the stages that run it."""
+"""Autocast's state at a call of a piece in user code holds in the stages that run it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Torn(ProcessSection):
     """State that cannot be swapped, the ``last`` time that ``what`` is asked of it."""
 
     def __init__(self, what: str, last: int) -> None:
-        super().__init__(ProcessState.current())
+        super().__init__(ProcessState.seeded(0, 0, 0))
         self.what, self.left = what, last
 
     def enter(self) -> None:

@@ -1,4 +1,4 @@
-"""What stages hold is what the schedule's simulation says, and never more than the stated bound."""
+"""Stages hold what the schedule's simulation says, and never more than the stated bound."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_gradients_wait_until_lightnings_step() -> None:
 
 
 def test_a_tied_weights_gradient_counts_once() -> None:
-    """Where it is kept: the stage of the earliest use has gone on with the sum of the later ones."""
+    """The stage of the earliest use keeps it: it has gone on with the sum of the later ones."""
     shared = nn.Linear(4, 4)
     line = Line(nn.Sequential(shared, nn.Tanh(), shared), cuts=(0, 2))
     with line.running() as engine:

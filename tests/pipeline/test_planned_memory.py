@@ -1,4 +1,4 @@
-"""What a plan says that stages take is what the engine counts, to 10%."""
+"""Memory of stages by a plan is what the engine counts, to 10%."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def profiled(layers: nn.Sequential, x: Tensor) -> list[LayerBytes]:
 def planned(
     layers: Sequence[LayerBytes], cuts: Sequence[int], run: Simulation, in_flight: int, recompute: bool
 ) -> list[StageMemory]:
-    """Of the stages, once all versions differ: before, version buffers are there, but do not count as held."""
+    """Memory of the stages, once all versions differ: before, version buffers are there, but do not count as held."""
     found, since = [], run.published[2 * in_flight - 1]
     for index, (first, after) in enumerate(pairwise([*cuts, len(layers)])):
         every = list(run.loads(index))

@@ -1,4 +1,4 @@
-"""What the recorder keeps: whose, of which minibatches, and never more than it says; by a clock of the test's own."""
+"""Contents of the recorder: whose, of which minibatches, and never more than it says; by a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
+from lightning_hetpipe.pipeline.user.numpy_state import BYTES
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, own_state
 
 
 @pytest.fixture(autouse=True)
 def process_state() -> Iterator[None]:
-    before = ProcessState.current()
-    yield
-    before.restore()
+    with own_state(ProcessState.seeded(0, 0, "test")):
+        yield
 
 
 def draw() -> tuple[float, float, float, torch.dtype]:
@@ -26,39 +27,57 @@ def draw() -> tuple[float, float, float, torch.dtype]:
     return torch.rand(1, dtype=torch.float64).item(), random.random(), np.random.rand(), torch.zeros(1).dtype
 
 
-def test_restoring_repeats_what_came_after() -> None:
-    state = ProcessState.current()
-    first = draw()
-    torch.set_default_dtype(torch.float64)
-    draw()
-    state.restore()
-    assert draw() == first
+def test_sections_in_turns_draw_as_if_each_was_alone() -> None:
+    """Numbers of every generator, numpy's in pairs too, which it keeps beside its bit generator."""
 
+    def numbers() -> list[Any]:
+        return [draw(), np.random.randn(), np.random.randint(1000), np.random.randn(3).tolist()]
 
-def test_a_state_is_a_copy() -> None:
-    state = ProcessState.current()
-    first = draw()
-    for _ in range(2):
-        state.restore()
-        assert draw() == first
-
-
-def test_stretches_in_turns_draw_as_if_each_was_alone() -> None:
     def alone(minibatch: int) -> list[Any]:
         ProcessState.seeded(7, 0, minibatch).restore()
-        return [draw() for _ in range(3)]
+        return [numbers() for _ in range(5)]
 
-    expected = [alone(1), alone(2)]
-    states = [ProcessState.seeded(7, 0, 1), ProcessState.seeded(7, 0, 2)]
-    outside = ProcessState.current()
-    found: list[list[Any]] = [[], []]
-    for _ in range(3):
-        for index in (0, 1):
-            states[index].restore()
-            found[index].append(draw())
-            states[index] = ProcessState.current()
-            outside.restore()
+    expected = {minibatch: alone(minibatch) for minibatch in range(4)}
+    ProcessState.seeded(7, 0, 0).restore()
+    found: dict[int, list[Any]] = {minibatch: [] for minibatch in range(4)}
+    for first in (1, 2):  # the generator of a section that has ended serves the next one
+        sections = {minibatch: ProcessSection(ProcessState.seeded(7, 0, minibatch)) for minibatch in (first, 3)}
+        found[3].clear()
+        for turn in range(5):
+            for minibatch, section in sections.items():
+                section.enter()
+                found[minibatch].append(numbers())
+                section.leave(for_good=turn == 4)
+    found[0] = [numbers() for _ in range(5)]  # the process's own
     assert found == expected
+
+
+@pytest.mark.parametrize("draw_again", [np.random.randn, np.random.standard_exponential, np.random.rand, torch.rand])
+def test_a_second_number_is_found_wherever_it_was_drawn(draw_again: Callable[[int], Any]) -> None:
+    """A section may take the second of a pair without drawing a word."""
+    np.random.seed(1)
+    expected = np.random.randn(4).tolist()
+    np.random.seed(1)
+    found = [np.random.randn()]  # leaves a second one
+    for _ in range(2):
+        with own_state(ProcessState.seeded(7, 0, 1)):
+            draw_again(3)
+    found.append(np.random.randn())  # the second one, without a word
+    with own_state(ProcessState.seeded(7, 0, 1)):
+        draw_again(1)
+    assert [*found, *np.random.randn(2).tolist()] == expected
+
+
+def test_numpys_words_show_each_draw() -> None:
+    """The words are where numpy says, in the size that is assumed."""
+    generator = np.random.MT19937(3)
+    words = {ctypes.string_at(generator.ctypes.state_address, BYTES)}
+    for _ in range(700):  # past the end of the 624 words, which are then made anew
+        generator.random_raw()
+        words.add(ctypes.string_at(generator.ctypes.state_address, BYTES))
+    assert len(words) == 701
+    state = generator.state["state"]
+    assert words >= {state["key"].tobytes() + np.int32(state["pos"]).tobytes()}
 
 
 def test_a_stretch_that_goes_on_draws_as_if_it_was_alone() -> None:
@@ -104,9 +123,9 @@ def test_a_seeded_state_repeats_and_keeps_the_default_dtype() -> None:
 
 
 def test_making_a_seeded_state_draws_nothing() -> None:
-    state = ProcessState.current()
+    ProcessState.seeded(3, 0, 1).restore()
     first = draw()
-    state.restore()
+    ProcessState.seeded(3, 0, 1).restore()
     ProcessState.seeded(7, 0, 1)
     assert draw() == first
 

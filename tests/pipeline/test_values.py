@@ -1,4 +1,4 @@
-"""What crosses a cut: nested values, detached, with the gradients on their way back."""
+"""Values that cross a cut: nested, detached, with the gradients on their way back."""
 
 from __future__ import annotations
 

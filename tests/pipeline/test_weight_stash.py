@@ -43,7 +43,7 @@ def begun(size: int) -> tuple[nn.ModuleList, WeightStash]:
 
 
 def step(live: nn.ModuleList, by: float = 1.0) -> None:
-    """What an optimizer does."""
+    """Change of weights as an optimizer makes it."""
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.add_(by)

@@ -114,7 +114,7 @@ def test_so_is_what_is_set_in_the_process(setting: Callable[[], Any]) -> None:
 
 
 def test_the_wheel_is_no_matter_but_the_version_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured beside a GPU is found on a machine whose torch is for CPUs."""
+    """Measurements made beside a GPU are found on a machine whose torch is for CPUs."""
     keys = []
     for version in ("2.13.0+cpu", "2.13.0+cu130", "2.13.1+cpu", "2.13.0a0+git1234"):
         monkeypatch.setattr(torch, "__version__", version)

@@ -1,4 +1,4 @@
-"""Where stages may lie: what is declared over GPUs that are there, and which of them are measured."""
+"""Places of stages: what is declared over GPUs that are there, and which of them are measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placement(*devices: Device | str) -> DevicePlacement:
 
 
 def seconds(of: DevicePlacement) -> list[float]:
-    """Of one layer on each device, where each type was measured to take as many as its device's index + 1."""
+    """A plan of one layer on each device, where each type was measured to take as many as its device's index + 1."""
     times = {name: [Times(device.index + 1.0, 0.0)] for name, device in of.types.items()}
     profile = Profile("m", 1, [LayerBytes("net", 1, 1, 1)], times, {})
     return [profile.times_on(slot.device)[0].forward for slot in of.cluster.slots]

@@ -1,4 +1,4 @@
-"""What is found on a machine: GPUs by the catalogue's names with the memory that torch says, or the CPU."""
+"""Devices found on a machine: GPUs by the catalogue's names with the memory that torch says, or the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many stages there are, and what is said about it."""
+"""Number of stages, and what is said about it."""
 
 from __future__ import annotations
 

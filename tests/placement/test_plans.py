@@ -432,7 +432,7 @@ def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
 def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
     memory: int | str, in_flight: int, measured: Says
 ) -> None:
-    """Of three stages on two devices two share one, and what they take together counts."""
+    """Two of three stages on two devices share one, and what they take together counts."""
     measured({"T4": 0.3}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box(Device("T4", memory), "T4"), stages=3)
     assert [device for device, _ in trained(strategy)] == [f"T4:{n} (emulated)" for n in (0, 0, 1)]
@@ -492,7 +492,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
 def test_equal_devices_are_told_of_in_two_lines(
     asked: Any, minibatches: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where Nm was given nothing was told, although the cuts were decided all the same."""
+    """A given Nm was not told to the user, although the cuts were decided all the same."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     trained(HetPipeStrategy(stages=2, in_flight=asked))
@@ -517,7 +517,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
 
 
 def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no layer goes there with the loss, and so do batches that are fetched later."""
+    """Modules that are no layers go there with the loss, and so do batches that are fetched later."""
     monkeypatch.setattr(device_placement, "discovered_cluster", lambda devices: box(Device("fast"), Device("useless")))
     measured(fast=0.01, useless=10.0)
 

@@ -32,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def last_line(text: str) -> str:
-    """What a terminal shows in the end."""
+    """Text on a terminal in the end."""
     return text.rsplit("\r", 1)[-1].strip()
 
 

@@ -81,7 +81,7 @@ def has_room(
     recompute: bool,
     loads: Sequence[Sequence[StageLoad]],
 ) -> bool:
-    """Whether every stage fits when it holds what ``loads`` says for its distance from the last, and the last one's
+    """True if every stage fits when it holds what ``loads`` says for its distance from the last, and the last one's
     device a minibatch of the whole model."""
     limit = stages[-1][0].device.memory
     if limit is not None and first_minibatch(profile.layers, state) > limit:

@@ -81,7 +81,7 @@ def test_hydra_makes_one_of_plain_values() -> None:
 
 
 def test_memory_that_is_not_said() -> None:
-    """What a profile knows comes first, then the catalogue; what was said stays."""
+    """A profile's knowledge comes first, then the catalogue's; what was declared stays."""
     cluster = Cluster([Node("n", [Device("TITAN RTX"), "RTX-2080", Device("RTX-3090", "1 GiB"), "abacus"])])
     memories = [slot.device.memory for slot in cluster.with_memory({"RTX-2080": 11 << 30, "RTX-3090": 2}).slots]
     assert memories == [24 << 30, 11 << 30, 1 << 30, None]
@@ -132,7 +132,9 @@ def test_what_is_declared_does_not_change_what_is_there() -> None:
             lambda: Node("n", [{"name": "a", "memry": 1}]),
             "a Device has no 'memry'; it has name, .*; did you mean 'memory'",
         ),
-        (lambda: Node("n", [{"memory": 1}]), "a Device cannot be made of {'memory': 1}: .*missing .*'name'"),
+        (lambda: Node("n", [{"memory": 1}]), "a Device needs a 'name', which {'memory': 1} lacks; add it"),
+        (lambda: Node("n", ["0xT4"]), "devices='0xT4' must be from 1 to 10000 devices"),
+        (lambda: Node("n", [f"{10**12}xT4"]), "devices='1000000000000xT4' must be from 1 to 10000 devices"),
         (lambda: Cluster([cast(Any, "n")]), "'n' must be a Node"),
         (lambda: Node("n", cast(Any, 5)), r"Node\('n', devices=5\) must be a list"),
         # Of a mapping the keys were taken for names of devices.

@@ -33,13 +33,13 @@ def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
 
 
 def at_most(one: Cluster, other: Cluster, profile: Profile) -> bool:
-    """Whether ``profile`` takes no more on ``one`` than on ``other``, or does not fit there either."""
+    """True if ``profile`` takes no more on ``one`` than on ``other``, or does not fit there either."""
     found = [Divider(PlanningProblem(profile, cluster, cluster.slots)).divide(2, LOADS) for cluster in (one, other)]
     return found[1] is None or (found[0] is not None and found[0].bottleneck <= found[1].bottleneck)
 
 
 def together(nodes: Sequence[int], cluster: Cluster) -> bool:
-    """Whether those of a node are neighbours, or nodes do not matter, as all links are the same."""
+    """True if those of a node are neighbours, or nodes do not matter, as all links are the same."""
     alike = len({kind.group for kind in kinds_of(cluster, cluster.slots)}) == 1
     return alike or len([*groupby(nodes)]) == len(set(nodes))
 
@@ -182,7 +182,7 @@ def test_it_says_when_it_has_not_seen_all_orders(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_device_that_only_costs_is_left_out() -> None:
-    """What crosses the link takes longer than the work that it takes away."""
+    """The transfer over the link takes longer than the work that it takes away."""
     layers = [LayerBytes("a", 1, 100, 100), LayerBytes("b", 1, 100, 0)]
     profile = Profile("two layers", 1, layers, {"gpu": [Times(1.0, 1.0), Times(1.0, 1.0)]}, {})
     devices = ["gpu", "gpu"]

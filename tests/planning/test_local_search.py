@@ -1,4 +1,4 @@
-"""Where memory keeps Nm small, plans are as fast as any that fits: checked against all of them."""
+"""Plans with a small Nm, which memory asks for, are as fast as any that fits: checked against all of them."""
 
 from __future__ import annotations
 

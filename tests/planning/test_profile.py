@@ -70,7 +70,7 @@ def test_estimates_come_from_the_gpu_that_is_nearest() -> None:
 
 
 def test_a_cpu_stands_for_the_fastest() -> None:
-    """Of a model that was profiled on a laptop only ratios are known: who is how much slower than whom."""
+    """Only ratios are known of a model that was profiled on a laptop: who is how much slower than whom."""
     mine = profile("cpu").with_estimates([Device("RTX-3090"), Device("T4"), Device("abacus")])
     assert mine.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
     assert mine.times_on(Device("RTX-3090")) == TIMES

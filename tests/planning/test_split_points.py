@@ -25,7 +25,7 @@ def bottleneck(times: Sequence[float], splits: Sequence[int]) -> float:
 
 
 def preferred(times: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Of the best partitions the one whose last split is earliest, and before that split the same again."""
+    """Among the best partitions the one whose last split is earliest, and before that split the same again."""
     if stages == 1:
         return (0,)
     candidates = all_partitions(len(times), stages)

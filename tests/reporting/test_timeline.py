@@ -1,4 +1,4 @@
-"""What a timeline tells of a run, and that its trace is one that viewers open."""
+"""Contents of a run's timeline, and its trace, which viewers open."""
 
 from __future__ import annotations
 

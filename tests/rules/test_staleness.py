@@ -26,7 +26,7 @@ def test_staleness_takes_away_what_momentum_adds(momentum: float, steps: int, la
 
 
 def growth(rate: float, mu: float, workers: int, in_flight: int) -> float:
-    """How much a quadratic of curvature 1 is left after 300 waves of workers whose updates are added, D = 0."""
+    """Rest of a quadratic of curvature 1 after 300 waves of workers whose updates are added, D = 0."""
     rng = np.random.default_rng(0)
     versions = [[1.0] for _ in range(workers)]
     velocity, common = rng.normal(size=workers), 1.0

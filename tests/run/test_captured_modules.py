@@ -1,4 +1,4 @@
-"""What is captured in an unusual way trains as it would without us."""
+"""Modules captured in an unusual way train as they would without us."""
 
 from __future__ import annotations
 

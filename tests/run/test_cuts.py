@@ -1,4 +1,4 @@
-"""What virtual workers with different numbers of batches, or by wall time, would do at different minibatches."""
+"""Decisions of virtual workers with different numbers of batches, or by wall time, at different minibatches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
 
 
 def test_an_epoch_begins_before_its_cuts() -> None:
-    """Where callbacks had changed weights between epochs, the next one's first validations were no cuts: its beginning
+    """After callbacks had changed weights between epochs, the next one's first validations were no cuts: its beginning
     was numbered by the minibatches of the epoch before, which Lightning's loop still counts then."""
     others = Others((4, 4))
     runs = Runs(others)

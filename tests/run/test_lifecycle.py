@@ -61,7 +61,7 @@ for each in EVENTS.keys() - {"section"}:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What the drivers of the test raise."""
+    """Events that the drivers of the test raise."""
     found: list[tuple[str, str]] = []
     original = Driver.__init__
 

@@ -1,4 +1,4 @@
-"""What the look-ahead meets: batches that fail, what changes outside the pieces, parameters that are not their own."""
+"""Trouble of the look-ahead: batches that fail, changes outside the pieces, parameters that are not their own."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_value_of_a_metric_keeps_its_gradient(model: Any, replay: CallRecord
 
 
 class Saved:
-    """What an autograd graph keeps of a tensor."""
+    """Part of an autograd graph that keeps a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""What lies outside the pieces is looked at after every step."""
+"""Tensors outside the pieces are looked at after every step."""
 
 from __future__ import annotations
 

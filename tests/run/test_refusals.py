@@ -1,4 +1,4 @@
-"""What a LightningModule may not do, refused by name where it happens; the pipeline then leaves nothing behind."""
+"""Refusals of what a LightningModule may not do, by name where it happens; the pipeline leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -109,13 +109,37 @@ def test_a_compiled_module() -> None:
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("when", [0, 1, 4])
 def test_no_loss(when: int, in_flight: int) -> None:
-    """Of the first minibatch, which is watched, and of later ones."""
+    """By the first minibatch, which is watched, and by later ones."""
 
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
         loss = plain_step(module, x, y, batch_idx)
         return None if batch_idx == when else loss
 
     assert_refused(Learner(step), "training_step returned None", "return a loss", strategy=pipeline(in_flight))
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (Tensor.detach, "depends on no parameter that requires a gradient"),
+        (lambda loss: loss.expand(3), "is of shape (3,); return a single number"),
+    ],
+)
+def test_a_loss_without_a_backward_pass(changed: Any, message: str, when: int, in_flight: int) -> None:
+    """Later minibatches summed a vector in silence, and ended with an error of autograd's."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        loss = plain_step(module, x, y, batch_idx)
+        return changed(loss) if batch_idx == when else loss
+
+    assert_refused(Learner(step), "the loss that training_step returned", message, strategy=pipeline(in_flight))
+
+
+def test_parameters_without_a_shape() -> None:
+    module = Learner(head=nn.LazyLinear(3))
+    assert_refused(module, "the parameter 'head.weight' has no shape yet", "run the model on an example in setup")
 
 
 # Which modules are called.

@@ -1,4 +1,4 @@
-"""What is logged and counted ahead of time appears at its own step exactly as in a plain run."""
+"""Logs and counts made ahead of time appear at their own step exactly as in a plain run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports: metrics on Lightning's loggers, and ``strategy.last_run``."""
+"""Reports of a run: metrics on Lightning's loggers, and ``strategy.last_run``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ours(memory: Memory) -> list[dict[str, float]]:
 
 
 def staleness(minibatch: int, in_flight: int) -> int:
-    """How many minibatches old the weights are that it uses, where each epoch starts empty (law L1)."""
+    """Age in minibatches of the weights that it uses, where each epoch starts empty (law L1)."""
     return min((minibatch - 1) % LENGTH, in_flight - 1)
 
 

@@ -177,7 +177,7 @@ def test_several_fits(tmp_path: Path) -> None:
 
 
 def test_an_epoch_that_ends_early(tmp_path: Path) -> None:
-    """What was run ahead is not in it, and the numbers are used again."""
+    """Minibatches that were run ahead are not in it, and their numbers are used again."""
 
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

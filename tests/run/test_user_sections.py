@@ -1,4 +1,4 @@
-"""What a stretch of ``training_step`` has for itself: the lock over user code, and requests to stop."""
+"""Exclusiveness of a section of ``training_step``: the lock over user code, and requests to stop."""
 
 from __future__ import annotations
 

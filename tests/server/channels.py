@@ -14,7 +14,7 @@ from tests.server.world import Fault
 
 @dataclass
 class Host:
-    """Where a server runs: it can be started anew, with whatever it held gone."""
+    """Host of a server, which can be started anew, with whatever it held gone."""
 
     start: Callable[[], Service]
     service: Service = field(init=False)
@@ -38,7 +38,7 @@ class Address:
 
 @dataclass
 class Faults:
-    """What befalls which message; ``then`` is called when it has happened, before its sender learns of it."""
+    """Fates of messages; ``then`` is called when one has happened, before its sender learns of it."""
 
     at: dict[Address, Fault] = field(default_factory=dict)
     then: dict[Address, Callable[[], None]] = field(default_factory=dict)

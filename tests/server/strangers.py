@@ -44,7 +44,7 @@ GARBAGE = (b"GET / HTTP/1.0\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM
 
 
 def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
-    """What makes no sense now, with bodies: of a former incarnation, of another time, of VWs that there are not.
+    """Messages that make no sense now, with bodies: of a former incarnation, another time, VWs that there are not.
 
     Args:
         generation: The one that runs.
@@ -68,6 +68,8 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Leave(vw, 0, "ValueError: of long ago"), b""
         yield Join(vw, 0, 99, OTHERS, NOTHING, ("",)), b""
         yield Join(vw, 1 << 62, 1, OTHERS, NOTHING, ("",)), b""
+        for claimed in (-1, 0, 1 << 40):
+            yield Join(vw, 1 << 62, 1, replace(OTHERS, virtual_workers=claimed), NOTHING, ("",)), b""
         yield Load(vw, 0, "another", generation + "x", (), ()), b""
         yield Load(vw, 0, generation, generation, (), ()), b""
         yield Read(vw, 0, generation, 999, ()), b""
@@ -101,7 +103,7 @@ def annoy(address: str, security: Security, session: str) -> int:
 
 
 def raw(address: str, security: Security, session: str, generation: str, clock: int) -> None:
-    """What no channel of ours would send: bodies that are larger, shorter or longer than they say, and mere bytes."""
+    """Bytes that no channel of ours would send: bodies larger, shorter or longer than they say, and mere bytes."""
     sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
     stage = encode(StageUpdate(0, 0, generation, clock))
     bodies = [

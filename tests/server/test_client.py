@@ -90,7 +90,7 @@ def train(
     cuts: Sequence[int] = (),
     **options: Any,
 ) -> Run:
-    """What the strategy will do: the oracle's minibatches of one VW, with a client between them."""
+    """Run as the strategy does it: the oracle's minibatches of one VW, with a client between them."""
     run, lengths = Run(), [max(len(epochs[epoch]) for epochs in data) for epoch in range(len(data[0]))]
     minibatches = oracle.minibatches(run, model, lambda model, batch: model.compute(batch), data[i], SGD, in_flight)
     trained: list[Tensor] = []

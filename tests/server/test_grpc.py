@@ -1,4 +1,4 @@
-"""What anybody may send to a port: it changes nothing, and does not end the server."""
+"""Messages that anybody may send to a port: they change nothing, and do not end the server."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def server(desk: Desk) -> Iterator[GrpcServer]:
 
 
 def send(server: GrpcServer, method: str, *messages: bytes, timeout: float | None = PATIENCE) -> grpc.StatusCode:
-    """What a call of raw gRPC with these messages ends with."""
+    """Status with which a call of raw gRPC with these messages ends."""
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream(f"/{SERVICE}/{method}")(iter(messages), timeout=timeout)
         try:

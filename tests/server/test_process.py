@@ -67,7 +67,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def exists(pid: int) -> bool:
-    """Whether the process runs. One that has ended and that nobody has waited for does not."""
+    """True if the process runs. One that has ended and that nobody has waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""How a coordinator's time ends, and what those hear who come later."""
+"""End of a coordinator's time, and what those hear who come later."""
 
 from __future__ import annotations
 

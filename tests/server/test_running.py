@@ -1,4 +1,4 @@
-"""What ends a server process."""
+"""Ends of a server process."""
 
 from __future__ import annotations
 

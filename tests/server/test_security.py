@@ -1,4 +1,4 @@
-"""Who is let in: with the right token, with a certificate, and from this machine only unless said otherwise."""
+"""Access to a server: by the right token, a certificate, and from this machine only unless said otherwise."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SIZE = 8 * LEAST + 5
 
 
 def blocks() -> int:
-    """How many blocks this process has open."""
+    """Number of blocks that this process has open."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself

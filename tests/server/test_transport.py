@@ -1,4 +1,4 @@
-"""What every transport keeps, whatever carries it."""
+"""Properties of every transport, whatever carries it."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def connect(kind: str, address: str) -> Channel:
 
 
 def security(kind: str) -> Security | None:
-    """What servers and channels of this kind are given."""
+    """Arguments of servers and channels of this kind."""
     if kind != "tls":
         return None
     folder = certificates()

@@ -35,7 +35,7 @@ LAST_CUT = 1_000_000
 
 
 class Fault(Enum):
-    """What happens to a request."""
+    """Fate of a request."""
 
     NONE = "none"
     LOST_REQUEST = "lost request"
@@ -88,7 +88,7 @@ class World:
     updates: dict[UpdateId, list[Tensor]] = field(default_factory=dict)
     starts: int = 0
     cuts: dict[int, int] = field(default_factory=dict)
-    """How many updates the final weights of each cut include."""
+    """Number of updates that the final weights of each cut include."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)

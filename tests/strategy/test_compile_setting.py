@@ -1,4 +1,4 @@
-"""What `compile` may be, and what it is refused for before anything runs."""
+"""Values of `compile`, and their refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def test_a_value_of_another_kind(value: Any) -> None:
         ("nothing", "compile='nothing' is no backend of torch.compile here; name one of aot_eager"),
         ({"dynamic": "often"}, "compile's dynamic='often' must be True, False or None"),
         ({"options": 3}, "compile's options=3 must be a dictionary"),
+        (
+            {"options": {"zzz": 1}},
+            "compile's options={'zzz': 1} are not inductor's: Unexpected optimization option zzz",
+        ),
+        ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune, got str should be bool; leave"),
         ({"mode": "fast"}, "compile's mode='fast' is none of torch.compile's; set one of default"),
         ({"backend": "eager", "mode": "default"}, "compile's mode='default' is inductor's, and the backend is 'eager'"),
         ({"mode": "reduce-overhead"}, "uses CUDA graphs, whose results the next minibatch overwrites"),

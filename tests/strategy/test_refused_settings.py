@@ -31,9 +31,11 @@ def test_counts_that_would_take_too_many_threads(name: str) -> None:
         HetPipeStrategy(**arguments)
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.0, -2.5, timedelta(0), timedelta(seconds=-1), float("nan")])
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.0, -2.5, timedelta(0), timedelta(seconds=-1), float("nan"), float("inf"), 1e9]
+)
 def test_a_timeout_that_is_no_time(value: Any) -> None:
-    with refused(f"timeout={value!r}", "must be positive"):
+    with refused(f"timeout={value!r}", "must be positive, and at most a year"):
         HetPipeStrategy(timeout=value)
 
 
@@ -90,7 +92,7 @@ def test_their_defaults_pass(name: str) -> None:
 
 
 def test_refusals_are_misconfigurations() -> None:
-    """What Lightning's users already catch."""
+    """Lightning's users already catch it."""
     with pytest.raises(MisconfigurationException):
         HetPipeStrategy(stages=0)
 
@@ -171,6 +173,7 @@ def test_a_second_fit_after_a_refusal() -> None:
     ("arguments", "fragments"),
     [
         ({"virtual_workers": 0}, ["virtual_workers=0", "at least 1"]),
+        ({"virtual_workers": 1001}, ["virtual_workers=1001 is more than 1000", "set fewer"]),
         ({"virtual_workers": True}, ["virtual_workers=True", "at least 1"]),
         ({"virtual_workers": 2, "stages": [2, 3, 4]}, ["stages=[2, 3, 4] has 3 entries", "virtual_workers=2"]),
         ({"virtual_workers": 2, "stages": [2, 0]}, ["stages=0"]),
@@ -187,14 +190,20 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
     [
         ({"clock_distance": -1}, ["clock_distance=-1", "at least 0"]),
         ({"clock_distance": 1.5}, ["clock_distance=1.5"]),
+        ({"clock_distance": 1 << 64}, [f"clock_distance={1 << 64} is more than 1000000000", "set fewer"]),
         ({"wave": 0}, ["wave=0", "at least 1"]),
+        ({"wave": 1 << 64}, [f"wave={1 << 64} is more than 1000000000"]),
         ({"aggregate": "max"}, ["aggregate='max'", "'sum' or 'mean'"]),
         ({"update_dtype": "int8"}, ["update_dtype='int8'", "'bfloat16'"]),
         ({"servers": "10.0.0.1:5"}, ["servers='10.0.0.1:5'", "list of addresses"]),
         ({"servers": []}, ["servers=[]"]),
+        ({"servers": 7000}, ["servers=7000 must be a list of addresses"]),
         ({"placement": "near"}, ["placement='near'"]),
         ({"security": {"secure": True}}, ["security['secure'] is not known", "give a mapping of ca, certificate"]),
         ({"security": "high"}, ["security='high' is no mapping", "insecure"]),
+        ({"security": {"insecure": "no"}}, ["security['insecure']='no' must be True or False"]),
+        ({"security": {"ca": 3}}, ["security['ca']=3 must be a text, or None"]),
+        ({"security": {"token": 3}}, ["security['token'] must be a text, or None"]),
         ({"lease": 0}, ["lease=0"]),
         ({"join_timeout": -1}, ["join_timeout=-1"]),
         ({"lease": float("inf")}, ["lease=inf", "at most a year"]),

@@ -46,7 +46,7 @@ class Alone:
 
 
 def dumped(worker: int) -> dict[str, Any]:
-    """What Lightning would save on ``worker`` after its steps, of which the second one has taken one more."""
+    """State that Lightning would save on ``worker`` after its steps, of which the second one has taken one more."""
     torch.manual_seed(worker)
     weight = nn.Parameter(torch.ones(3))
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -121,7 +121,7 @@ def test_another_number_of_virtual_workers_is_said(tmp_path: Path, before: int, 
 
 
 def test_a_state_that_is_missing_is_said(tmp_path: Path) -> None:
-    """Of one that was lost before; its place is taken by virtual worker 0's."""
+    """A virtual worker that was lost before has none; virtual worker 0's takes its place."""
     path = tmp_path / "saved.ckpt"
     group = Alone(0, 3)
     first = dumped(0)

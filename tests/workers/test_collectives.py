@@ -29,7 +29,7 @@ class Sees:
 
 
 def broadcast(values: dict[int, Any], source: int) -> list[Any]:
-    """What each of those who take part gets, where each gives its value."""
+    """Result of each of those who take part, where each gives its value."""
     all_see = [Sees(index, []) for index in sorted(values)]
     for each in all_see:
         collectives.broadcast(cast(Group, each), values[each.index], source)

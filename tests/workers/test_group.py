@@ -1,4 +1,4 @@
-"""How virtual workers meet at the coordinator, learn of the other servers, and see each other off."""
+"""Meeting of virtual workers at the coordinator: they learn of the other servers, and see each other off."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytes
 
 
 def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that was not the coordinator, each took the other's weights for its own that were lost, in turns."""
+    """Each took the other's weights for its own that were lost, in turns, where that was not the coordinator."""
     monkeypatch.setattr(join_handshake, "LEASES_TO_END", 0.0)
     rooms = [Sessions(LEASE) for _ in range(3)]
     for each in rooms:

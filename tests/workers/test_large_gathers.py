@@ -46,7 +46,7 @@ class Gathers:
 def gathered(
     contents: list[bytes], piece: int, dies: Mapping[int, int], keeps: int | None = None
 ) -> list[dict[int, bytes] | None]:
-    """What each of them gets; None for who dies. Where only one ``keeps`` it, the others do not."""
+    """Result of each of them; None for who dies. Where only one ``keeps`` it, the others do not."""
     gathers = Gathers(len(contents), dies)
 
     def one(vw: int) -> dict[int, bytes] | None:

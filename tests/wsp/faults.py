@@ -92,7 +92,7 @@ def do(what: str) -> None:
 
 
 class Injector:
-    """What is to befall which messages of this virtual worker."""
+    """Faults that are to befall messages of this virtual worker."""
 
     def __init__(self, vw: int, faults: Sequence[dict[str, Any]]) -> None:
         self._faults = [fault for fault in faults if fault["vw"] == vw]
@@ -100,7 +100,7 @@ class Injector:
         self._lock = threading.Lock()
 
     def of(self, method: str, header: bytes) -> dict[str, Any] | None:
-        """What befalls the message that goes out now."""
+        """Fault of the message that goes out now."""
         room, _, _ = method.partition("/")
         message = type(decode(header)).__name__
         with self._lock:

@@ -28,7 +28,7 @@ ALL = {
 
 
 class Bench:
-    """Where a use runs.
+    """Setting of a use.
 
     Args:
         folder: Of its own.

@@ -21,7 +21,7 @@ MARK = "HETPIPE_TEST_FOLDER"
 
 @dataclass
 class Job:
-    """What ``tests.wsp.worker`` is told."""
+    """Arguments of ``tests.wsp.worker``."""
 
     folder: Path
     task: str = "mlp"
@@ -38,7 +38,7 @@ class Job:
         return [sys.executable, "-m", "tests.wsp.worker", self.text()]
 
     def written(self) -> list[dict[str, Any]]:
-        """What each virtual worker wrote."""
+        """Files that each virtual worker wrote."""
         return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
 
 

@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 @dataclass
 class Holdings:
-    """What the processes that have ``tag`` in their environment hold at one moment.
+    """Belongings at one moment of the processes that have ``tag`` in their environment.
 
     Attributes:
         processes: A descriptor of each, which becomes readable when it ends, and its command.
@@ -48,7 +48,7 @@ class Holdings:
         self.processes[os.pidfd_open(pid)] = command
 
     def left(self) -> list[str]:
-        """What is still there once all these processes have ended, or have had their time to."""
+        """Leftovers once all these processes have ended, or have had their time to."""
         deadline = time.monotonic() + SECONDS
         waiting = dict(self.processes)
         while waiting and (remaining := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""What launches of several virtual workers train: each task on data of its own."""
+"""Tasks of launches of several virtual workers: each trains on data of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where virtual workers meet when one of them decides: by time, by a stop, or because its data ends earlier (L6)."""
+"""Cuts at which virtual workers meet when one decides: by time, by a stop, or because its data ends earlier (L6)."""
 
 from __future__ import annotations
 

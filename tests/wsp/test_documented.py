@@ -77,7 +77,7 @@ def on_each(machines: Sequence[Machine], heading: str, folder: Path) -> list[sub
 
 
 def printed(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What they print on standard output, once they have ended well."""
+    """Standard output of the programs, once they have ended well."""
     said = []
     for code, out, err in finished(processes, SECONDS):
         assert code == 0, err

@@ -1,4 +1,4 @@
-"""What goes wrong on any day: the launch ends, or goes on, and says why; nothing is left behind."""
+"""Faults of any day: the launch ends, or goes on, and says why; nothing is left behind."""
 
 from __future__ import annotations
 

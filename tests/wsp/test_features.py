@@ -1,4 +1,4 @@
-"""What works with ddp works with several virtual workers: two processes of each use the Trainer in the same ways.
+"""Features that work with ddp work with several virtual workers: two processes of each use the Trainer alike.
 
 With a learning rate of 0, or numbers that do not depend on the weights, both must see the same: metrics over all
 processes, decisions of callbacks, files, rows of data, predictions. Beyond that, virtual workers hold the same weights
@@ -40,7 +40,7 @@ def run(folder: Path, kind: str, *names: str, **settings: Any) -> Path:
 
 
 def told(folder: Path, use: str) -> list[dict[str, Any]]:
-    """What each process wrote."""
+    """Files that each process wrote."""
     return [json.loads((folder / f"{use}.{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -88,7 +88,7 @@ def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -
 
 
 def gathers(index: int, address: str) -> list[Any]:
-    """What a virtual worker gets that gathers once, and leaves."""
+    """Result of a virtual worker that gathers once, and leaves."""
     one = group_of(index, address)
     try:
         one.open()

@@ -19,7 +19,7 @@ from tests.wsp.leftovers import SECONDS, Holdings
 
 
 class Ending(NamedTuple):
-    """What the program does by itself, which signal it gets (all of its group, or its first process), how it ends."""
+    """Actions of the program itself, which signal it gets (all of its group, or its first process), how it ends."""
 
     does: str
     signum: int | None

@@ -21,7 +21,7 @@ IN_FLIGHT = 2
 
 
 def read(log: Path, session: str) -> list[Decision]:
-    """What was decided in ``session``."""
+    """Decisions in ``session``."""
     kinds: dict[str, Any] = {name: kind for name, kind in vars(decisions).items() if isinstance(kind, type)}
     lines = [json.loads(each) for each in log.read_text().splitlines()]
     return [kinds[each.pop("decision")](**each) for each in lines if each.pop("session") == session]

@@ -27,7 +27,7 @@ def use(run: Use) -> Use:
 
 
 def told(trainer: L.Trainer, module: Told, **more: Any) -> dict[str, Any]:
-    """What everybody can compare, and whether all processes hold the same."""
+    """Values that everybody can compare, and whether all processes hold the same."""
     state = torch.cat([value.detach().double().flatten() for value in module.state_dict().values()])
     all_states = trainer.strategy.all_gather(state)
     return {

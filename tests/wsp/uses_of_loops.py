@@ -187,7 +187,7 @@ def resumed(bench: Any) -> dict[str, Any]:
 
 @use
 def streams(bench: Any) -> dict[str, Any]:
-    """Of another length on each: an epoch ends when both have nothing left. (ddp would hang.)"""
+    """Loaders of another length on each: an epoch ends when both have nothing left. (ddp would hang.)"""
 
     class Streams(L.LightningDataModule):
         def train_dataloader(self) -> Any:

@@ -33,11 +33,11 @@ from tests.wsp import faults
 from tests.wsp.tasks import TASKS
 
 SEED = 3
-"""Of the run, on all virtual workers; their models and their data have others."""
+"""Seed of the run, on all virtual workers; their models and their data have others."""
 
 
 class Validates(L.Callback):
-    """What a validation in mid-epoch sees of the weights."""
+    """Recorder of the weights that a validation in mid-epoch sees."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []

@@ -33,7 +33,7 @@ class PieceCall:
         self.piece = piece
         self.inputs = inputs
         self.autocast = autocast
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = _ZERO.detach().requires_grad_()  # cheaper than a new tensor
         self.outside = outside
         self.collecting = False
         self.collected: StreamEvent | None = None
@@ -43,33 +43,36 @@ class PieceCall:
         self.outputs = 0
         self.later_inputs: list[tuple[Tensor, Tensor]] = []
         """Each input that a gradient goes to, with the tensor that stands in for it after the call."""
-        self._given: list[GradientEdge | None] = []
+        self.given: list[GradientEdge | None] = []
+        """Place in the user's graph of each input that requires a gradient."""
         self._node: Node | None = None
         self.output_gradients: Sequence[Tensor | None] | None = None
         self.later_gradients: Sequence[Tensor | None] = ()
-        """For each input, the gradient of its uses after the call; empty as long as nothing is known of them."""
+        """Gradients of the uses after the call, for each input that requires one; empty as long as none is known."""
         self.input_gradients: Sequence[Tensor | None] | None = None
 
     @property
     def needs_input_gradients(self) -> bool:
         """True if the graph goes on below the call."""
-        return any(edge is not None for edge in self._given)
+        return any(edge is not None for edge in self.given)
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """Join the call into the user's graph; returns the outputs, as part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
         # Edges and not tensors: one that user code changes in place later has another place in the graph.
-        self._given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
+        self.given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
+        below = [tensor for tensor in inputs if tensor.requires_grad]
         join: Any = _PieceBoundary.apply  # torch has no types here
-        joined = join(self, outputs.requires_grad, self.anchor, len(inputs), *inputs, *outputs.tensors)
+        joined = join(self, outputs.requires_grad, self.anchor, *below, *outputs.tensors)
         self._node = next((tensor.grad_fn for tensor in joined if tensor.requires_grad), None)
-        pairs = zip(inputs, joined[self.outputs :], strict=True) if any(outputs.requires_grad) else ()
-        self.later_inputs = [(tensor, later) for tensor, later in pairs if later.requires_grad]
+        if any(outputs.requires_grad):
+            self.later_inputs = [*zip(below, joined[self.outputs :], strict=True)]
         return outputs.tree(joined[: self.outputs])
 
     def take_input_gradients(self, gradients: Gradients) -> None:
         """Take what the pipeline has computed, each on its stage's device, to the devices of the inputs."""
-        later = self.later_gradients or [None] * len(gradients)
+        found = iter(self.later_gradients)
+        later = [None if edge is None else next(found, None) for edge in self.given]
         if used := [gradient for gradient in later if gradient is not None]:
             self.outside.join(self.collected, used)
         self.input_gradients = []
@@ -85,7 +88,7 @@ class PieceCall:
         """
         self.inputs = replace(self.inputs, tensors=())
         self.output_gradients = self.input_gradients = self._node = None
-        self.later_gradients, self.later_inputs, self._given = (), [], []
+        self.later_gradients, self.later_inputs, self.given = (), [], []
 
     def collect(
         self,
@@ -146,7 +149,7 @@ def gradients_below(
     if above is not None and above.input_gradients is not None:
         wanted = {call, *(edge.node for edge in edges if edge.node is not None)}
         if not any(node in wanted for node in graph_nodes([total.grad_fn], [above._node])):
-            pairs = zip(above._given, above.input_gradients, strict=True)
+            pairs = zip(above.given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
             starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
     for target in targets:
@@ -160,17 +163,19 @@ def gradients_below(
 
 
 class _PieceBoundary(torch.autograd.Function):
+    """From the inputs that require a gradient to the outputs, and to what stands in for these inputs after the call."""
+
     @staticmethod
     def forward(
-        ctx: Any, call: PieceCall, wanted: tuple[bool, ...], anchor: Tensor, inputs: int, *tensors: Tensor
+        ctx: Any, call: PieceCall, wanted: tuple[bool, ...], anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        inputs = len(tensors) - len(wanted)
         outputs = [tensor.detach() for tensor in tensors[inputs:]]
-        later = [tensor.detach() for tensor in tensors[:inputs]]
         ctx.call, ctx.inputs, ctx.outputs = call, inputs, len(outputs)
         ctx.set_materialize_grads(False)
-        wants = [*wanted, *(tensor.requires_grad for tensor in tensors[:inputs])]
-        ctx.mark_non_differentiable(*(o for o, w in zip([*outputs, *later], wants, strict=True) if not w))
-        return (*outputs, *later)
+        if not all(wanted):
+            ctx.mark_non_differentiable(*(o for o, w in zip(outputs, wanted, strict=True) if not w))
+        return (*outputs, *(tensor.detach() for tensor in tensors[:inputs]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -182,7 +187,8 @@ class _PieceBoundary(torch.autograd.Function):
         elif call.input_gradients is None and not any(gradient is not None for gradient in gradients[: ctx.outputs]):
             into = gradients[ctx.outputs :]  # user code asks for one of uses after the call
         elif call.input_gradients is not None:
-            into = call.input_gradients
+            pairs = zip(call.given, call.input_gradients, strict=True)
+            into = [gradient for edge, gradient in pairs if edge is not None]
             call.outside.join(call.taken, [gradient for gradient in into if gradient is not None])
         else:
             raise RuntimeError(
@@ -190,4 +196,7 @@ class _PieceBoundary(torch.autograd.Function):
                 " .backward()); the pipeline computes gradients once, of the loss that training_step returns, so leave"
                 " gradients with respect to inputs out, or train without HetPipeStrategy"
             )
-        return (None, None, None, None, *into, *([None] * ctx.outputs))
+        return (None, None, None, *into, *([None] * ctx.outputs))
+
+
+_ZERO = torch.zeros(())

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.random import BitGenerator
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
+
+from lightning_hetpipe.pipeline.user.numpy_state import NumpyState, give_back, seed_numpy, spare_generator
 
 
 class UserSection(Protocol):
@@ -55,14 +56,31 @@ class ProcessSection:
         self._others: ProcessState | None = None
 
     def enter(self) -> None:
-        self._others = ProcessState.current()
+        self._others = ProcessState.taken()
+        if self._own.random is None:  # the others' generator waits for them
+            set_bit_generator(spare_generator())
         self._own.restore()
 
     def leave(self, for_good: bool = False) -> None:
-        assert self._others is not None
-        if not for_good:
-            self._own = ProcessState.current()
-        self._others.restore()
+        others, self._others = self._others, None
+        if others is None:  # its last `enter` has failed
+            return
+        if for_good:
+            give_back(get_bit_generator())
+        else:
+            self._own = ProcessState.taken()
+        others.restore()
+
+
+@contextmanager
+def own_state(state: ProcessState) -> Iterator[None]:
+    """Have the process hold ``state`` within it: for user code that runs in Lightning's own thread."""
+    section = ProcessSection(state)
+    section.enter()
+    try:
+        yield
+    finally:
+        section.leave(for_good=True)
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,9 @@ class ProcessState:
     random: _RandomStates | None = None
 
     @staticmethod
-    def current() -> ProcessState:
-        """A copy of what the process has."""
-        return ProcessState(torch.get_default_dtype(), random=_RandomStates.current())
+    def taken() -> ProcessState:
+        """Take the process's state, which is replaced next."""
+        return ProcessState(torch.get_default_dtype(), random=_RandomStates.taken())
 
     @staticmethod
     def seeded(run_seed: int, virtual_worker: int, minibatch: int | str) -> ProcessState:
@@ -92,7 +110,7 @@ class ProcessState:
         return ProcessState(torch.get_default_dtype(), seed)
 
     def restore(self) -> None:
-        """Make the process's state a copy of this one."""
+        """Make the process's state this one."""
         if self.random is None:
             _seed(self.seed)
         else:
@@ -105,13 +123,12 @@ class _RandomStates:
     torch: Tensor
     cuda: Sequence[Tensor]
     python: Any
-    numpy: tuple[BitGenerator, dict[str, Any]]  # the generator too, as user code may have set one of its own
+    numpy: NumpyState
 
     @staticmethod
-    def current() -> _RandomStates:
+    def taken() -> _RandomStates:
         cuda = [generator.get_state() for generator in torch.cuda.default_generators]
-        numpy = (get_bit_generator(), np.random.get_state(legacy=False))
-        return _RandomStates(torch.get_rng_state(), cuda, random.getstate(), numpy)
+        return _RandomStates(torch.get_rng_state(), cuda, random.getstate(), NumpyState.taken())
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
@@ -119,10 +136,7 @@ class _RandomStates:
         for generator, state in zip(torch.cuda.default_generators, self.cuda, strict=False):
             generator.set_state(state)
         random.setstate(self.python)
-        bits, numbers = self.numpy
-        if bits is not get_bit_generator():
-            set_bit_generator(bits)
-        np.random.set_state(numbers)
+        self.numpy.restore()
 
 
 def _seed(seed: int) -> None:
@@ -130,6 +144,4 @@ def _seed(seed: int) -> None:
     for generator in torch.cuda.default_generators:
         generator.manual_seed(seed)
     random.seed(seed)
-    if type(get_bit_generator()) is not np.random.MT19937:  # numpy can seed no other one
-        set_bit_generator(np.random.MT19937())
-    np.random.seed(seed)
+    seed_numpy(seed)

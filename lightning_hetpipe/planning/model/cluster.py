@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -18,7 +19,10 @@ T = TypeVar("T")
 LEAST_MEMORY = 1 << 20
 """Smallest memory of a device in bytes: a smaller number lacks its unit."""
 
-_SEVERAL = re.compile(r"([1-9]\d*)[x*](?=[A-Za-z])(.+)")
+MOST_DEVICES = 10_000
+"""Largest number of devices that one text, such as "8xT4", may stand for."""
+
+_SEVERAL = re.compile(r"(\d+)[x*](?=[A-Za-z])(.+)")
 
 
 def _is_number(value: Any) -> bool:
@@ -269,7 +273,11 @@ class Cluster:
 def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
     if isinstance(given, str):
         match = _SEVERAL.fullmatch(given)
-        return [Device(given)] if match is None else [Device(match[2])] * int(match[1])
+        if match is None:
+            return [Device(given)]
+        if not 1 <= int(match[1][:9]) <= MOST_DEVICES:
+            raise SettingError(f"devices={given!r} must be from 1 to {MOST_DEVICES} devices; give another number")
+        return [Device(match[2])] * int(match[1])
     return [_made(Device, given, "name", "memory", "speed")]
 
 
@@ -292,10 +300,11 @@ def _made(kind: type[T], given: Any, *arguments: str) -> T:
             raise SettingError(
                 f"a {kind.__name__} has no '{key}'; it has {', '.join(arguments)}{nearest(key, arguments)}"
             )
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise SettingError(f"a {kind.__name__} cannot be made of {dict(given)}: {error}") from error
+    parameters = signature(kind).parameters.values()
+    for each in parameters:
+        if each.default is each.empty and each.name not in given:
+            raise SettingError(f"a {kind.__name__} needs a '{each.name}', which {dict(given)} lacks; add it")
+    return kind(**given)
 
 
 def _count(items: Sequence[Any], noun: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
 from lightning_hetpipe.run.lifecycle import Extension
@@ -17,14 +16,3 @@ class RandomStates(Extension):
 
     def section(self, minibatch: int) -> UserSection:
         return ProcessSection(self._state(minibatch))
-
-
-@contextmanager
-def own_state(state: ProcessState) -> Iterator[None]:
-    """Have the process hold ``state`` within it: for user code that runs in Lightning's own thread."""
-    section = ProcessSection(state)
-    section.enter()
-    try:
-        yield
-    finally:
-        section.leave()

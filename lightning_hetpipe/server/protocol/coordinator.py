@@ -22,7 +22,7 @@ from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
-from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.leases import Leases
 from lightning_hetpipe.server.protocol.messages import Answer, Request, TrainingSignature
 from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
@@ -121,10 +121,13 @@ class Coordinator:
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
         elif isinstance(message, messages.Join):
-            gathered = message.report.gathered
+            claimed, gathered = message.signature.virtual_workers, message.report.gathered
+            if not 1 <= claimed <= MOST_VIRTUAL_WORKERS:
+                why = f"virtual_workers={claimed} are not from 1 to {MOST_VIRTUAL_WORKERS}; start fewer"
+                raise RemoteFault(Refusal.MALFORMED, why)
             if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
-            self._gathers.check(size // max(1, message.signature.virtual_workers))
+            self._gathers.check(size // claimed)
         elif size:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
 

@@ -41,6 +41,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+MOST_VIRTUAL_WORKERS = 1000
+"""Largest number of VWs of a run: memory and answers of a coordinator grow with it, and anybody may claim a number."""
+
 COORDINATOR = 0
 """Index of the coordinator in the list of servers; it owns a shard as well."""
 

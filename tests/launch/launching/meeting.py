@@ -37,7 +37,7 @@ class Process:
         self.connection.sendall(" ".join(map(str, words)).encode() + b"\n")
 
     def hear(self) -> dict[str, Any]:
-        """What it says next."""
+        """Its next message."""
         line = self.lines.readline()
         assert line, "the process has ended"
         said: dict[str, Any] = json.loads(line)
@@ -60,7 +60,7 @@ class Process:
 
 
 class Meeting:
-    """Where the processes of a program that the test starts introduce themselves."""
+    """Meeting place at which the processes of a program that the test starts introduce themselves."""
 
     def __init__(self, folder: Path) -> None:
         self.address = str(folder / "meeting")
@@ -123,7 +123,7 @@ class Meeting:
 
     @staticmethod
     def _has_ended(process: Process) -> bool:
-        """Whether its end of the connection is closed, so that its number may be another process's by now."""
+        """True if its end of the connection is closed, so that its number may be another process's by now."""
         process.connection.settimeout(0)
         try:
             while data := process.connection.recv(4096):
@@ -136,5 +136,5 @@ class Meeting:
 
 
 def stated(lines: Sequence[str]) -> list[str]:
-    """What the launcher itself said among the lines of standard error."""
+    """Lines of standard error that the launcher itself wrote."""
     return [line for line in lines if line.startswith("hetpipe:")]
