@@ -21,7 +21,7 @@ def made() -> Evaluates:
 
 def test_what_is_inside_is_pipelined() -> None:
     with pytest.warns(
-        UserWarning, match=r"the evaluation of 'task.model' does not run in the pipeline: .* \(4 of the mod\"
+        UserWarning, match=r"the evaluation of 'task.model' does not run in the pipeline: .* \(4 of the mod"
     ):
         ours = evaluated(made(), vectors(20, 4), pipeline(2))
     assert same(ours, evaluated(made(), vectors(20, 4), "auto"))
