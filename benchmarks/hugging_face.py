@@ -67,7 +67,6 @@ def row(name: str) -> str:
         one, several = fitted(make, batches, alone), fitted(make, batches, ahead)
     except SettingError as error:
         return f"| {name} | no: {error} | | | |"
-    assert alone.last_run is not None
     layers = sum(len(stage.layers) for stage in alone.last_run.stages)
     plain = fitted(make, batches, "auto")
 

@@ -34,6 +34,7 @@ class Line:
         recompute: As ``StageSettings.recompute``.
         device: Of all stages.
         streams: As an engine's.
+        called: As an engine's.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Line:
         recompute: bool = False,
         device: torch.device = CPU,
         streams: Streams | None = None,
+        called: Sequence[int] | None = None,
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(RandomGenerators(0), in_flight, 1, default_dtype, before_pass, recompute)
-        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams)
+        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams, called=called)
 
     def call(self, value: Any, piece: int = 0) -> Any:
         """Run a pipelined module as its call in ``training_step`` does."""

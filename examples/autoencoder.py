@@ -73,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data)
-    if strategy.last_run is not None:
-        for index, stage in enumerate(strategy.last_run.stages):
-            print(f"stage {index} on {stage.device}: {', '.join(stage.layers)}; busy {stage.busy:.0%}")
+    print(strategy.last_run)
 
 
 if __name__ == "__main__":

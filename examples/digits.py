@@ -13,9 +13,7 @@ def main() -> None:
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=15, logger=False)
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data)
-    if strategy.last_run is not None:
-        for index, stage in enumerate(strategy.last_run.stages):
-            print(f"stage {index} on {stage.device}: {', '.join(stage.layers)}; busy {stage.busy:.0%}")
+    print(strategy.last_run)
 
 
 if __name__ == "__main__":

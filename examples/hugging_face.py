@@ -90,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = LanguageModel()
     trainer.fit(model, train)
     trainer.test(model, test)
-    if strategy.last_run is not None:
-        for index, stage in enumerate(strategy.last_run.stages):
-            print(f"stage {index} on {stage.device}: {', '.join(stage.layers)}; busy {stage.busy:.0%}")
+    print(strategy.last_run)
 
 
 if __name__ == "__main__":

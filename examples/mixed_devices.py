@@ -24,12 +24,9 @@ def main() -> None:
     model, data = GPT(width=64, blocks=12), SourceText(max_bytes=200_000)
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data)
-    run = strategy.last_run
-    assert run is not None
-    for index, stage in enumerate(run.stages):
-        print(f"stage {index} on {stage.device}: {', '.join(stage.layers)}; busy {stage.busy:.0%}")
-    if run.timeline is not None:
-        figure = draw(run.timeline)
+    print(strategy.last_run)
+    if strategy.last_run.timeline is not None:
+        figure = draw(strategy.last_run.timeline)
         figure.set_size_inches(11, 4.5)
         figure.savefig(given.picture)
 

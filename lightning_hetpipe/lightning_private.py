@@ -1,4 +1,4 @@
-"""The private names of Lightning that this package touches, in one place; ``tests/test_private.py`` guards each."""
+"""The private names of Lightning that this package touches, in one place; ``tests/private`` guards each."""
 
 from __future__ import annotations
 

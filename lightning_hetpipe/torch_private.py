@@ -1,4 +1,4 @@
-"""The private names of torch that this package touches, in one place; ``tests/test_private.py`` guards each.
+"""The private names of torch that this package touches, in one place; ``tests/private`` guards each.
 
 ``TorchDispatchMode`` and ``pytree`` are what torch's own extensions build on, but carry an underscore in their path.
 ``foreach_copy_`` copies a stage's weights in one fused call; ``Tensor._version`` counts in-place changes.

@@ -11,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from tests.support import marks
+
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
@@ -39,6 +41,17 @@ def no_thread_left() -> Iterator[None]:
         thread.join(timeout=1)  # one that is on its last lines is not left behind
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left alive: {', '.join(alive)}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks.FEW = config.getoption("markexpr") == "not slow"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may start several programs, each of which may take minutes on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 class Clock:

@@ -3,7 +3,8 @@
 Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what minibatch v left: the weights after its
 optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
 max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
-where a run was resumed. Buffers (BatchNorm's statistics) are not stale: forward p starts from what forward p - 1 left.
+where a run was resumed. Buffers (BatchNorm's statistics) are not stale: minibatch p starts from what p - 1 left, also
+where both call the same module several times.
 
 Each gradient is that of one plain ``backward``, so that its sums associate as autograd's: the uses of a tensor or of a
 weight are added one by one, the latest first, with no partial sum for a pass, a stage or a pipelined module.
@@ -335,7 +336,8 @@ class Noise(nn.Module):
 
 @contextlib.contextmanager
 def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7).
+    """Gives each ``nn.Dropout`` and ``Noise`` of the model a generator for each minibatch (law L7), and in it for each
+    call that the step makes of the module around it.
 
     Yields a function that says which minibatch comes next.
     """
@@ -344,22 +346,36 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Dropout | Noise):
             paths.setdefault(module, []).append(path)
-    calls: Counter[nn.Module] = Counter()
+    calls: Counter[tuple[nn.Module, int]] = Counter()
+    outermost: Counter[nn.Module] = Counter()
+    inside: list[nn.Module] = []
     minibatch = 0
 
     def begin(p: int) -> None:
         nonlocal minibatch
         minibatch = p
         calls.clear()
+        outermost.clear()
+        inside.clear()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if not inside:
+            outermost[module] += 1
+        inside.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        inside.pop()
 
     def drawing(module: nn.Dropout | Noise) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if isinstance(module, nn.Dropout) and (not module.training or module.p == 0 or x.numel() == 0):
                 return x
-            # A module that stands in several places is named by the place; one that is called again, by an ordinal.
-            again, place = divmod(calls[module], len(paths[module]))
-            calls[module] += 1
-            generator = chance.generator(minibatch, paths[module][place], again, x.device)
+            # A module that stands in several places is named by the place; one that is called again, by an ordinal. A
+            # call of the step's begins anew, and is part of the name.
+            call = outermost[inside[0]] - 1
+            again, place = divmod(calls[module, call], len(paths[module]))
+            calls[module, call] += 1
+            generator = chance.generator(minibatch, paths[module][place], again, x.device, call)
             if isinstance(module, Noise):
                 return torch.empty_like(x).normal_(generator=generator)
             # The arithmetic of torch's own dropout on a CPU: a mask of zeros and 1 / (1 - p).
@@ -370,9 +386,14 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 
     for each in paths:
         vars(each)["forward"] = drawing(each)
+    inner = [module for module in model.modules() if module is not model] if paths else []
+    hooks = [module.register_forward_pre_hook(enter) for module in inner]
+    hooks += [module.register_forward_hook(leave) for module in inner]
     try:
         yield begin
     finally:
+        for hook in hooks:
+            hook.remove()
         for each in paths:
             del vars(each)["forward"]
 
@@ -380,32 +401,3 @@ def own_dropouts(model: nn.Module, virtual_worker: int = 0) -> Iterator[Callable
 def run_seed() -> int:
     """Seed of every random operation of a run: what ``seed_everything`` was given, else torch's own seed."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-
-
-def difference(expected: Any, actual: Any, where: str = "") -> str | None:
-    """Names the first place at which two states, or nested containers of tensors, differ by a bit; None if equal."""
-    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        if expected.shape != actual.shape or expected.dtype != actual.dtype:
-            return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
-        if expected.layout is not actual.layout:
-            return f"{where}: {expected.layout} != {actual.layout}"
-        expected, actual = expected.to_dense(), actual.to_dense()  # the tensor itself, unless it is sparse
-        if torch.equal(expected, actual):
-            return None
-        number = ~(expected.isnan() & actual.isnan())  # what is no number is equal to itself here
-        if torch.equal(expected[number], actual[number]):
-            return None
-        return f"{where} differs by up to {(expected.double() - actual.double()).abs().max().item():.3g}"
-    if isinstance(expected, State) and isinstance(actual, State):
-        return difference(vars(expected), vars(actual), where)
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if expected.keys() != actual.keys():
-            return f"{where} has {sorted(map(str, actual))} instead of {sorted(map(str, expected))}"
-        pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
-    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        if len(expected) != len(actual):
-            return f"{where} has {len(actual)} entries instead of {len(expected)}"
-        pairs = ((f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected, actual, strict=True)))
-    else:
-        return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
-    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)

@@ -209,4 +209,4 @@ def test_private_names_of_others_are_in_two_files_only() -> None:
             elif isinstance(node, ast.Call):
                 names = [name for name in names_in_strings(node) if is_private(name) and name not in OURS]
                 found += [f"{file}:{node.lineno}: '{name}'" for name in names]
-    assert found == [], f"move these into {' or '.join(PRIVATE_FILES)}, and guard them in tests/test_private.py"
+    assert found == [], f"move these into {' or '.join(PRIVATE_FILES)}, and guard them in tests/private"

@@ -11,6 +11,7 @@ from torch import nn
 from tests import oracle
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Recipe
+from tests.support.equality import assert_same, difference
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -101,9 +102,9 @@ def test_stale_steps_by_hand() -> None:
 def test_a_restart_empties_the_pipeline() -> None:
     task, loader = mlp(), vectors(24, 4)
     through, restarted = expect(task, loader, 3), expect(task, loader, 3, restarts={2})
-    assert oracle.difference(through.states[:3], restarted.states[:3]) is None
+    assert_same(through.states[:3], restarted.states[:3])
     # p = 3 would use version 0, and uses 2.
-    assert oracle.difference(through.losses[2], restarted.losses[2]) is not None
+    assert difference(through.losses[2], restarted.losses[2]) is not None
 
 
 class Number(nn.Module):
@@ -160,12 +161,12 @@ def test_one_worker_alone_is_the_oracle_but_for_rounding() -> None:
 def test_dropout_belongs_to_the_minibatch() -> None:
     task, loader = recurring(), vectors(24, 4)
     first, second = expect(task, loader, 3), expect(task, loader, 3)
-    assert oracle.difference(vars(first), vars(second)) is None
+    assert_same(vars(first), vars(second))
     torch.manual_seed(1)
-    assert oracle.difference(first.losses, expect(task, loader, 3).losses) is not None
+    assert difference(first.losses, expect(task, loader, 3).losses) is not None
 
 
 def test_difference_names_the_place() -> None:
-    assert oracle.difference({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]}) is None
-    assert oracle.difference({"a": [torch.ones(2)]}, {"a": [torch.zeros(2)]}, "run") == "run['a'][0] differs by up to 1"
-    assert oracle.difference([1], [2], "run") == "run[0] is 2 instead of 1"
+    assert_same({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]})
+    assert difference({"a": [torch.ones(2)]}, {"a": [torch.zeros(2)]}, "run") == "run['a'][0] differs by up to 1"
+    assert difference([1], [2], "run") == "run[0] is 2 instead of 1"

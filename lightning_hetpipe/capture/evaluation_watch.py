@@ -27,7 +27,7 @@ from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.torch_private import pytree, version_counter
 
@@ -70,9 +70,14 @@ class EvaluationWatch(Watch):
         return ((name, module) for name, module in modules if self._is_wanted(name, module))
 
     def answer(self, call: ModuleCall) -> Any:
-        module = call.module
-        if module in self._called:
-            return NOT_TAKEN
+        module, ordinal = call.module, self._called.count(call.module)
+        if ordinal:
+            piece = next((piece for piece in self.pieces if piece.module is module), None)
+            if piece is None:
+                return NOT_TAKEN
+            self._called.append(module)
+            with call.aside():
+                return piece.run(self.generators, self._batch, call.args, call.kwargs, ordinal)
         overlaps = any(part in other.modules() for other in self._called for part in module.modules())
         self._called.append(module)
         if overlaps:  # it is left to user code, which may run it while stages run the other
@@ -136,13 +141,14 @@ class EvaluationWatch(Watch):
         self._refused.add(type(call.module))
         self._called.remove(call.module)
         self.apart[call.name] = call.module
-        state = ProcessState.current()
-        try:
-            # What it was given may not be as it was, and what it gives is of no use.
-            with attributes_restored(call.module), call.intercepting(), suppress(Exception):
-                call.run()
-        finally:
-            state.restore()
+        # What it was given may not be as it was, and what it gives is of no use.
+        with (
+            own_state(ProcessState.seeded(0, 0, "capture")),
+            attributes_restored(call.module),
+            call.intercepting(),
+            suppress(Exception),
+        ):
+            call.run()
         if outermost:
             self._apart_since = None
             inner = [name for name in self.reasons if name.startswith(f"{call.name}.")]
@@ -163,7 +169,7 @@ class EvaluationWatch(Watch):
         if not equal_outputs(Value.of(value), Value.of(output)):
             raise SettingError("its layers give other values, one by one, than the module itself")
         if not self._known:
-            piece.inputs = inputs
+            piece.inputs = [inputs]
 
 
 def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues) -> None:

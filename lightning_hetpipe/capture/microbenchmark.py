@@ -34,21 +34,24 @@ def measure(
     backward: bool = True,
     tick: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds that each layer of ``pieces`` takes on ``device``, forward and backward, on the watched step's inputs.
+    """Seconds that each layer of ``pieces`` takes on ``device`` in a minibatch: forward and backward of each call, on
+    the inputs of the watched step.
 
     Without ``backward``, forward only, in the mode of gradients that holds here. After each layer in each round,
     ``tick`` is called.
     """
+    layers = [(*pair, piece) for piece in pieces for pair in zip(piece.layers, piece.measured_inputs(), strict=True)]
     with own_state(ProcessState.seeded(0, 0, "microbenchmark")):
-        return layer_times(
-            [
-                (each.run if backward else each.infer)
-                for piece in pieces
-                for layer, value in zip(piece.layers, piece.inputs, strict=True)
-                for each in [Microbenchmark(layer, value, piece, generators, default_dtype, device)]
-            ],
-            tick=tick,
-        )
+        measured = [
+            (index, times, Microbenchmark(layer, value, piece, generators, default_dtype, device))
+            for index, (layer, values, piece) in enumerate(layers)
+            for value, times in values
+        ]
+        seconds = layer_times([each.run if backward else each.infer for *_, each in measured], tick=tick)
+    found = [0.0] * len(layers)
+    for (index, times, _), one in zip(measured, seconds, strict=True):
+        found[index] += times * one
+    return found
 
 
 def layer_times(

@@ -8,6 +8,7 @@ and at the first of each epoch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,27 +30,30 @@ IN_VAIN = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
-def capture(piece: Piece, call: WatchedCall, generators: RandomGenerators, minibatch: int) -> None:
-    """Give ``piece`` its layers, and the input of each of them in the watched call.
+def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int) -> None:
+    """Give ``piece`` its layers, and the input of each of them in each of the watched ``calls``.
 
     Raises:
         SettingError: if it cannot be captured, or if its graph gives other values than the module itself.
     """
-    args, kwargs = call.given.tree(call.given.tensors)
-    piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, call.frozen)
-    piece.layers = piece.captured.layers
-    value = piece.value(args, kwargs)
-    found, piece.inputs = _run_graph(piece, value, call.buffers, generators, minibatch)
-    if call.was_changed:  # in place, so that what it gave is not there any more
-        compare(piece, (args, kwargs), value, generators, minibatch)
-        return
-    if call.gave is None or not equal_outputs(found, call.gave):
-        raise SettingError(
-            f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so that"
-            " the module depends on something that the graph does not see, such as an attribute that forward reads and"
-            " others set; make it a buffer or an argument, or call the module's parts from training_step"
-        )
-    piece.captured.take_equal(value)
+    for ordinal, call in enumerate(calls):
+        args, kwargs = call.given.tree(call.given.tensors)
+        if piece.captured is None:
+            piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, call.frozen)
+            piece.layers = piece.captured.layers
+        value = piece.value(args, kwargs)
+        found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
+        piece.inputs.append(inputs)
+        if call.was_changed:  # in place, so that what it gave is not there any more
+            compare(piece, (args, kwargs), value, generators, minibatch, ordinal)
+            continue
+        if call.gave is None or not equal_outputs(found, call.gave):
+            raise SettingError(
+                f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so"
+                " that the module depends on something that the graph does not see, such as an attribute that forward"
+                " reads and others set; make it a buffer or an argument, or call the module's parts from training_step"
+            )
+        piece.captured.take_equal(value)
 
 
 def compare(
@@ -58,6 +62,7 @@ def compare(
     value: Any,
     generators: RandomGenerators,
     minibatch: int | str,
+    call: int = 0,
 ) -> None:
     """Compare the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
 
@@ -67,6 +72,7 @@ def compare(
         value: What its first layer is given for it.
         generators: The run's random numbers.
         minibatch: The minibatch, whose random numbers both draw; the name of an evaluation's batch.
+        call: Number of calls of the piece that come before this one in it.
 
     Raises:
         SettingError: if they give other values, and the module gives the same when it is run twice.
@@ -81,7 +87,7 @@ def compare(
         def run() -> tuple[Value, Way]:
             args, kwargs = inputs.tree(inputs.leaves(captured.device))
             try:
-                with generators.watch({piece.name: module}, minibatch), captured.frozen.noted():
+                with generators.watch({piece.name: module}, minibatch, call), captured.frozen.noted():
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
                 with torch.no_grad():
@@ -91,7 +97,7 @@ def compare(
             return Value.of(gave), Way.of(inputs, gave)
 
         gave, way = run()
-        found, _ = _run_graph(piece, value, buffers, generators, minibatch)
+        found, _ = _run_graph(piece, value, buffers, generators, minibatch, call)
         other = None if equal_outputs(found, gave) else "values"
         if other is None and changed is not None and way.differs(captured.way(value)):
             other = "gradients"
@@ -118,11 +124,16 @@ def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:
 
 
 def _run_graph(
-    piece: Piece, value: Any, buffers: dict[str, Tensor], generators: RandomGenerators, minibatch: int | str
+    piece: Piece,
+    value: Any,
+    buffers: dict[str, Tensor],
+    generators: RandomGenerators,
+    minibatch: int | str,
+    call: int,
 ) -> tuple[Value, list[Value]]:
     """Run the layers of ``piece`` on ``value``, starting from ``buffers``; also return the input of each."""
     inputs: list[Value] = []
-    with generators.minibatch(minibatch), piece.autocast.opened():
+    with generators.minibatch(minibatch, call), piece.autocast.opened():
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():

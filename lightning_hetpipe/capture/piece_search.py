@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -83,8 +83,7 @@ class PieceSearch:
         self._timeout = timeout
         self._times_called = Counter(node.piece.module for call in calls for node in call.all())
         self._refused: dict[type[nn.Module], Exception] = {}
-        self._left: dict[str, CallNode] = {}
-        self._found: list[CallNode] = []
+        self._found: list[Piece] = []
         self._seconds = 0.0
         self._timed_out = False
 
@@ -101,59 +100,80 @@ class PieceSearch:
         refusals = [error for call in self._calls if (error := self._settle(call, whole)) is not None]
         if refusals and not self._found:
             raise refusals[0]
-        return [node.piece for node in self._found]
+        return list(self._found)
+
+    def called(self) -> list[int]:
+        """The pieces that the step called, by their places among :meth:`pieces`, in the order of the calls."""
+        return [self._place(node.piece) for node in self._nodes(self._calls)]
+
+    def _nodes(self, nodes: Sequence[CallNode]) -> Iterator[CallNode]:
+        """The calls of pieces among ``nodes`` and below them."""
+        for node in nodes:
+            if self._place(node.piece) >= 0:
+                yield node
+            else:
+                yield from self._nodes(node.inner)
+
+    def _place(self, piece: Piece) -> int:
+        return next((place for place, found in enumerate(self._found) if found is piece), -1)
 
     def taken_apart(self, seconds: float) -> TakenApart | None:
         """What is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
-        left = [call for call in self._calls if call not in self._found]
+        left = [call for call in self._calls if self._place(call.piece) < 0]
         if not left:
             return None
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
             {call.piece.name: str(call.refusal) for call in left},
-            [node.piece.name for node in self._found],
-            min(1.0, sum(node.seconds for node in self._found) / max(seconds, 1e-9)),
+            [piece.name for piece in self._found],
+            min(1.0, sum(node.seconds for node in self._nodes(self._calls)) / max(seconds, 1e-9)),
             self._timed_out,
         )
 
     def _settle(self, node: CallNode, whole: bool) -> Exception | None:
         """Find the pieces in ``node``; tell why it is none itself, if so."""
+        calls = [call for call in self._calls if call.piece is node.piece] or [node]
+        if node is not calls[0]:  # the first of them has settled it
+            return None
         try:
-            self._take(node)
+            self._take(node.piece, calls)
         except Exception as error:  # whatever torch.export raises, the module itself has computed
-            if whole:
+            if whole or len(calls) > 1:
                 raise
             node.refusal = error
             for inner in node.inner:
                 self._settle(inner, whole)
             return error
-        self._found.append(node)
+        self._found.append(node.piece)
         return None
 
-    def _take(self, node: CallNode) -> None:
-        """Make ``node`` a piece.
+    def _take(self, piece: Piece, calls: Sequence[CallNode]) -> None:
+        """Give ``piece`` its layers, as its ``calls`` in the step show them.
 
         Raises:
             SettingError: if it cannot be one.
         """
-        piece, kind = node.piece, type(node.piece.module)
-        if node.refusal is not None:
-            raise node.refusal
+        kind = type(piece.module)
+        for call in calls:
+            if call.refusal is not None:
+                raise call.refusal
         if self._seconds > self._timeout:
             self._timed_out = True
             raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
-        if self._times_called[piece.module] > 1:
-            raise SettingError(f"'{piece.name}' is called several times in one training_step")
+        if self._times_called[piece.module] > len(calls):
+            # Its random numbers would be named by the call, unlike those in a graph of the whole.
+            raise SettingError(f"'{piece.name}' is called several times inside another module")
         parts = set(piece.module.modules())
-        if any(not parts.isdisjoint(other.piece.module.modules()) for other in self._found):
+        if any(not parts.isdisjoint(other.module.modules()) for other in self._found):
             raise SettingError(f"'{piece.name}' shares a module with another pipelined module")
-        if node.graph is None:
+        graphs = [call.graph for call in calls if call.graph is not None]
+        if not graphs:
             return
         if kind in self._refused:
             raise SettingError(f"another {kind.__name__} could not be captured: {self._refused[kind]}")
         began, apart = time.perf_counter(), bool(self._refused)
         try:
-            capture(piece, node.graph, self._generators, self._minibatch)
+            capture(piece, graphs, self._generators, self._minibatch)
         except Exception as error:
             self._refused[kind] = error
             raise

@@ -51,7 +51,7 @@ class Piece:
         name: Its path in the LightningModule.
         module: The live module.
         layers: Its layers, in order.
-        inputs: What each layer was given in the watched step, detached.
+        inputs: What each layer was given in each call of the watched step, detached.
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
         single: Its one layer, if it is one of torch.nn's own.
         captured: Its graphs, if it is neither that nor an ``nn.Sequential``.
@@ -60,7 +60,7 @@ class Piece:
     name: str
     module: nn.Module
     layers: list[Layer] = field(default_factory=list)
-    inputs: list[Value] = field(default_factory=list)
+    inputs: list[list[Value]] = field(default_factory=list)
     autocast: Autocast = field(default_factory=Autocast.current)
     single: SingleLayer | None = None
     captured: Captured | None = None
@@ -78,17 +78,29 @@ class Piece:
         """Its layers by their names, as far as these can be seen without a graph."""
         return [(self.name, self.single)] if self.single is not None else list(layers_of(self.name, self.module))
 
-    def run(self, generators: RandomGenerators, batch: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module as it is; random operations draw as those of stages do for ``batch`` (law L7).
+    def measured_inputs(self) -> list[list[tuple[Value, int]]]:
+        """For each layer its inputs of different sizes, each with the number of calls that have such a one."""
+        return [_alike(values) for values in zip(*self.inputs, strict=True)]
+
+    def run(
+        self,
+        generators: RandomGenerators,
+        batch: int | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int = 0,
+    ) -> Any:
+        """Run the module as it is; random operations draw as those of stages do for ``batch`` (law L7), in call number
+        ``call`` of the module there.
 
         Draws are named as in stages: by the position of a layer in an ``nn.Sequential``. Hooks of the module itself do
         not run.
         """
         if self.needs_graph():
-            with generators.watch({self.name: self.module}, batch):
+            with generators.watch({self.name: self.module}, batch, call):
                 return self.module.forward(*args, **kwargs)
         value, layers = self.value(args, kwargs), self.modules_of_layers()
-        with generators.watch(dict(layers), batch) as calls:
+        with generators.watch(dict(layers), batch, call) as calls:
             for name, _ in layers:
                 value = calls[name](value)
         return value
@@ -101,6 +113,14 @@ class Piece:
             return args, kwargs
         (value,) = (*args, *kwargs.values())  # as nn.Sequential takes one
         return value
+
+
+def _alike(values: Iterable[Value]) -> list[tuple[Value, int]]:
+    found: dict[Any, list[Value]] = {}
+    for value in values:
+        sizes = tuple((tensor.shape, tensor.dtype) for tensor in value.tensors)
+        found.setdefault((sizes, value.requires_grad), []).append(value)
+    return [(same[0], len(same)) for same in found.values()]
 
 
 def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[str] | None:

@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -40,6 +42,7 @@ class ProfilingInput:
         default_dtype: In the watched step; None for torch's own.
         optimizer: The Trainer's.
         samples: In its minibatch.
+        called: Which of the pieces the step calls, in order.
     """
 
     pieces: Sequence[Piece]
@@ -47,16 +50,29 @@ class ProfilingInput:
     default_dtype: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
     samples: int = 1
+    called: Sequence[int] = ()
 
     @property
-    def layers(self) -> list[tuple[Layer, Value, Piece]]:
-        """Each layer with what it was given."""
-        return [(*pair, piece) for piece in self.pieces for pair in zip(piece.layers, piece.inputs, strict=True)]
+    def calls(self) -> list[tuple[int, int]]:
+        """The calls of the step, as a profile has them: none where each piece is called once."""
+        if len(self.called) <= len(self.pieces):
+            return []
+        ends = [*accumulate(len(piece.layers) for piece in self.pieces)]
+        return [(ends[place] - len(self.pieces[place].layers), ends[place]) for place in self.called]
+
+    @property
+    def layers(self) -> list[tuple[Layer, list[tuple[Value, int]], Piece]]:
+        """Each layer with what it was given, and in how many calls."""
+        return [
+            (layer, values, piece)
+            for piece in self.pieces
+            for layer, values in zip(piece.layers, piece.measured_inputs(), strict=True)
+        ]
 
     def on(
         self, device: torch.device, now: Callable[[], float] = time.perf_counter
     ) -> Iterator[tuple[LayerBytes, Times]]:
-        """Measures each layer on ``device``, one after another.
+        """Measures each layer on ``device``, one after another: what all of its calls in a minibatch take together.
 
         Weights, buffers and random states stay as they are. Layers are copied and measured one after another, so that a
         device needs no more memory than the largest takes.
@@ -65,11 +81,24 @@ class ProfilingInput:
             device: A CPU, or a GPU.
             now: The clock, in seconds.
         """
-        for layer, value, piece in self.layers:
+        for layer, values, piece in self.layers:
+            found = []
             with own_state(ProcessState.seeded(0, 0, "profiling")):
-                benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
-                found = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
-            yield found
+                for value, times in values:
+                    benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
+                    one = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
+                    found += [one] * times
+            yield _together(found)
+
+
+def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Times]:
+    """Bytes and seconds of one layer's ``calls`` in a minibatch; its weights are there, and updated, once."""
+    first, times = calls[0]
+    if len(calls) == 1:
+        return first, times
+    kept, output, given = (sum(getattr(each, part) for each, _ in calls) for part in ("kept", "output", "given"))
+    forward, backward = (sum(getattr(each, part) for _, each in calls) for part in ("forward", "backward"))
+    return replace(first, kept=kept, output=output, given=given), Times(forward, backward, times.update)
 
 
 def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
@@ -85,6 +114,7 @@ def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
         kept.all,
         sum(output.nbytes for output in outputs),
         kept.inputs,
+        any(may_change(*place) for place in places([layer.module])),
     )
 
 

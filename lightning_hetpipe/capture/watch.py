@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch,
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
 from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
 
@@ -43,10 +44,12 @@ class Watch:
 
     Attributes:
         pieces: Modules that a pipeline is to run, in the order of their first calls.
+        called: The pieces that were called, by their places among these, in the order of the calls.
     """
 
     def __init__(self, root: nn.Module, names: Collection[str] | None, generators: RandomGenerators) -> None:
         self.pieces: list[Piece] = []
+        self.called: list[int] = []
         self.root = root
         self.names = names
         self.generators = generators
@@ -97,7 +100,6 @@ class TrainingWatch(Watch):
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._capture_timeout = capture_timeout
-        self._ordinary: set[nn.Module] = set()
         self._calls: list[CallNode] = []
         self._open: list[CallNode] = []
         self._thread = 0
@@ -142,11 +144,9 @@ class TrainingWatch(Watch):
         refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
         self._made_inside.clear()
         search = PieceSearch(self._calls, self.generators, self._minibatch, self._capture_timeout)
-        state = ProcessState.current()
-        try:
+        with own_state(ProcessState.seeded(0, 0, "capture")):
             self.pieces = search.pieces(whole=self.names is not None)
-        finally:
-            state.restore()
+        self.called = search.called()
         self.apart = search.taken_apart(self._seconds)
         self._calls.clear()
         self._copies.clear()
@@ -164,25 +164,16 @@ class TrainingWatch(Watch):
             if threading.get_ident() != self._thread or not self._has_work(module):
                 return NOT_TAKEN
             return self._run(call)
-        if module in self._ordinary or not self._is_wanted(name, module):
+        if not self._is_wanted(name, module):
             return NOT_TAKEN
-        pieces = [each.piece for each in self._calls]
-        if (earlier := next((each for each in self._calls if each.piece.module is module), None)) is not None:
-            if self.names is None and not any(p.requires_grad for p in module.parameters()):
-                # It need not be pipelined, as it is frozen: this is only refused if a callback unfreezes it.
-                self._calls.remove(earlier)
-                self._ordinary.add(module)
-                return NOT_TAKEN
-            raise SettingError(
-                f"the pipelined module '{name}' was called twice in one training_step; call it once, on inputs joined"
-                " with torch.cat, or let a module of yours call it as often as you like, and call that once"
-            )
-        if (part := next((piece for piece in pieces if piece.module in module.modules()), None)) is not None:
-            raise SettingError(
-                f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the whole,"
-                " or its parts"
-            )
-        refuse_scripted(name, module)
+        if all(each.piece.module is not module for each in self._calls):
+            pieces = [each.piece for each in self._calls]
+            if (part := next((piece for piece in pieces if piece.module in module.modules()), None)) is not None:
+                raise SettingError(
+                    f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the"
+                    " whole, or its parts"
+                )
+            refuse_scripted(name, module)
         _refuse_global_hooks()
         return self._run(call)
 
@@ -199,27 +190,29 @@ class TrainingWatch(Watch):
     def _run(self, call: ModuleCall) -> Any:
         """Run the module that is called, once and as it is, and note what the call shows."""
         began, before = _now(), self._observing
-        node = CallNode(Piece.of(call.name, call.module))
+        earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
+        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module))
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
         try:
             if node.piece.needs_graph():
-                return self._run_whole(node, call)
-            return self._run_layers(node, call)
+                return self._run_whole(node, call, earlier)
+            return self._run_layers(node, call, len(earlier))
         finally:
             self._open.pop()
             self._observing = before + _now() - began - node.seconds
 
-    def _run_whole(self, node: CallNode, call: ModuleCall) -> Any:
-        """Run a module of which stages may run a graph."""
+    def _run_whole(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
+        """Run a module of which stages may run a graph, after ``earlier`` calls of it."""
         name, module, given = call.name, call.module, (call.args, call.kwargs)
-        frozen, observation = FrozenValues(module), Observation(name, module, given)
+        before = [each.graph.frozen for each in earlier if each.graph is not None]
+        frozen, observation = before[0] if before else FrozenValues(module), Observation(name, module, given)
         graph = node.graph = WatchedCall(Value.of(given), self._copied(module), frozen)
         with ExitStack() as stack:
             run = call.run  # in the generators of the outermost call
             if len(self._open) == 1:
                 stack.enter_context(call.aside())
-                stack.enter_context(self.generators.watch({name: module}, self._minibatch))
+                stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
             stack.enter_context(frozen.noted())
             output = self._timed(node, call, run)
@@ -233,26 +226,31 @@ class TrainingWatch(Watch):
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
         return output
 
-    def _run_layers(self, node: CallNode, call: ModuleCall) -> Any:
-        """Run a module whose layers can be seen without a graph, layer by layer."""
+    def _run_layers(self, node: CallNode, call: ModuleCall, ordinal: int) -> Any:
+        """Run a module whose layers can be seen without a graph, layer by layer; it has been called so often before."""
         piece, value = node.piece, node.piece.value(call.args, call.kwargs)
         node.check(partial(refuse_opaque, f"the pipelined module '{piece.name}' is given", value))
         found, given, outermost = piece.modules_of_layers(), tensors_of(value), len(self._open) == 1
-        before = [version_counter(tensor) for tensor in given]
-        watch = self.generators.watch(dict(found), self._minibatch) if outermost else nullcontext(dict(found))
+        before, inputs, layers = [version_counter(tensor) for tensor in given], list[Value](), list[Layer]()
+        watch: Any = nullcontext(dict(found))
+        if outermost:
+            watch = self.generators.watch(dict(found), self._minibatch, ordinal)
         with watch as calls:
             for name, module in found:
                 if outermost and node.refusal is not None:
                     raise node.refusal
-                piece.inputs.append(Value.of(value))
+                inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
                 value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
-                node.check(partial(_add_layer, piece, observation, self.root))
+                node.check(partial(_add_layer, layers, observation, self.root))
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
         if outermost and node.refusal is not None:
             raise node.refusal
+        if node.refusal is None:
+            piece.inputs.append(inputs)
+            piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
         return value
 
     def _timed(self, node: CallNode, call: ModuleCall, run: Callable[[], Any]) -> Any:
@@ -274,8 +272,8 @@ class TrainingWatch(Watch):
         return {path: self._copies[id(buffer)] for path, buffer in module.named_buffers()}
 
 
-def _add_layer(piece: Piece, observation: Observation, root: nn.Module) -> None:
-    piece.layers.append(observation.layer(root))
+def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module) -> None:
+    layers.append(observation.layer(root))
 
 
 def _now() -> float:

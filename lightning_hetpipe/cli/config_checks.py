@@ -17,6 +17,8 @@ from lightning_hetpipe.errors import SettingError
 
 Bounds = Mapping[str, tuple[float, float]]
 """The least and the most that a setting may be, by its path."""
+_LISTS = ("callbacks", "logger")
+"""Arguments of the Trainer that may be sections by name, of which it gets a list."""
 _OPTIONAL = {"seed"}
 """Settings with bounds that may be null as well."""
 
@@ -100,7 +102,7 @@ def _check_top(config: DictConfig, values: Mapping[str, Any], program: ConsoleSc
         raise unknown(str(key), "", program.read, rest=first_key(node))
     for key, hint in program.settings.items():
         if key in values:
-            _check_type(key, values[key], hint)
+            _check_type(key, values[key], hint, classes=True)
 
 
 def _refuse_token(config: DictConfig, path: str) -> None:
@@ -117,8 +119,8 @@ def _check_section(section: ConfigSection) -> None:
     path, target = section.path, section.target
     if target is None:
         raise SettingError(f"{path}._target_=null names nothing to build; leave it out with {path}=null.")
-    by_name = path == "trainer" and isinstance(section.values.get("callbacks"), dict)  # the Trainer gets a list of them
-    arguments = {key: value for key, value in section.values.items() if not (by_name and key == "callbacks")}
+    by_name = {key for key in _LISTS if isinstance(section.values.get(key), dict) and path == "trainer"}
+    arguments = {key: value for key, value in section.values.items() if key not in by_name or is_section(value)}
     check_arguments(path, arguments, section.signature, target)
     for name, parameter in section.signature.parameters.items():
         if parameter.default is parameter.empty and name not in section.values and not section.partial:

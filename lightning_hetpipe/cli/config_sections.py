@@ -51,6 +51,22 @@ def as_given(config: DictConfig) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
 
+def hyperparameters(config: DictConfig) -> dict[str, Any]:
+    """The settings of a run for its loggers: every section, the strategy's too, and the values at the top.
+
+    Interpolations are resolved, but for those that repeat a section, and those of the environment, which may hold
+    secrets.
+    """
+    return _logged(as_given(config), OmegaConf.to_container(config, resolve=True))  # type: ignore[no-any-return]
+
+
+def _logged(given: Any, value: Any) -> Any:
+    if isinstance(given, dict):
+        return {str(key): _logged(given[key], value[key]) for key in given}
+    keeps = is_interpolation(given) and (isinstance(value, dict | list) or "oc.env" in given)
+    return given if keeps else value
+
+
 def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
+from lightning_hetpipe.cli import comparison
 from lightning_hetpipe.cli.attribution import attributed, frames
 from lightning_hetpipe.cli.composition import refusal
 from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
@@ -53,7 +54,10 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     asked_for_all = _wants_all()
     try:
         with _errors_passed_on():
-            application()
+            try:
+                application()
+            finally:
+                comparison.show()
     except KeyboardInterrupt:
         sys.exit(_ended_by("interrupted", INTERRUPTED, program))
     except _Terminated:

@@ -9,6 +9,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, cluster_of, of_strategy, profile_of, wanted
@@ -41,7 +42,10 @@ def main() -> None:
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="plan", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
     """Run one job of Hydra's; return the minibatches per second, which sweepers may optimise; None if nothing fits."""
-    return job(run, config, PROGRAM)
+    with compared() as figures:
+        rate = job(run, config, PROGRAM)
+        figures["minibatches per second"] = "does not fit" if rate is None else f"{rate:.3g}"
+    return rate
 
 
 def run(config: DictConfig) -> float | None:
@@ -108,7 +112,9 @@ def _named(device: Device, number: int) -> str:
 
 def _picture(choice: Choice, folder: Path) -> str:
     """Draw the simulated run; return a line that says where the picture is, or why there is none."""
-    timeline = Timeline.simulated(choice.simulation, [stage.times for stage in choice.stages], choice.in_flight)
+    times = [stage.times for stage in choice.stages]
+    devices = [_named(stage.slot.device, stage.slot.number) for stage in choice.stages]
+    timeline = Timeline.simulated(choice.simulation, times, choice.in_flight, devices)
     try:
         figure = draw(timeline)
     except SettingError as error:  # without matplotlib

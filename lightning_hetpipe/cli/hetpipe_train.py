@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import hydra
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.cli.comparison import compared
+from lightning_hetpipe.cli.config_sections import hyperparameters
 from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.overrides import planned
-from lightning_hetpipe.cli.summary import summary
+from lightning_hetpipe.cli.summary import results, summary
 from lightning_hetpipe.launch import launcher
 
 PROGRAM = ConsoleScript(
     "hetpipe-train",
     trainer_checks.GROUPS,
-    {"seed": int | None, "test": bool, "ckpt_path": str | None, "output_dir": str},
+    {**trainer_checks.SETTINGS, "test": bool, "ckpt_path": str | None},
     trainer_errors.sentence,
     trainer_errors.exit_code,
 )
@@ -34,9 +38,23 @@ PROGRAM = ConsoleScript(
 _SWITCHES: dict[str, type] = {
     "enable_progress_bar": ProgressBar,
     "enable_checkpointing": Checkpoint,
+    "enable_model_summary": ModelSummary,
     "logger": LearningRateMonitor,
 }
 """The callbacks of the configuration that are left out where a switch of the Trainer is off."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job has come to.
+
+    Attributes:
+        figures: Its row in the table of a sweep, by column.
+        score: The best value of what the checkpoint callback monitors; None if it monitors nothing.
+    """
+
+    figures: Mapping[str, str]
+    score: float | None
 
 
 def main() -> None:
@@ -52,25 +70,25 @@ def main() -> None:
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
     """Run one job of Hydra's; return the monitored metric's best value, which sweepers may optimise."""
-    return job(_job, config, PROGRAM)
+    with compared() as figures:
+        outcome = job(_job, config, PROGRAM)
+        figures.update(outcome.figures)
+    return outcome.score
 
 
-def _job(config: DictConfig) -> float | None:
+def _job(config: DictConfig) -> Outcome:
     """Run, and leave none of the processes that this has started to the next job of a sweep."""
     try:
-        score = run(config)
+        outcome = run(config)
     except BaseException:
         launcher.finish(failed=True)
         raise
     launcher.finish()
-    return score
+    return outcome
 
 
-def run(config: DictConfig) -> float | None:
+def run(config: DictConfig) -> Outcome:
     """Check the configuration, train, test the best checkpoint and print the summary.
-
-    Returns:
-        The best value of what the checkpoint callback monitors, or None if it monitors nothing.
 
     Raises:
         SettingError: for a setting that is unknown, missing or of the wrong kind.
@@ -83,8 +101,12 @@ def run(config: DictConfig) -> float | None:
     _strip(config)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
-    trainer = built(config, "trainer", L.Trainer, **_callbacks(config))
+    settings = hyperparameters(config)
+    trainer = built(config, "trainer", L.Trainer, **_lists(config))
     try:
+        for logger in trainer.loggers:
+            getattr(logger, "experiment", None)  # made first, so that an error says what cannot be made
+            logger.log_hyperparams(settings)
         trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
     except BaseException:
         _end_progress_bars(trainer)
@@ -101,29 +123,35 @@ def run(config: DictConfig) -> float | None:
             summary(
                 last_run,
                 metrics,
-                virtual_workers=trainer.world_size,
                 torch_threads=None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads(),
                 checkpoint=best,
-                log_dir=trainer.log_dir if trainer.loggers else None,
+                loggers=trainer.loggers,
             )
         )
-    score = getattr(checkpoint, "best_model_score", None)
-    return None if score is None else float(score)
+    best_score = getattr(checkpoint, "best_model_score", None)
+    score = None if best_score is None else float(best_score)
+    figures = {} if last_run is None else {"samples per second": last_run.throughput.partition(" ")[0]}
+    figures |= dict(results(metrics))
+    if score is not None:
+        figures[f"best {checkpoint.monitor}"] = f"{score:.4g}"
+    return Outcome(figures, score)
 
 
-def _callbacks(config: DictConfig) -> dict[str, Any]:
-    """Build the callbacks as a list, which Lightning takes; they have names so that each can be overridden."""
-    named = config.trainer.get("callbacks")
-    if not isinstance(named, DictConfig):
-        return {}
-    given = [name for name in map(str, named) if named[name] is not None]
-    chosen = [built(config, f"trainer.callbacks.{name}", L.Callback) for name in given]
-    for switch, kind in _SWITCHES.items():
-        if config.trainer.get(switch) is False or config.trainer.get(switch) == []:
-            chosen = [callback for callback in chosen if not isinstance(callback, kind)]
+def _lists(config: DictConfig) -> dict[str, Any]:
+    """Build loggers and callbacks as lists, which Lightning takes; they have names so that each can be overridden."""
+    lists: dict[str, Any] = {}
+    for name, kind in trainer_checks.LISTS.items():
+        named = config.trainer.get(name)
+        if isinstance(named, DictConfig) and "_target_" not in named:
+            lists[name] = [built(config, f"{name}.{key}", kind) for key in map(str, named) if named[key] is not None]
+    settings = {**config.trainer, **lists}
+    off = tuple(kind for switch, kind in _SWITCHES.items() if settings.get(switch) in (False, []))
+    if "callbacks" in lists:
+        lists["callbacks"] = [callback for callback in lists["callbacks"] if not isinstance(callback, off)]
     with open_dict(config):
-        del config.trainer["callbacks"]  # instantiate merges, and a mapping does not merge with a list
-    return {"callbacks": chosen}
+        for name in lists:
+            del config.trainer[name]  # instantiate merges, and a mapping does not merge with a list
+    return lists
 
 
 def _strip(config: DictConfig) -> None:

@@ -32,6 +32,7 @@ PROGRAM = ConsoleScript(
     "hetpipe-plan",
     trainer_checks.GROUPS,
     {
+        **trainer_checks.SETTINGS,
         "profile": str | None,
         "devices": Any,
         "link": Any,
@@ -39,8 +40,6 @@ PROGRAM = ConsoleScript(
         "ordered": bool,
         "synchronise": Any,
         "precision": Any,
-        "seed": int | None,
-        "output_dir": str,
     },
     trainer_errors.sentence,
     trainer_errors.exit_code,

@@ -7,136 +7,52 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
-from lightning_hetpipe.planning.model.units import in_bytes
-from lightning_hetpipe.planning.plan.table import aligned, span
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-_NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
-_MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
-_EMULATED = (
-    "ms per minibatch: what the stage takes on its emulated device, with what it receives; it computes for less and"
-    " sleeps for the rest"
-)
-_COUNTED = (
-    "memory: the most at once of weight versions, activations and waiting gradients; live weights and the optimizer's"
-    " state come on top"
-)
-
-
-class StageResult(Protocol):
-    """One stage, as the summary reads it from `reporting.StageReport`."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def layers(self) -> Sequence[str]: ...
-    @property
-    def layer_types(self) -> Sequence[str]: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def busy(self) -> float: ...
-    @property
-    def memory_bytes(self) -> int | None: ...
-
-
-class RunResult(Protocol):
-    """A run, as the summary reads it from `reporting.RunReport`."""
-
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def minibatches(self) -> int: ...
-    @property
-    def samples_per_second(self) -> float: ...
-    @property
-    def stages(self) -> Sequence[StageResult]: ...
-    @property
-    def emulated(self) -> bool: ...
+from lightning_hetpipe.reporting.report import RunReport
 
 
 def summary(
-    run: RunResult | None,
+    run: RunReport | None,
     metrics: Mapping[str, SupportsFloat],
     *,
-    virtual_workers: int = 1,
     torch_threads: int | None = None,
     checkpoint: str = "",
-    log_dir: str | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> str:
     """The text, several lines.
 
     Args:
         run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
         metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
-        virtual_workers: that trained together; the report is of one of them.
         torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
             it out.
         checkpoint: path of the best checkpoint; empty if there is none.
-        log_dir: folder of TensorBoard's event files; None if nothing was logged.
+        loggers: the Trainer's; it is said where files of TensorBoard and of metrics as CSV are.
     """
     lines = [""]
     rows: list[tuple[str, str]] = []
     if run is not None:
-        lines += [
-            _headline(run, virtual_workers),
-            "",
-            *_stage_table(run),
-            "",
-            _EMULATED if run.emulated else _MEASURED,
-            _COUNTED,
-            "",
-        ]
-        each = "" if virtual_workers == 1 else "   of this virtual worker; each trains on a share of the data"
-        rows.append(("samples per second", f"{run.samples_per_second:,.0f}{each}" if run.minibatches else _NONE))
-    rows += _results(metrics)
+        lines += [run.table, ""]
+        rows.append(("samples per second", run.throughput))
+    rows += results(metrics)
     if torch_threads is not None:
         rows.append(("torch threads", f"{torch_threads}; stages of a pipeline use OMP_NUM_THREADS each, by default 1"))
     if checkpoint:
         rows.append(("checkpoint", _relative(checkpoint)))
-    if log_dir:
-        rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(log_dir))}"))
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            rows.append(("metrics", _relative(logger.experiment.metrics_file_path)))
+        elif isinstance(logger, TensorBoardLogger):
+            rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(logger.log_dir))}"))
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(lines + [f"{label:<{width}}   {value}" for label, value in rows])
 
 
-def _headline(run: RunResult, virtual_workers: int) -> str:
-    stages = f"{len(run.stages)} stage{'' if len(run.stages) == 1 else 's'}"
-    minibatches = f"{run.in_flight} minibatch{'' if run.in_flight == 1 else 'es'}"
-    which = "" if virtual_workers == 1 else f", as the first of {virtual_workers} virtual workers"
-    return f"Trained as a pipeline of {stages}, {minibatches} in flight{which}"
-
-
-def _stage_table(run: RunResult) -> list[str]:
-    header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy", "memory"]
-    rows = [
-        [
-            str(index),
-            stage.device,
-            span(stage.layers),
-            _kinds(stage.layer_types),
-            f"{stage.parameters:,}",
-            f"{stage.time_s * 1000:,.1f}" if stage.time_s else _NONE,
-            f"{stage.busy:.0%}" if run.minibatches else _NONE,
-            _NONE if stage.memory_bytes is None else in_bytes(stage.memory_bytes),
-        ]
-        for index, stage in enumerate(run.stages)
-    ]
-    return aligned([header, *rows], left=(0, 1, 2, 3))
-
-
-def _kinds(types: Sequence[str]) -> str:
-    """The layers' types in order, those that repeat counted."""
-    runs = ((kind, len(list(group))) for kind, group in groupby(types))
-    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in runs)
-
-
-def _results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
+def results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
     """The metrics of the latest part of the run that logged any, in words."""
     for part in ("test", "val", "train"):
         found = [(name, float(value)) for name, value in metrics.items() if name.startswith(part)]

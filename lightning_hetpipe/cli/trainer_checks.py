@@ -1,23 +1,36 @@
-"""Checks of the sections that a Trainer is built from: model, data, trainer, strategy and cluster."""
+"""Checks of the sections that a Trainer is built from: model, data, trainer and what it is given."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from inspect import isclass
-from typing import Any
+from typing import Any, Literal
 
+import lightning as L
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.config_checks import Bounds, check_arguments, first_key, unknown
+from lightning_hetpipe.cli.config_sections import as_given, is_interpolation
 from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.kinds import is_section
 from lightning_hetpipe.cli.targets import TargetSignature, locate
 from lightning_hetpipe.errors import SettingError
 
-GROUPS = ("model", "data", "trainer", "strategy", "cluster", "experiment")
+GROUPS = ("model", "data", "trainer", "callbacks", "logger", "strategy", "cluster", "experiment")
+SETTINGS: Mapping[str, Any] = {
+    "seed": int | None,
+    "tags": list[str],
+    "monitor": str | None,
+    "monitor_mode": Literal["min", "max"],
+    "output_dir": str,
+}
+"""Values at the top that all configurations with a Trainer have."""
+LISTS: Mapping[str, type[Any]] = {"logger": Logger, "callbacks": L.Callback}
+"""Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
 BUILT = ("model", "data", "trainer")
 
 _BOUNDS: Bounds = {
@@ -45,7 +58,8 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = BUI
     _check_strategy(sections.get("strategy"), trainer)
     needs = [*needs, *(["cluster"] if sections.get("cluster") is not None else [])]
     config_checks.check(config, program, needs, _BOUNDS)
-    _check_callbacks(trainer.get("callbacks"))
+    for name in LISTS:
+        _check_named(name, trainer.get(name), by_group=is_interpolation(as_given(config).get("trainer", {}).get(name)))
 
 
 def _check_strategy(strategy: Any, trainer: Mapping[str, Any]) -> None:
@@ -67,9 +81,12 @@ def _check_strategy(strategy: Any, trainer: Mapping[str, Any]) -> None:
         )
 
 
-def _check_callbacks(callbacks: Any) -> None:
-    """Refuse a callback that is no section: a wrong name on the command line makes such a one."""
-    named = callbacks if isinstance(callbacks, dict) else {}
-    known = [name for name, value in named.items() if value is None or is_section(value)]
-    for name in [name for name in named if name not in known]:
-        raise unknown(name, "trainer.callbacks", known, rest=first_key(named[name]))
+def _check_named(group: str, given: Any, *, by_group: bool) -> None:
+    """Refuse sections by name that do not come from the group, and among them what is no section: a wrong name."""
+    if not isinstance(given, dict) or is_section(given):
+        return
+    if not by_group:
+        raise SettingError(f"trainer.{group}{first_key(given)} is not read there; give {group}{first_key(given)}=...")
+    known = [name for name, value in given.items() if value is None or is_section(value)]
+    for name in [name for name in given if name not in known]:
+        raise unknown(name, group, known, rest=first_key(given[name]))

@@ -72,7 +72,7 @@ def _with_setting(error: Exception, config: DictConfig) -> str:
 def _of_lightning(config: DictConfig) -> Iterator[tuple[str, str, object]]:
     """The settings of Lightning's own classes that hold a plain value: path, name and value."""
     for section in sections(config):
-        if section.path.startswith("trainer") and str(section.target).startswith("lightning."):
+        if section.path.startswith(("trainer", "callbacks", "logger")) and str(section.target).startswith("lightning."):
             for name, value in section.given.items():
                 if not isinstance(value, dict) and not is_interpolation(value):
                     yield f"{section.path}.{name}", name, value

@@ -1,9 +1,10 @@
 """A segment's buffers, such as BatchNorm's statistics (law L9).
 
 Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p - 1
-left. Each of the last Nm forwards keeps its own, so that version p can show outsiders what forward p left while later
-forwards have run already, and so that a backward finds the buffers that its forward used. To compute a forward again
-takes what the one before it left, for as long: one more place.
+left, and where a minibatch calls a piece several times, each call from what the one before it left. Each of the last Nm
+minibatches keeps its own, so that version p can show outsiders what its last call left while later forwards have run
+already, and so that a backward finds the buffers that its forward used. To compute a forward again takes what it
+started from, which is kept for as long.
 """
 
 from __future__ import annotations
@@ -38,22 +39,18 @@ def may_change(module: nn.Module, name: str) -> bool:
 
 
 class Buffers:
-    """The buffers of one segment: those of the last Nm forwards on ``device``.
+    """The buffers of one segment: those of the last Nm minibatches on ``device``.
 
     Args:
         layers: Name them, and show of what size they are.
         in_flight: Nm.
         device: Where forwards run.
-        recompute: Whether forwards are computed again, until their backward.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], in_flight: int, device: torch.device, *, recompute: bool = False
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._names = [(name, type(module).__name__) for module, name in places(layers)]
         self._ahead = in_flight > 1
-        kept = in_flight + recompute
-        self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(kept)]
+        self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
         """Takes the ``live`` buffers as what forward ``minibatch`` left: the pipeline starts empty behind it."""
@@ -69,12 +66,14 @@ class Buffers:
         """Buffers that Lightning's thread has prepared for the next forwards."""
         return [tensor for left in self._left for tensor in left]
 
-    def before_forward(self, minibatch: int, layers: list[Place]) -> None:
-        """Hands to ``layers`` the buffers for forward ``minibatch``: copies of what the forward before it left."""
+    def before_forward(self, minibatch: int, layers: list[Place], call: int = 0) -> None:
+        """Hands to ``layers`` the buffers for a forward of ``minibatch``: copies of what the minibatch before it left,
+        or what its own ``call`` before this one left.
+        """
         if not self._names:
             return
         own, previous = self._of(minibatch), self._of(minibatch - 1)
-        if own is not previous:
+        if own is not previous and not call:
             for index, tensor in enumerate(previous):
                 if own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
                     own[index] = torch.empty_like(tensor)
@@ -82,24 +81,28 @@ class Buffers:
                 foreach_copy_(own, previous)
         self.bind(minibatch, layers)
 
-    def before_again(self, minibatch: int, layers: list[Place]) -> None:
-        """Hands to ``layers`` what forward ``minibatch`` started from, to be changed again where nobody sees it."""
-        for (module, name), tensor in zip(layers, self._of(minibatch - 1), strict=True):
-            setattr(module, name, tensor.clone())
+    def copied(self, minibatch: int) -> list[Tensor]:
+        """Copies of the buffers that a forward of ``minibatch`` is about to start from."""
+        return [tensor.clone() for tensor in self._of(minibatch)]
+
+    def before_again(self, copies: Sequence[Tensor], layers: list[Place]) -> None:
+        """Hands to ``layers`` the ``copies`` of what a forward started from, to be changed where nobody sees it."""
+        for (module, name), tensor in zip(layers, copies, strict=True):
+            setattr(module, name, tensor)
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
-        """Lets ``layers`` hold the buffers of forward ``minibatch``."""
+        """Lets ``layers`` hold the buffers of ``minibatch``."""
         if not self._names:
             return
         for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
             setattr(module, name, tensor)
 
     def changes(self, minibatch: int) -> list[int]:
-        """Count the in-place changes of each buffer of forward ``minibatch`` so far."""
+        """Count the in-place changes of each buffer of ``minibatch`` so far."""
         return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
-        """Keeps what forward ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
+        """Keeps what a forward of ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
         if not self._names:
             return
         own = self._of(minibatch)
@@ -109,7 +112,7 @@ class Buffers:
                 own[index] = left.detach()
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
-        """Buffers as forward ``minibatch`` left them."""
+        """Buffers as ``minibatch`` left them."""
         return self._of(minibatch) if self._names else ()
 
     def publish(self, minibatch: int, live: Sequence[Tensor]) -> bool:

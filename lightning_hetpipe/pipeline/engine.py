@@ -30,7 +30,7 @@ from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
-from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
+from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import version_of
 
 
@@ -46,6 +46,10 @@ class Engine(RunnerPool[Minibatch]):
         root: The module that ``training_step`` belongs to. Its trainable parameters outside the pieces have versions,
             too.
         changing: The ``id`` of each live buffer that forwards change.
+        called: The pieces that ``training_step`` calls, in order; by default each once.
+
+    Attributes:
+        calls: The calls of ``training_step``.
     """
 
     stages: list[Stage]
@@ -60,6 +64,7 @@ class Engine(RunnerPool[Minibatch]):
         root: nn.Module | None = None,
         changing: Collection[int] = (),
         streams: Streams | None = None,
+        called: Sequence[int] | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
         self.streams = streams or Streams()
@@ -68,13 +73,16 @@ class Engine(RunnerPool[Minibatch]):
         self._layers = layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
         _check_shared_buffers([layers[segment.first : segment.last + 1] for segment in self._segments])
+        self.calls = calls(range(len(pieces)) if called is None else called)
+        self._route = route(self._segments, self.calls)
         # Where a minibatch goes on by itself after the forward and the backward of each segment; None: user code does.
         self._after_forward: list[Segment | None] = [None] * len(self._segments)
         self._after_backward: list[Segment | None] = [None] * len(self._segments)
-        for step, after in pairwise(route(self._segments)):
-            if step.segment.piece == after.segment.piece:
+        for step, after in pairwise(self._route):
+            if step.call is after.call:
                 found = self._after_forward if step.work is Work.FORWARD else self._after_backward
                 found[step.segment.index] = after.segment
+        self._turn = next(step for step in self._route if step.work is Work.TURN)
         self.stages = [
             Stage(
                 index,
@@ -182,11 +190,14 @@ class Engine(RunnerPool[Minibatch]):
             {weight: numbers[segment.stage][weight] for weight in nn.ModuleList(self._modules(segment)).parameters()}
             for segment in self._segments
         ]
-        self._handed_on: list[tuple[int, ...]] = []
-        for segment, own in zip(self._segments, self._weights_of, strict=True):
-            before = self._segments[: segment.index]
-            last = {weight: earlier.stage for earlier in before for weight in self._weights_of[earlier.index]}
-            self._handed_on.append(tuple([own[w] for w in own if last.get(w, segment.stage) != segment.stage]))
+        # By call and segment, the weights whose use before is on another stage.
+        self._handed_on: dict[tuple[int, int], tuple[int, ...]] = {}
+        last: dict[nn.Parameter, int] = {}
+        for step in (step for step in self._route if step.work is not Work.BACKWARD):
+            own, here = self._weights_of[step.segment.index], step.segment.stage
+            before = tuple([own[weight] for weight in own if last.get(weight, here) != here])
+            self._handed_on[step.call.index, step.segment.index] = before
+            last.update(dict.fromkeys(own, here))
 
     def _modules(self, segment: Segment) -> list[nn.Module]:
         return [self._layers[number].module for number in segment.layers]
@@ -215,20 +226,22 @@ class Engine(RunnerPool[Minibatch]):
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
-        first = next(segment for segment in self._segments if segment.piece == call.piece)
+        first = next(segment for segment in self._segments if segment.piece == call.which.piece)
+        minibatch.calling = call
         event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
         self._forward(minibatch, first, call.inputs, event)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
-        """The outputs of a piece are with the user: if it is the last one, the loss begins."""
-        if call.piece != self._segments[-1].piece:
+        """The outputs of a piece are with the user: if that was the last call, the loss begins."""
+        if call.which is not self._turn.call:
             return None
-        return self.stages[-1].loss(minibatch.number)
+        return self.stages[self._turn.segment.stage].loss(minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
-        last = [segment for segment in self._segments if segment.piece == call.piece][-1]
-        if last is self._segments[-1]:
+        last = [segment for segment in self._segments if segment.piece == call.which.piece][-1]
+        minibatch.calling = call
+        if call.which is self._turn.call:
             minibatch.loss_ends(call.collected)
         self._backward(minibatch, last, gradients, call.collected)
 
@@ -245,23 +258,28 @@ class Engine(RunnerPool[Minibatch]):
     # Messages.
 
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, event: StreamEvent | None) -> None:
-        last, autocast = segment is self._segments[-1], minibatch.autocast(segment.piece)
-        message = Forward(minibatch.number, segment.index, value, minibatch.version, autocast, last)
+        call = minibatch.calling
+        which, turn = call.which, self._turn
+        last = which is turn.call and segment is turn.segment
+        message = Forward(
+            minibatch.number, segment.index, value, minibatch.version, call.autocast, which.ordinal, which.again, last
+        )
         self.stages[segment.stage].put(Parcel(message, event))
 
     def _backward(
         self, minibatch: Minibatch, segment: Segment, gradients: Gradients, event: StreamEvent | None
     ) -> None:
         sums: dict[int, Tensor] = {}
-        wanted, events = self._handed_on[segment.index], tuple[StreamEvent, ...]()
+        call = minibatch.calling
+        wanted, events = self._handed_on[call.which.index, segment.index], tuple[StreamEvent, ...]()
         if minibatch.sums or minibatch.continued:
             own = self._weights_of[segment.index]
             found = {own[weight]: minibatch.sums.pop(weight) for weight in [*minibatch.sums] if weight in own}
             sums = {number: sum.gradient for number, sum in found.items()}
             events = tuple([sum.event for sum in found.values() if sum.event is not None])
             wanted = tuple({*wanted, *(own[weight] for weight in minibatch.continued if weight in own)})
-        apart = minibatch.has_later_uses(segment.piece)
-        message = Backward(minibatch.number, segment.index, gradients, sums, wanted, apart)
+        ordinal, apart = call.which.ordinal, call.has_later_uses()
+        message = Backward(minibatch.number, segment.index, ordinal, gradients, sums, wanted, apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:

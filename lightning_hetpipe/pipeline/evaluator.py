@@ -6,6 +6,7 @@ likes, in any order: each call goes through the piece's stages once, and comes b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -50,6 +51,8 @@ class EvaluationBatch(BatchInFlight):
         self._gradients = torch.is_grad_enabled()
         self.called: Evaluate
         """The call that is on its way."""
+        self.calls = Counter[int]()
+        """Number of calls of each piece so far."""
 
     def call(self, piece: int, name: str, value: Any) -> Any:
         """Runs piece number ``piece`` in the pipeline on ``value``; called where user code calls the module."""
@@ -61,6 +64,8 @@ class EvaluationBatch(BatchInFlight):
         except Exception:
             self.failure = None  # user code may catch it
             raise
+        finally:
+            self.calls[piece] += 1
         return output
 
     def _run_step(self) -> None:
@@ -147,7 +152,8 @@ class Evaluator(RunnerPool[EvaluationBatch]):
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
         first, inference = self._segments[piece][0], torch.is_inference_mode_enabled()
-        batch.called = Evaluate(batch.number, first.index, value, Autocast.current(), inference)
+        ordinal = batch.calls[piece]
+        batch.called = Evaluate(batch.number, first.index, ordinal, value, Autocast.current(), inference)
         self._send(first, batch.called)
 
     def _send(self, segment: Segment, message: Evaluate) -> None:
@@ -220,7 +226,7 @@ class ForwardStage(StageThread):
         with (
             torch.inference_mode(task.inference),
             torch.no_grad(),
-            generators.minibatch(f"{self._tag} {task.minibatch}"),
+            generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
         ):

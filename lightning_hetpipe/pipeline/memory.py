@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,7 +81,7 @@ class Memory:
         self.minibatches = Level()
         self._lock = threading.Lock()
         self._since = 0  # the most in total since `most_lately` was asked
-        self._held: dict[int, dict[int, int]] = {}
+        self._held: dict[int, dict[Hashable, int]] = {}
         self._waiting: dict[int, int] = {}
 
     def publish(self, versions: int) -> None:
@@ -90,22 +90,22 @@ class Memory:
             with self._lock:
                 self._add(self.versions, versions - self.versions.now)
 
-    def hold(self, minibatch: int, segment: int, activations: int) -> None:
-        """Note the bytes that ``segment`` now keeps of ``minibatch``."""
+    def hold(self, minibatch: int, visit: Hashable, activations: int) -> None:
+        """Note the bytes that a ``visit`` of ``minibatch`` to a segment now keeps there."""
         with self._lock:
             held = self._held.get(minibatch)
             if held is None:
                 held = self._held[minibatch] = {}
                 self.minibatches.add(1)
-            self._add(self.activations, activations - held.get(segment, 0))
-            held[segment] = activations
+            self._add(self.activations, activations - held.get(visit, 0))
+            held[visit] = activations
 
-    def release(self, minibatch: int, segment: int, gradients: int = 0) -> None:
-        """Nothing of ``minibatch`` is kept at ``segment`` any more, but ``gradients`` wait for Lightning's step."""
+    def release(self, minibatch: int, visit: Hashable, gradients: int = 0) -> None:
+        """Nothing is kept of that ``visit`` any more, but ``gradients`` wait for Lightning's step."""
         with self._lock:
             held = self._held.get(minibatch)
             if held is not None:
-                self._add(self.activations, -held.pop(segment, 0))
+                self._add(self.activations, -held.pop(visit, 0))
                 if not held:
                     del self._held[minibatch]
                     self.minibatches.add(-1)
@@ -117,6 +117,12 @@ class Memory:
         """Lightning's step has those of ``minibatch``."""
         with self._lock:
             self._add(self.gradients, -self._waiting.pop(minibatch, 0))
+
+    def forget(self, minibatch: int) -> None:
+        """Nothing of ``minibatch`` is kept any more."""
+        for visit in [*self._held.get(minibatch, ())]:
+            self.release(minibatch, visit)
+        self.take(minibatch)
 
     def clear(self) -> None:
         """Nothing is in flight."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.buffers import Buffers, places
+from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
 from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind
 from lightning_hetpipe.pipeline.computed_weights import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
@@ -38,6 +38,7 @@ class SavedForBackward:
         kind: Of the call, where layers are compiled.
         again: What is to be computed again, without the tensors that it is given; None where the graph is kept.
         changes: How often each input had been changed in place, where it is not.
+        buffers: Copies of those that it started from, where it is not.
     """
 
     version: int
@@ -47,6 +48,7 @@ class SavedForBackward:
     kind: Kind
     again: Forward | None = None
     changes: Sequence[int] = ()
+    buffers: Sequence[Tensor] = ()
 
 
 class SegmentRunner:
@@ -65,7 +67,7 @@ class SegmentRunner:
     ) -> None:
         self.layers = list(layers)
         copies = list(stash.layers[start : start + len(layers)])
-        self.buffers = Buffers(copies, settings.in_flight, device, recompute=settings.recompute)
+        self.buffers = Buffers(copies, settings.in_flight, device)
         self.computed = Computed(settings.in_flight)
         self._parameters = list(nn.ModuleList(copies).parameters())
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
@@ -85,6 +87,10 @@ class SegmentRunner:
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
+    def changes_buffers(self) -> bool:
+        """Return True if a forward may change buffers."""
+        return any(may_change(*place) for place in self._places)
+
     def kind(self, task: Forward) -> Kind:
         """Key of the call for torch.compile; None where nothing is compiled."""
         if self.compiled is None:
@@ -103,7 +109,9 @@ class SegmentRunner:
         number = task.minibatch
         self._stash.bind(task.version)
         inputs = task.value.leaves(self._device)
-        self.buffers.before_forward(number, self._places)
+        self.buffers.before_forward(number, self._places, task.call)
+        again = self._settings.recompute and not task.last  # else its backward follows at once: nothing is gained
+        buffers = self.buffers.copied(number) if again else ()
         kept = self.counter.known(inputs)
         if kept is not None:
             result = self._compute(task, inputs, kind)
@@ -115,11 +123,11 @@ class SegmentRunner:
             )
         self.buffers.after_forward(number, self._places)
         self.computed.after_forward(number, self._computed_places)
-        if not self._settings.recompute or task.last:  # whose backward follows at once: nothing is gained
+        if not again:
             return Value.of(result), SavedForBackward(task.version, inputs, tensors_of(result), kept, kind)
-        again = task._replace(value=replace(task.value, tensors=()))
+        repeated = task._replace(value=replace(task.value, tensors=()))
         changes = [version_counter(tensor) for tensor in inputs]
-        return Value.of(result), SavedForBackward(task.version, inputs, [], kept, kind, again, changes)
+        return Value.of(result), SavedForBackward(task.version, inputs, [], kept, kind, repeated, changes, buffers)
 
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.
@@ -164,7 +172,7 @@ class SegmentRunner:
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
-        self.buffers.before_again(task.minibatch, self._places)
+        self.buffers.before_again(saved.buffers, self._places)
         return tensors_of(self._compute(task, saved.inputs, saved.kind))
 
     def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:
@@ -182,7 +190,7 @@ class SegmentRunner:
             torch.set_grad_enabled(True)
         autocast = task.autocast
         with (
-            self._settings.generators.minibatch(task.minibatch),
+            self._settings.generators.minibatch(task.minibatch, task.call),
             autocast.opened(alone=self._settings.in_flight == 1),
             creating(self._settings.default_dtype),
         ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Segment
 
 
@@ -57,6 +58,14 @@ class Layer:
     mutates_input: bool = False
     aliases_input: bool = False
     kind: str = ""
+
+    def joined(self, other: Layer) -> Layer:
+        """The same layer, as this and another call of it were seen to treat their inputs."""
+        return replace(
+            self,
+            mutates_input=self.mutates_input or other.mutates_input,
+            aliases_input=self.aliases_input or other.aliases_input,
+        )
 
 
 BeforePass = Callable[[int, str, int], Callable[[], None] | None]
@@ -127,8 +136,9 @@ class Stage(StageThread):
         self._user_stream = streams.user
         self._settings = settings
         self._compute_lock = compute_lock
-        self._saved: dict[tuple[int, int], SavedForBackward] = {}
+        self._saved: dict[tuple[int, tuple[int, int]], SavedForBackward] = {}  # by minibatch, and call and segment
         self._found: dict[int, FoundGradients] = {}
+        self._orders: dict[int, CallOrder[Parcel]] = {}
         self.copy_layers()
 
     def copy_layers(self) -> None:
@@ -202,6 +212,22 @@ class Stage(StageThread):
 
     # Its thread.
 
+    def _answer(self, parcel: Parcel) -> Parcel | None:
+        task = parcel.message
+        if isinstance(task, Forward) and (task.again or task.call) and self._waits(parcel, task.segment):
+            return None
+        return super()._answer(parcel)
+
+    def _waits(self, parcel: Parcel, segment: int) -> bool:
+        """Keep a forward from running that starts from buffers which calls to come are to leave."""
+        if not self._runners[segment].changes_buffers():
+            return False
+        return not self._orders.setdefault(segment, CallOrder()).admits(parcel.message.minibatch, parcel)
+
+    def _end_calls(self, order: CallOrder[Parcel], minibatch: int) -> None:
+        if (following := order.close(minibatch)) is not None:
+            self.put(following)  # behind what became ready before it
+
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         if isinstance(task, Forward):
@@ -217,22 +243,26 @@ class Stage(StageThread):
         kind = runner.kind(task)
         with self._exclusive(runner.compiles(kind), runner, number), self._computing("forward", number):
             output, saved = runner.forward(task, kind)
-        self._saved[number, segment] = saved
-        self.memory.hold(number, segment, saved.kept.all)
+        visit = task.call, segment
+        self._saved[number, visit] = saved
+        self.memory.hold(number, visit, saved.kept.all)
         if saved.again is not None:
-            self.memory.hold(number, segment, saved.kept.inputs)
+            self.memory.hold(number, visit, saved.kept.inputs)
+        if task.call and not task.again and segment in self._orders:
+            self._end_calls(self._orders[segment], number)
         return Output(number, segment, output), self.stream.record()
 
     def _backward(self, task: Backward, parcel: Parcel) -> tuple[InputGradients, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
-        if (number, segment) not in self._saved:
+        visit = task.call, segment
+        if (number, visit) not in self._saved:
             raise Discarded
         self.stream.join(parcel.event, tensors_in(task.gradients))
         for behind in parcel.others:
             self.stream.join(behind, task.sums.values())
-        runner, saved = self._runners[segment], self._saved.pop((number, segment))
+        runner, saved = self._runners[segment], self._saved.pop((number, visit))
         if saved.again is not None:
-            self.memory.hold(number, segment, saved.kept.all)
+            self.memory.hold(number, visit, saved.kept.all)
         compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()
@@ -242,7 +272,7 @@ class Stage(StageThread):
         with self._exclusive(compiles, runner, number), self._computing("backward", number):
             below, own = runner.backward(task, kept.pop(), sums)
         handed_on, waiting = self._keep(found.gradients, runner, own, task)
-        self.memory.release(number, segment, waiting)
+        self.memory.release(number, visit, waiting)
         event = self.stream.record()
         if event is not None:
             found.events.append(event)
@@ -282,10 +312,13 @@ class Stage(StageThread):
 
     def _forget(self, minibatch: int) -> None:
         self._found.pop(minibatch, None)
-        for segment in self.segments:
-            self._saved.pop((minibatch, segment.index), None)
-            self.memory.release(minibatch, segment.index)
-        self.memory.take(minibatch)
+        for key in [key for key in self._saved if key[0] == minibatch]:
+            del self._saved[key]
+        self.memory.forget(minibatch)
+        for order in self._orders.values():
+            if order.withdraw(minibatch):
+                self._done(Failure(minibatch, Discarded()), None)
+            self._end_calls(order, minibatch)
 
     def _told(self, message: Message) -> str:
         assert isinstance(message, Forward | Backward)

@@ -71,7 +71,9 @@ class Forward(NamedTuple):
         value: What the segment is given.
         version: The weights to run on.
         autocast: What autocast did where the piece was called.
-        last: Whether the segment is the last one: the minibatch's backward is the next thing that the stage does.
+        call: Number of calls of the piece that come before this one in the minibatch.
+        again: Whether the minibatch calls the piece later again.
+        last: Whether this is the last forward: the minibatch's backward is the next thing that the stage does.
     """
 
     minibatch: int
@@ -79,6 +81,8 @@ class Forward(NamedTuple):
     value: Value
     version: int
     autocast: Autocast
+    call: int = 0
+    again: bool = False
     last: bool = False
 
 
@@ -89,14 +93,16 @@ class Backward(NamedTuple):
     first: who has the earlier use goes on with the sum so far, and who has the earliest one keeps it.
 
     Attributes:
+        call: As of the :class:`Forward`.
         gradients: Of the segment's outputs.
-        sums: The gradients so far of weights that were used after this segment.
+        sums: The gradients so far of weights that were used after this visit of the segment.
         wanted: The weights that somebody else has used before it, whose gradients are to be handed on.
         apart: Whether the inputs were used after the piece, too: each use of them within it is then an addend.
     """
 
     minibatch: int
     segment: int
+    call: int
     gradients: Gradients
     sums: Sums
     wanted: Sequence[int]
@@ -107,6 +113,7 @@ class Evaluate(NamedTuple):
     """Run ``segment`` for the batch ``minibatch`` of an evaluation, on the live layers, and keep nothing.
 
     Attributes:
+        call: Number of calls of the piece that come before this one in the batch.
         value: What the segment is given, any nesting of tensors.
         autocast: What autocast did where the piece was called.
         inference: Whether that was in ``torch.inference_mode``.
@@ -114,6 +121,7 @@ class Evaluate(NamedTuple):
 
     minibatch: int
     segment: int
+    call: int
     value: Any
     autocast: Autocast
     inference: bool

@@ -67,7 +67,7 @@ def kept(
     # Other layers are those of a file that somebody has changed.
     if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
-    return replace(one, model=model, samples=profiling.samples)
+    return replace(one, model=model, samples=profiling.samples, calls=profiling.calls)
 
 
 def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
@@ -78,12 +78,12 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
             sizes.append(size)
             times.append(time)
             tick()
-    return Profile(model, profiling.samples, sizes, {name: times}, {})
+    return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls)
 
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
     """Measure seconds of each layer on ``device``, forward and backward: all that equal stages need."""
-    with bar(f"measuring on {device}", (ROUNDS + 1) * len(profiling.layers)) as tick:
+    with bar(f"measuring on {device}", (ROUNDS + 1) * sum(len(values) for _, values, _ in profiling.layers)) as tick:
         return measure(profiling.pieces, profiling.generators, profiling.default_dtype, device, tick=tick)
 
 
@@ -111,7 +111,7 @@ def conditions(profiling: ProfilingInput, device: str, precision: str) -> Condit
             for name, module in layers
             for own, each in [*module.named_parameters(), *module.named_buffers()]
         ],
-        inputs=[each for _, value, _ in profiling.layers for each in _inputs(value)],
+        inputs=[each for _, values, _ in profiling.layers for value, times in values for each in _inputs(value, times)],
         precision=precision,
         torch=_WHEEL.sub("", torch.__version__),
         device=device,
@@ -156,12 +156,13 @@ def _switches(options: Mapping[str, object]) -> dict[str, bool | None]:
     return {name: None if plain[name] is None else bool(plain[name]) for name in sorted(plain)}
 
 
-def _inputs(value: Value) -> list[tuple[tuple[int, ...], str]]:
+def _inputs(value: Value, times: int) -> list[tuple[tuple[int, ...], str]]:
     tensors = zip(value.tensors, value.requires_grad, strict=True)
     others = [repr(each) for each in value.others if isinstance(each, bool | int | float | str)]
     return [
         *((tuple(each.shape), f"{each.dtype} {wanted} {_strides(each)}") for each, wanted in tensors),
         *(((), text) for text in others),
+        *([((), f"in {times} calls")] if times > 1 else []),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,13 +86,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.42 * len(rows), 1.8])
     _draw_rows(above, timeline, rows, start, end)
     _draw_curves(below, timeline, start, end)
-    numbers = window.minibatches
-    clock = "simulated" if timeline.zero is None else "measured"
-    figure.suptitle(
-        f"virtual worker {timeline.virtual_worker}, minibatches {numbers.start} to {numbers.stop - 1},"
-        f" Nm = {timeline.in_flight} ({clock})",
-        fontsize="medium",
-    )
+    figure.suptitle(str(window), fontsize="medium")
     return figure
 
 
@@ -103,6 +98,13 @@ def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
     canvas: Any = FigureCanvasAgg(figure)  # it has no types
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def encoded(figure: Figure) -> bytes:
+    """``figure`` as the bytes of a PNG file."""
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _matplotlib() -> type[Any]:
@@ -143,7 +145,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float
             known.setdefault(span.work, Patch(**_style(span)))
             if span.work not in WAITS | {IDLE, TURN}:
                 _write(axes, str(span.minibatch), place, left - start, right - start, end - start)
-    axes.set_yticks(range(len(rows)), [f"stage {row}" if isinstance(row, int) else row for row in rows])
+    axes.set_yticks(range(len(rows)), [timeline.label(row).replace(", ", "\n", 1) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, unit * (end - start))
     axes.tick_params(axis="x", labelbottom=False)

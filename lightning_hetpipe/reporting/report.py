@@ -1,10 +1,29 @@
-"""Report of one run, from which summaries are made."""
+"""Report of one run: its numbers, and the table that shows them to people."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.table import aligned, span
 from lightning_hetpipe.reporting.timeline import Timeline
+
+NOTHING = (
+    "There is nothing to report: the strategy has run no fit yet, or its last fit ended in the first minibatch, before"
+    " there were stages."
+)
+NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
+_MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
+_EMULATED = (
+    "ms per minibatch: what the stage takes on its emulated device, with what it receives; it computes for less and"
+    " sleeps for the rest"
+)
+_COUNTED = (
+    "memory: the most at once of weight versions, activations and waiting gradients; live weights and the optimizer's"
+    " state come on top"
+)
 
 
 @dataclass(frozen=True)
@@ -42,22 +61,77 @@ class StageReport:
     compile_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunReport:
-    """One ``fit``.
+    """One ``fit``. ``print`` shows it as the table that ``hetpipe-train`` ends with.
 
     Attributes:
         in_flight: Nm.
         minibatches: Minibatches trained through the pipeline: all but the first, which is watched.
         samples_per_second: Over the time of those minibatches, without validation.
-        stages: In order.
+        stages: In order; empty where no fit has had any.
         timeline: What took place when, if it was asked for.
         emulated: Whether stages took as long as other devices would, and ``time_s`` is of those.
+        virtual_worker: i, of the virtual worker that this is the report of.
+        virtual_workers: N.
     """
 
-    in_flight: int
-    minibatches: int
-    samples_per_second: float
-    stages: list[StageReport]
+    in_flight: int = 1
+    minibatches: int = 0
+    samples_per_second: float = 0.0
+    stages: list[StageReport] = field(default_factory=list)
     timeline: Timeline | None = None
     emulated: bool = False
+    virtual_worker: int = 0
+    virtual_workers: int = 1
+
+    def __str__(self) -> str:
+        if not self.stages:
+            return NOTHING
+        return f"{self.table}\n\nsamples per second   {self.throughput}"
+
+    __repr__ = __str__
+
+    @property
+    def table(self) -> str:
+        """Headline, a row for each stage, and what the columns mean; :data:`NOTHING` without stages."""
+        if not self.stages:
+            return NOTHING
+        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED]
+        return "\n".join([self._headline(), "", *self._rows(), "", *notes])
+
+    @property
+    def throughput(self) -> str:
+        """Samples per second as text; a dash where no minibatch was counted."""
+        each = "" if self.virtual_workers == 1 else "   of this virtual worker; each trains on a share of the data"
+        return f"{self.samples_per_second:,.0f}{each}" if self.minibatches else NONE
+
+    def _headline(self) -> str:
+        stages = f"{len(self.stages)} stage{'' if len(self.stages) == 1 else 's'}"
+        minibatches = f"{self.in_flight} minibatch{'' if self.in_flight == 1 else 'es'}"
+        which = f", as virtual worker {self.virtual_worker} of {self.virtual_workers}"
+        which = "" if self.virtual_workers == 1 else which
+        return f"Trained as a pipeline of {stages}, {minibatches} in flight{which}"
+
+    def _rows(self) -> list[str]:
+        header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy", "memory"]
+        rows = [
+            [
+                str(index),
+                stage.device,
+                span(stage.layers),
+                _kinds(stage.layer_types),
+                f"{stage.parameters:,}",
+                f"{stage.time_s * 1000:,.1f}" if stage.time_s else NONE,
+                f"{stage.busy:.0%}" if self.minibatches else NONE,
+                NONE if stage.memory_bytes is None else in_bytes(stage.memory_bytes),
+            ]
+            for index, stage in enumerate(self.stages)
+        ]
+        return aligned([header, *rows], left=(0, 1, 2, 3))
+
+
+def _kinds(types: Sequence[str]) -> str:
+    """The layers' types in order, those that repeat counted."""
+    runs = ((kind, len(list(group))) for kind, group in groupby(types))
+    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in runs)

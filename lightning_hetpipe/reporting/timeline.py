@@ -16,9 +16,9 @@ from lightning_hetpipe.rules.schedule import Work
 from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LIGHTNING, LOSS, TURN, USER_CODE, Row, Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """Spans of one virtual worker, over time.
+    """Spans of one virtual worker, over time. A notebook shows it as :func:`reporting.plots.draw` draws it.
 
     Attributes:
         spans: By their start, in seconds since ``zero``. Those of one row do not overlap. Rows are the stages,
@@ -28,6 +28,7 @@ class Timeline:
         virtual_worker: i.
         versions: Of each minibatch, the version of the weights that it used.
         zero: When the clock was 0, in seconds since 1970; None where no clock ran, as in a simulation.
+        devices: Each stage's device, for people; empty if unknown.
     """
 
     spans: tuple[Span, ...]
@@ -36,13 +37,36 @@ class Timeline:
     virtual_worker: int = 0
     versions: Mapping[int, int] = field(default_factory=dict)
     zero: float | None = None
+    devices: tuple[str, ...] = ()
 
     @classmethod
-    def simulated(cls, simulation: Simulation, stages: Sequence[StageTimes], in_flight: int) -> Timeline:
+    def simulated(
+        cls, simulation: Simulation, stages: Sequence[StageTimes], in_flight: int, devices: Sequence[str] = ()
+    ) -> Timeline:
         """Timeline of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
         spans = [part for span in simulation.spans for part in _parts(span, stages[span.stage])]
         versions = {span.minibatch: max(0, span.minibatch - in_flight) for span in spans}
-        return cls(tuple(sorted(spans, key=_start)), len(stages), in_flight, versions=versions)
+        ordered = tuple(sorted(spans, key=_start))
+        return cls(ordered, len(stages), in_flight, versions=versions, devices=tuple(devices))
+
+    def __str__(self) -> str:
+        """What it is of: "virtual worker 0, minibatches 2 to 64, Nm = 5 (measured)"."""
+        kept = self.minibatches
+        which = f"minibatches {kept.start} to {kept.stop - 1}" if kept else "no minibatches"
+        clock = "simulated" if self.zero is None else "measured"
+        return f"virtual worker {self.virtual_worker}, {which}, Nm = {self.in_flight} ({clock})"
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {self}>"
+
+    def _repr_png_(self) -> bytes | None:
+        """Picture for notebooks; None, so that they show the text, where there is nothing to draw it of or with."""
+        from lightning_hetpipe.reporting.plots import draw, encoded  # and matplotlib, which other uses do without
+
+        try:
+            return encoded(draw(self))
+        except SettingError:
+            return None
 
     @property
     def minibatches(self) -> range:
@@ -79,6 +103,12 @@ class Timeline:
         own += [span for span in self.spans if span.work == EVALUATE and start <= span.start and span.end <= end]
         versions = {number: version for number, version in self.versions.items() if first <= number <= last}
         return replace(self, spans=tuple(sorted(own, key=_start)), versions=versions)
+
+    def label(self, row: Row) -> str:
+        """Name of ``row`` for people; of a stage with its device, if that is known: "stage 1, RTX-3090:0"."""
+        if not isinstance(row, int):
+            return str(row)
+        return f"stage {row}, {self.devices[row]}" if self.devices else f"stage {row}"
 
     def row(self, row: Row) -> list[Span]:
         """The spans in ``row``, by their start."""

@@ -1,7 +1,8 @@
 """Timelines in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 Source: "Trace Event Format" (Chromium's documentation of chrome://tracing). A virtual worker is a process there, and a
-row is a thread. Times are in microseconds.
+row is a thread; both are numbered from 1, as viewers take process 0 and thread 0 for the kernel's. Times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -47,20 +48,24 @@ def _when(event: Event) -> tuple[float, int]:
     return event["ts"], "XstfC".index(event["ph"])  # an arrow binds to the span that it begins in
 
 
+def _process(timeline: Timeline) -> int:
+    return timeline.virtual_worker + 1
+
+
 def _threads(timeline: Timeline) -> dict[Row, int]:
-    return {row: thread for thread, row in enumerate(timeline.rows)}
+    return {row: thread for thread, row in enumerate(timeline.rows, start=1)}
 
 
 def _names(timeline: Timeline) -> Iterator[Event]:
-    process = timeline.virtual_worker
+    process = _process(timeline)
 
     def about(what: str, thread: int, **arguments: Any) -> Event:
         return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
 
-    yield about("process_name", 0, name=f"virtual worker {process}")
-    yield about("process_sort_index", 0, sort_index=process)
+    yield about("process_name", 1, name=f"virtual worker {timeline.virtual_worker}")
+    yield about("process_sort_index", 1, sort_index=process)
     for row, thread in _threads(timeline).items():
-        yield about("thread_name", thread, name=f"stage {row}" if isinstance(row, int) else f"{row}")
+        yield about("thread_name", thread, name=timeline.label(row))
         yield about("thread_sort_index", thread, sort_index=thread)
 
 
@@ -78,7 +83,7 @@ def _spans(timeline: Timeline) -> Iterator[Event]:
             "ph": "X",
             "name": f"{span.work} {span.minibatch}",  # Perfetto colours by the name without its number
             "cat": _category(span),
-            "pid": timeline.virtual_worker,
+            "pid": _process(timeline),
             "tid": threads[span.row],
             "ts": start,
             "dur": round(end - start, 3),
@@ -109,7 +114,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
                 "name": "minibatch",
                 "cat": "minibatch",
                 "id": f"{timeline.virtual_worker}.{minibatch}",
-                "pid": timeline.virtual_worker,
+                "pid": _process(timeline),
                 "tid": threads[span.row],
                 "ts": _microseconds(span.start),
             }
@@ -121,8 +126,8 @@ def _counters(timeline: Timeline) -> Iterator[Event]:
         yield {
             "ph": "C",
             "name": "in flight",
-            "pid": timeline.virtual_worker,
-            "tid": 0,
+            "pid": _process(timeline),
+            "tid": 1,
             "ts": _microseconds(when),
             "args": {"minibatches": count},
         }

@@ -1,23 +1,25 @@
 """The schedule, written once as data (laws L1 and L2).
 
-A model is a list of *pieces* (calls of pipelined modules, in the order of ``training_step``), each a list of *layers*.
-Layers are numbered through, over all pieces, and a *stage* is a contiguous range of them. Where a stage and a piece
-overlap lies a *segment*: the layers that one stage runs in one go. For an encoder (layers 0-3) and a decoder (4-6) on
-three stages that start at layers 0, 2 and 5:
+A model is a list of *pieces* (pipelined modules, in the order of their first calls), each a list of *layers*. Layers
+are numbered through, over all pieces, and a *stage* is a contiguous range of them. Where a stage and a piece overlap
+lies a *segment*: the layers that one stage runs in one go. For an encoder (layers 0-3) and a decoder (4-6) on three
+stages that start at layers 0, 2 and 5:
 
     piece      |  encoder      |  decoder   |
     layer      | 0   1   2   3 | 4    5   6 |
     stage      | 0   0   1   1 | 1    2   2 |
     segment    |   0   |   1   | 2  |   3   |
 
-A minibatch visits the segments in order (forwards), and back in the opposite order (backwards); its last segment is a
-TURN, where forward, loss and backward are one task of the stage. Between two pieces, and at the turn, the user's own
+Each *call* of a piece visits the piece's segments in order: where a piece is called twice, they are visited twice. A
+minibatch makes the calls in order (forwards), and goes back in the opposite order (backwards); its last visit is a
+TURN, where forward, loss and backward are one task of the stage. Between two calls, and at the turn, the user's own
 code runs. Each stage takes its tasks first in, first out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +30,23 @@ class Work(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     TURN = "turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a piece in ``training_step``.
+
+    Attributes:
+        index: Its place among the calls of the step.
+        piece: The piece that is called.
+        ordinal: Number of calls of the piece that come before it in the step.
+        again: Whether the step calls the piece later again.
+    """
+
+    index: int
+    piece: int
+    ordinal: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,10 +66,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One task of a stage: ``work`` at ``segment``."""
+    """One task of a stage: ``work`` at ``segment``, for ``call``."""
 
     work: Work
     segment: Segment
+    call: Call
+
+
+def calls(pieces: Iterable[int]) -> tuple[Call, ...]:
+    """The calls of a step that calls ``pieces`` in this order."""
+    order, before = list(pieces), Counter[int]()
+    left = Counter(order)
+    found = []
+    for index, piece in enumerate(order):
+        left[piece] -= 1
+        found.append(Call(index, piece, before[piece], left[piece] > 0))
+        before[piece] += 1
+    return tuple(found)
 
 
 def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple[Segment, ...]:
@@ -76,11 +108,11 @@ def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple
     return tuple(found)
 
 
-def route(parts: Sequence[Segment]) -> tuple[Instruction, ...]:
-    """Every task of one minibatch, in the order in which they become ready."""
-    *before, last = parts
+def route(parts: Sequence[Segment], order: Sequence[Call]) -> tuple[Instruction, ...]:
+    """Every task of a minibatch that makes the calls ``order``, in the order in which they become ready."""
+    *before, last = [(part, call) for call in order for part in parts if part.piece == call.piece]
     return (
-        *(Instruction(Work.FORWARD, part) for part in before),
-        Instruction(Work.TURN, last),
-        *(Instruction(Work.BACKWARD, part) for part in reversed(before)),
+        *(Instruction(Work.FORWARD, *visit) for visit in before),
+        Instruction(Work.TURN, *last),
+        *(Instruction(Work.BACKWARD, *visit) for visit in reversed(before)),
     )

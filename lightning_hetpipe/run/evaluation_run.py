@@ -242,9 +242,8 @@ class EvaluatedPieces(PieceForwards, Extension):
             with call.aside():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    compare(
-                        piece, (call.args, call.kwargs), value, self._evaluation.generators, self._tag(batch.number)
-                    )
+                    given, tag = (call.args, call.kwargs), self._tag(batch.number)
+                    compare(piece, given, value, self._evaluation.generators, tag, batch.calls[index])
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN

@@ -68,11 +68,14 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[[Sequence[Piece], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None]
+Begin = Callable[
+    [Sequence[Piece], Sequence[int], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None
+]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, the modules that were taken apart, the decision on stages, Nm, what the module has
-besides the pieces, and the ``id`` of each live buffer that forwards change.
+Called with the pieces that it runs, which of them ``training_step`` calls in which order, the modules that were taken
+apart, the decision on stages, Nm, what the module has besides the pieces, and the ``id`` of each live buffer that
+forwards change.
 """
 
 
@@ -158,13 +161,13 @@ class FirstMinibatch(Extension):
         self._watched = None
         with noting_where():
             yield
-            decision = self._decide(watch.pieces)
+            decision = self._decide(watch.pieces, watch.called)
             if watch.apart is not None and self._is_in_vain(watch.apart, watch.pieces, decision):
                 self._single = self._stay()
                 return
-            in_flight = self._agree(watch.pieces, decision)
+            in_flight = self._agree(watch.called, decision)
             apart = {} if watch.apart is None else watch.apart.modules
-            self._begin(watch.pieces, apart, decision, in_flight, outside, watch.changed_buffers())
+            self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
 
     def _is_in_vain(self, apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> bool:
         """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
@@ -186,17 +189,21 @@ class FirstMinibatch(Extension):
         for redirect in self._compiled:
             redirect.remove()
 
-    def _decide(self, pieces: Sequence[Piece]) -> Decision:
+    def _decide(self, pieces: Sequence[Piece], called: Sequence[int]) -> Decision:
         """Decide what is to be run.
+
+        Args:
+            pieces: What is to be divided into stages.
+            called: Which of these a step calls, in order.
 
         Raises:
             SettingError: where what was asked for cannot be done with these layers.
         """
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         assert self._settings.decide is not None
-        return self._settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples))
+        return self._settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
 
-    def _agree(self, pieces: Sequence[Piece], decision: Decision) -> int:
+    def _agree(self, called: Sequence[int], decision: Decision) -> int:
         """The Nm that all virtual workers agree on; says what was decided."""
         settings, synchroniser = self._settings, self._synchroniser
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
@@ -210,7 +217,7 @@ class FirstMinibatch(Extension):
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
-        if settings.recompute and len(decision.split_points) == len(pieces) == 1:
+        if settings.recompute and len(decision.split_points) == len(called) == 1:
             nothing_to_recompute()
         return in_flight
 

@@ -137,7 +137,7 @@ class Fit:
             return
         self.report = report
         for recording in self._recordings:
-            timeline = recording.timeline(len(report.stages), report.in_flight)
+            timeline = recording.timeline([stage.device for stage in report.stages], report.in_flight)
             self.report = replace(report, timeline=timeline)
             recording.show(timeline)
 
@@ -224,6 +224,7 @@ class Fit:
     def _pipeline(
         self,
         pieces: Sequence[Piece],
+        called: Sequence[int],
         apart: Mapping[str, nn.Module],
         decision: Decision,
         in_flight: int,
@@ -251,6 +252,7 @@ class Fit:
             settings.timeout,
             self._module,
             changing,
+            called=called,
         )
         modules = [piece.module for piece in pieces]
         outside.leave_out(modules, engine.versioned)

@@ -86,7 +86,7 @@ class PieceCalls(PieceForwards):
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
                 ):
-                    compare(piece, given, value, self._generators, minibatch.number)
+                    compare(piece, given, value, self._generators, minibatch.number, minibatch.calls_of(index))
                 return value
 
         with drawing_nothing():

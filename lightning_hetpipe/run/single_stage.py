@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -145,10 +146,14 @@ class SingleStage(Extension):
             if module is not self._module and (self._first or may_draw(module)) and self._is_wanted(name, module)
         ]
 
+        calls = Counter[str]()
+
         def run(call: ModuleCall) -> Any:
             piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
+            ordinal = calls[call.name]
+            calls[call.name] += 1
             with call.aside():
-                return piece.run(self._generators, minibatch, call.args, call.kwargs)
+                return piece.run(self._generators, minibatch, call.args, call.kwargs, ordinal)
 
         with Interceptor(modules, run, one_step=True):
             yield

@@ -114,7 +114,8 @@ class HetPipeStrategy(VirtualWorkers):
         precision_plugin: As ``ParallelStrategy``'s.
 
     Attributes:
-        last_run: What the last ``fit`` did, once it has ended.
+        last_run: Report of the last ``fit``, once it has ended; ``print`` shows it as a table. Before that, and where a
+            fit has ended in its first minibatch, it has no stages, and says so.
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
@@ -179,7 +180,7 @@ class HetPipeStrategy(VirtualWorkers):
         self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compile_setting.options(compile)
         self._timeline = settings.timeline(timeline)
-        self.last_run: RunReport | None = None
+        self.last_run = RunReport()
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None
         self._before_pass: BeforePass | None = None
@@ -281,7 +282,7 @@ class HetPipeStrategy(VirtualWorkers):
                 try:
                     fit.close()
                 finally:
-                    self.last_run = fit.report
+                    self.last_run = self._report_of(fit)
                 if self._emulation is not None and self._failure is None:
                     self._emulation.check(emulated_speeds.TOLERATED)
         finally:
@@ -299,7 +300,11 @@ class HetPipeStrategy(VirtualWorkers):
         """While loggers are open."""
         if self._fit is not None:
             self._fit.finish_report()
-            self.last_run = self._fit.report
+            self.last_run = self._report_of(self._fit)
+
+    def _report_of(self, fit: Fit) -> RunReport:
+        report = fit.report or RunReport()
+        return replace(report, virtual_worker=self.global_rank, virtual_workers=self.world_size)
 
     # Lightning's steps.
 
@@ -356,7 +361,7 @@ class HetPipeStrategy(VirtualWorkers):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self._engine is not None and self._engine.in_flight > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
-        note_in_flight(checkpoint, self._in_flight_now if self._fit or not self.last_run else self.last_run.in_flight)
+        note_in_flight(checkpoint, self._in_flight_now if self._fit else self.last_run.in_flight)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

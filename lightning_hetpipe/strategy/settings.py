@@ -132,7 +132,7 @@ def only_wsp(given: Sequence[WSPCallback]) -> WSPCallback:
     if len(given) > 1:
         raise SettingError(
             f"this run has {len(given)} WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among the Trainer's"
-            " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of trainer.callbacks)"
+            " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of callbacks)"
         )
     return given[0] if given else WSPCallback()
 

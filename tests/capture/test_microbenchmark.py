@@ -63,11 +63,11 @@ class Counting(nn.Module):
 
 
 def piece_of(*modules: nn.Module, inputs: list[Tensor] | None = None) -> Piece:
-    """A piece whose layers were given ``inputs``, or all of them ``X``."""
+    """A piece whose layers were given ``inputs`` in its only call, or all of them ``X``."""
     given = inputs or [X.clone().requires_grad_(index > 0) for index in range(len(modules))]
     net = nn.Sequential(*modules)
     layers = [Layer(f"net.{index}", module) for index, module in enumerate(modules)]
-    return Piece("net", net, layers, [Value.of(tensor) for tensor in given])
+    return Piece("net", net, layers, [[Value.of(tensor) for tensor in given]])
 
 
 def test_one_time_for_each_layer_of_all_pieces() -> None:
@@ -156,3 +156,14 @@ def test_times_come_from_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
         microbenchmark, "layer_times", lambda layers, **_: [float(index) for index, _ in enumerate(layers)]
     )
     assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], RandomGenerators(0), None, CPU) == [0, 1, 2]
+
+
+def test_a_piece_that_is_called_again_takes_its_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with inputs of the same sizes are measured once, and counted each."""
+    monkeypatch.setattr(
+        microbenchmark, "layer_times", lambda layers, **_: [10.0**index for index, _ in enumerate(layers)]
+    )
+    piece = piece_of(nn.Tanh(), nn.Sigmoid())
+    wide = [Value.of(torch.ones(7, 4)) for _ in range(2)]
+    piece.inputs = [*piece.inputs * 2, wide]
+    assert measure([piece], RandomGenerators(0), None, CPU) == [2 + 10, 200 + 1000]

@@ -67,12 +67,13 @@ def test_what_each_layer_was_given() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     (piece,) = watch(Watched(run_net, net=net), X)
     expected = X
-    for layer, value in zip(net, piece.inputs, strict=True):
+    (inputs,) = piece.inputs
+    for layer, value in zip(net, inputs, strict=True):
         assert torch.equal(value.tensors[0], expected)
         assert not value.tensors[0].requires_grad
         expected = layer(expected)
     # All but the first are on the way of a gradient.
-    assert [value.requires_grad for value in piece.inputs] == [(False,), (True,), (True,)]
+    assert [value.requires_grad for value in inputs] == [(False,), (True,), (True,)]
 
 
 def test_the_step_runs_as_it_would_without_us() -> None:
@@ -120,7 +121,7 @@ def test_one_module_in_two_positions_is_two_layers() -> None:
     (piece,) = watch(Watched(run_net, net=nn.Sequential(shared, nn.Tanh(), shared)), X)
     assert names(piece) == ["net.0", "net.1", "net.2"]
     assert piece.layers[0].module is piece.layers[2].module is shared
-    assert torch.equal(piece.inputs[2].tensors[0], torch.tanh(shared(X)))
+    assert torch.equal(piece.inputs[0][2].tensors[0], torch.tanh(shared(X)))
 
 
 def test_layers_that_change_their_input_in_place() -> None:
@@ -145,8 +146,9 @@ def test_values_that_are_not_tensors_pass_through_layers() -> None:
         return loss
 
     (piece,) = watch(Watched(step, net=nn.Sequential(Both(), Pick(), nn.Linear(4, 1))), X)
-    assert piece.inputs[1].tree(piece.inputs[1].tensors)["note"] == "same"
-    assert torch.equal(piece.inputs[2].tensors[0], X * 2)
+    (inputs,) = piece.inputs
+    assert inputs[1].tree(inputs[1].tensors)["note"] == "same"
+    assert torch.equal(inputs[2].tensors[0], X * 2)
 
 
 def test_pieces_are_in_the_order_of_their_calls() -> None:
@@ -245,8 +247,8 @@ def test_the_watched_step_draws_as_the_minibatch_would() -> None:
     before = chance()
     (first,), (second,) = watch(module, X), watch(module, X)
     assert chance() == before
-    assert torch.equal(first.inputs[2].tensors[0], second.inputs[2].tensors[0])
-    assert (first.inputs[2].tensors[0] == 0).any()
+    assert torch.equal(first.inputs[0][2].tensors[0], second.inputs[0][2].tensors[0])
+    assert (first.inputs[0][2].tensors[0] == 0).any()
 
 
 def test_a_single_layer_of_torchs_own_is_told_by_its_class() -> None:

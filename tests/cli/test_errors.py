@@ -54,8 +54,8 @@ def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
     [
         "output_dir=taken/x",
         "hydra.run.dir=taken/x",
-        "trainer.logger.save_dir=taken/x",
-        "trainer.callbacks.checkpoint.dirpath=taken/x",
+        "logger.tensorboard.save_dir=taken/x",
+        "callbacks.model_checkpoint.dirpath=taken/x",
     ],
 )
 def test_a_folder_that_cannot_be_made_is_named_with_its_setting(ends: Ends, folder: Path, argument: str) -> None:
@@ -110,9 +110,9 @@ def test_barebones_leaves_out_what_it_excludes(train: Train, capsys: pytest.Capt
 
 
 def test_what_lightning_finds_out_while_it_trains_is_one_sentence(ends: Ends) -> None:
-    stop = "trainer.callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
-    _, error = ends(2, *MINE, stop, "trainer.callbacks.stop.monitor=val_los")
-    assert "hetpipe-train: trainer.callbacks.stop.monitor=val_los: Early stopping conditioned on metric" in error
+    stop = "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+    _, error = ends(2, *MINE, stop, "callbacks.stop.monitor=val_los")
+    assert "hetpipe-train: callbacks.stop.monitor=val_los: Early stopping conditioned on metric" in error
     assert "Traceback" not in error
 
 

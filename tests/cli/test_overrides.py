@@ -4,9 +4,9 @@ from lightning_hetpipe.cli.overrides import planned, settled
 
 
 def test_settings_may_be_overridden_or_added_alike() -> None:
-    assert settled(["strategy.in_flight=6", "trainer.callbacks.checkpoint.mode=min"]) == [
+    assert settled(["strategy.in_flight=6", "callbacks.model_checkpoint.mode=min"]) == [
         "++strategy.in_flight=6",
-        "++trainer.callbacks.checkpoint.mode=min",
+        "++callbacks.model_checkpoint.mode=min",
     ]
 
 
@@ -20,7 +20,7 @@ def test_the_rest_is_left_to_hydra() -> None:
         "hydra.run.dir=there",
         "+strategy.weights=stash",
         "++strategy.stages=2",
-        "~trainer.callbacks.progress",
+        "~callbacks.progress_bar",
         "experiment@there=gpt",
     ]
     assert settled(arguments) == arguments

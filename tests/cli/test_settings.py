@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import trainer_checks
+from lightning_hetpipe.cli.config_sections import hyperparameters
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
 from lightning_hetpipe.cli.overrides import settled
+
+CONF = Path(__file__).parents[2] / "conf"
+DEFAULT_CALLBACKS = ("model_checkpoint", "progress_bar", "learning_rate_monitor")
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +45,38 @@ def test_the_experiments_are_right(experiment: str, strategy: str) -> None:
         "trainer.gradient_clip_val=1",
         "strategy.virtual_workers=2",
         "+strategy.weights=stash",
-        "trainer.callbacks.progress=null",
+        "callbacks.progress_bar=null",
         "trainer.strategy=auto",
         "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",
     ],
 )
 def test_what_the_target_takes_may_be_set_although_the_yaml_leaves_it_out(override: str) -> None:
     check(composed(override))
+
+
+@pytest.mark.parametrize("group", ["callbacks", "logger"])
+def test_each_choice_of_callbacks_and_loggers_is_right(group: str) -> None:
+    for option in sorted(path.stem for path in (CONF / group).glob("*.yaml")):
+        check(composed(f"{group}={option}"))
+
+
+def test_several_choices_add_up() -> None:
+    config = composed("callbacks=[early_stopping,rich_progress_bar]", "logger=[tensorboard,csv]")
+    check(config)
+    assert set(config.trainer.callbacks) == {*DEFAULT_CALLBACKS, "early_stopping"}
+    assert config.callbacks.progress_bar._target_.endswith("RichProgressBar")
+    assert set(config.trainer.logger) == {"tensorboard", "csv"}
+    assert set(composed().trainer.callbacks) == set(DEFAULT_CALLBACKS)
+    none = composed("callbacks=none", "logger=none")
+    assert none.trainer.callbacks == none.trainer.logger == {}
+
+
+def test_what_loggers_are_told_holds_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "abc")
+    told = hyperparameters(composed("+key='${oc.env:SECRET}'", "experiment=gpt"))
+    assert told["key"] == "${oc.env:SECRET}"
+    assert told["model"]["context"] == 96, "other interpolations are resolved"
+    assert told["trainer"]["strategy"] == "${strategy}", "and what stands elsewhere is not repeated"
 
 
 def test_an_experiments_settings_of_the_strategy_may_stand_where_another_one_is_used() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.cli.conftest import Train
+from tests.cli.conftest import Ends, Train
 
 FAST = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
-FAST += ["trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "trainer.callbacks.progress=null"]
+FAST += ["trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "callbacks.progress_bar=null"]
 
 
 @pytest.mark.filterwarnings("error:stale gradients and momentum")
@@ -42,7 +44,7 @@ def test_without_the_strategy_there_is_no_table(train: Train, capsys: pytest.Cap
 
 
 def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train("trainer.fast_dev_run=true", "trainer.callbacks.progress=null")
+    train("trainer.fast_dev_run=true", "callbacks.progress_bar=null")
     said = capsys.readouterr().out
     assert "test accuracy" in said
     assert "\ncheckpoint" not in said
@@ -71,12 +73,51 @@ def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path) -> None:
     assert "step=6" in second.name
 
 
-def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train("-m", "strategy.stages=1,2", *FAST)
+def test_a_sweep_runs_each_job_and_ends_with_a_table(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("-m", "strategy.stages=1,2", *FAST, "data.batch_size=16")
     said = capsys.readouterr().out
+    *_, header, first, second = said.splitlines()
+    columns = ["job", "strategy.stages", "samples per second", "test loss", "test accuracy", "best val_acc", "status"]
+    assert re.split(r"  +", header) == columns
+    assert [row.split()[:2] + row.split()[-1:] for row in (first, second)] == [["0", "1", "done"], ["1", "2", "done"]]
     assert "pipeline of 1 stage," in said
     assert "pipeline of 2 stages," in said
     assert len(list(folder.glob("multirun/*/*/*/checkpoints/*.ckpt"))) == 2
+
+
+def test_a_sweep_that_a_job_ends_shows_how_far_it_came(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, error = ends(1, "-m", "--config-dir", "mine", "experiment=mine", "+model.fails=null,1", "callbacks=none")
+    assert "a bug in training_step" in error
+    header, first, second = output.splitlines()[-3:]
+    assert header.split()[:2] == ["job", "model.fails"]
+    assert (first.split()[:2], first.split()[-1]) == (["0", "null"], "done")
+    assert (second.split()[:2], second.split()[-1]) == (["1", "1"], "failed")
+
+
+def test_settings_reach_the_loggers_as_hyperparameters(train: Train, folder: Path) -> None:
+    train("logger=[csv,tensorboard]", "tags=[first,try]", *FAST)
+    for name in ("csv", "tensorboard"):
+        (file,) = folder.glob(f"outputs/*/*/{name}/hparams.yaml")
+        logged: Any = OmegaConf.to_container(OmegaConf.load(file))
+        assert logged["strategy"]["stages"] == 3
+        assert logged["strategy"]["wsp"]["clock_distance"] == 0
+        assert logged["model"]["lr"] == 0.01
+        assert logged["tags"] == ["first", "try"]
+
+
+def test_early_stopping_follows_the_metric_of_the_experiment(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends the run after the second epoch, as the accuracy does not improve by all of it."""
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=1"]
+    train(*early, *FAST, "trainer.max_epochs=5", "logger=csv", "hydra.run.dir=early")
+    said = capsys.readouterr().out
+    assert re.search(r"^metrics +early/csv/metrics.csv$", said, re.MULTILINE)
+    assert "early/checkpoints/" in said
+    rows = csv.DictReader((folder / "early" / "csv" / "metrics.csv").read_text().splitlines())
+    assert {row["epoch"] for row in rows if row["val_acc"]} == {"0", "1"}
 
 
 def test_a_model_in_the_working_directory_is_found(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

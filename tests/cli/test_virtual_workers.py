@@ -36,7 +36,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    quiet = ["trainer.enable_progress_bar=false", "trainer.callbacks.progress=null", "strategy.wsp.lease=3"]
+    quiet = ["trainer.enable_progress_bar=false", "callbacks.progress_bar=null", "strategy.wsp.lease=3"]
     command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", "--config-dir", "mine", "experiment=mine"]
     return subprocess.run(
         [*command, "strategy.virtual_workers=2", *quiet, *arguments],

@@ -24,12 +24,20 @@ P = ("profile=p.json",)
 T4 = (*P, "devices=[T4]")
 DDP = "strategy._target_=lightning.pytorch.strategies.DDPStrategy"
 IDENTITY = "_target_=torch.nn.Identity"
+STOP = "callbacks=early_stopping"
 
 NAMES = [  # settings that nothing reads
     ("train", ["strategy.in_fligt=6"], "strategy.in_fligt", "did you mean strategy.in_flight?"),
     ("train", ["+strategy.in_fligt=6"], "strategy.in_fligt", "did you mean strategy.in_flight?"),
     ("train", ["strategy=plain", "strategy.in_fligt=6"], "strategy.in_fligt", "did you mean strategy.in_flight?"),
     ("train", ["strategy.wsp.clok_distance=1"], "strategy.wsp.clok_distance", "mean strategy.wsp.clock_distance?"),
+    ("train", [f"trainer.callbacks.x.{IDENTITY}"], "trainer.callbacks.x", "is not read there; give callbacks.x=..."),
+    (
+        "train",
+        ["callbacks.early_stopping.patience=1"],
+        "callbacks.early_stopping.patience",
+        "callbacks has model_checkp",
+    ),
     ("train", ["trainer.max_epoch=3"], "trainer.max_epoch", "did you mean trainer.max_epochs?"),
     ("train", ["model.zzz=1"], "model.zzz", "lightning_hetpipe.demo.ResNet has width, blocks, classes, lr, weight_d"),
     ("train", ["data.batch_siz=3"], "data.batch_siz", "did you mean data.batch_size?"),
@@ -39,10 +47,20 @@ NAMES = [  # settings that nothing reads
     ("train", ["+sead=3"], "sead", "did you mean seed?"),
     ("train", ["experimnt=gpt"], "experimnt", "did you mean experiment?"),
     ("train", ["+size=8"], "size", "is not a setting"),
-    ("train", ["trainer.callbacks.checkpoint.monitr=x"], "trainer.callbacks.checkpoint.monitr", "checkpoint.monitor?"),
-    ("train", ["trainer.callbacks.checkpont.monitor=x"], "trainer.callbacks.checkpont.monitor", "checkpoint.monitor?"),
-    ("train", [*MINE, "trainer.logger.save_dirr=x"], "trainer.logger.save_dirr", "mean trainer.logger.save_dir?"),
-    ("train", [*MINE, "trainer.logger.foo=x"], "trainer.logger.foo", "loggers.TensorBoardLogger has save_dir, name"),
+    ("train", ["callbacks.model_checkpoint.monitr=x"], "callbacks.model_checkpoint.monitr", "checkpoint.monitor?"),
+    ("train", ["callbacks.model_checkpont.monitor=x"], "callbacks.model_checkpont.monitor", "checkpoint.monitor?"),
+    (
+        "train",
+        [*MINE, "logger.tensorboard.save_dirr=x"],
+        "logger.tensorboard.save_dirr",
+        "mean logger.tensorboard.save_dir?",
+    ),
+    (
+        "train",
+        [*MINE, "logger.tensorboard.foo=x"],
+        "logger.tensorboard.foo",
+        "loggers.TensorBoardLogger has save_dir, name",
+    ),
     (
         "train",
         ["trainer.plugins=[{_target_: lightning.pytorch.plugins.MixedPrecision, precision: bf16-mixed, devic: cpu}]"],
@@ -96,6 +114,9 @@ VALUES = [  # of the wrong type or size
     ("train", [*GPT, "model.heads=5"], "model.width=96", "must be a multiple of model.heads=5"),
     ("train", ["model.width.x=3"], "model.width={'x': 3}", "must be a whole number."),
     ("train", ["output_dir=3"], "output_dir=3", "must be text."),
+    ("train", ["tags=small"], "tags=small", "must be [text, ...]."),
+    ("train", ["monitor_mode=least"], "monitor_mode=least", "must be 'min' or 'max'."),
+    ("train", [STOP, "monitor=null"], "callbacks.early_stopping.monitor=null", "must be text."),
     ("train", ["seed=abc"], "seed=abc", "must be a whole number or null."),
     ("train", ["seed=true"], "seed=true", "must be a whole number or null."),
     ("train", ["seed=-1"], "seed=-1", "must be from 0 to 4294967295, or null"),
@@ -135,9 +156,9 @@ TARGETS = [  # what is to be built
         "did you mean lightning.Trainer?",
     ),
     ("train", [f"trainer.{IDENTITY}"], f"trainer.{IDENTITY}", "but trainer must be a lightning.Trainer"),
-    ("train", [f"trainer.callbacks.x.{IDENTITY}"], f"trainer.callbacks.x.{IDENTITY}", "must be a lightning.Callback"),
+    ("train", [f"callbacks.x.{IDENTITY}"], f"callbacks.x.{IDENTITY}", "must be a lightning.Callback"),
     ("train", [f"trainer.profiler.{IDENTITY}"], f"trainer.profiler.{IDENTITY}", "must be a Profiler or text or null."),
-    ("train", ["trainer.callbacks.checkpoint._target_=null"], "trainer.callbacks.checkpoint._target_=null", "leave it"),
+    ("train", ["callbacks.model_checkpoint._target_=null"], "callbacks.model_checkpoint._target_=null", "leave it"),
     ("train", ["~model"], "No model is configured", "choose an experiment, such as experiment=digits."),
     ("train", ["~data._target_"], "data has no _target_", "give data._target_="),
     ("train", ["~strategy"], "strategy has no _target_", "choose strategy=hetpipe, or strategy=plain."),
@@ -157,7 +178,7 @@ COMPOSITION = [  # the command line and the files
     ("train", ["strategy.stages=[1"], "strategy.stages=[1", "write section.key=value"),
     ("train", ["strategy.stages=1,2"], "strategy.stages=1,2", "add -m to run with each of them"),
     ("train", ["+model=gpt"], "model", "Multiple values for model"),
-    ("train", ["trainer.logger=[]"], "trainer.logger=[]", "takes two: '~trainer.logger' '+trainer.logger=[]'"),
+    ("train", ["strategy.wsp=[]"], "strategy.wsp=[]", "takes two: '~strategy.wsp' '+strategy.wsp=[]'"),
     ("train", ["~strategy.nothing"], "strategy.nothing", "~strategy.nothing takes nothing away"),
     ("train", ["hydra.job.num=abc"], "hydra.job.num=abc", "could not be converted to Integer"),
     ("train", ["hydra.foo=3"], "hydra.foo", "use +hydra.foo=3"),

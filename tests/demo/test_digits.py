@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import lightning as L
 import pytest
@@ -12,6 +11,7 @@ from lightning_hetpipe.demo import Digits, ResNet
 from lightning_hetpipe.demo.digits import load
 from lightning_hetpipe.demo.resnet import one_cycle
 from lightning_hetpipe.errors import SettingError
+from tests.support.trainers import quiet_trainer
 
 
 def parts(data: Digits) -> list[TensorDataset]:
@@ -71,8 +71,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
 
 def test_two_epochs_teach_it_most_digits() -> None:
     L.seed_everything(1, verbose=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer = quiet_trainer(max_epochs=2)
     model, data = ResNet(), Digits()
     trainer.fit(model, datamodule=data)
     (result,) = trainer.test(model, datamodule=data, verbose=False)

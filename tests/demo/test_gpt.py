@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -11,6 +10,7 @@ import torch
 from lightning_hetpipe.demo import GPT, SourceText
 from lightning_hetpipe.demo.source_text import read_source, windows
 from lightning_hetpipe.errors import SettingError
+from tests.support.trainers import quiet_trainer
 
 
 def test_a_target_is_the_byte_that_follows() -> None:
@@ -60,8 +60,7 @@ def test_the_model_keeps_its_layers_in_one_sequential() -> None:
 
 def test_a_short_training_beats_guessing() -> None:
     L.seed_everything(1, verbose=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer = quiet_trainer()
     model, data = GPT(context=32, width=32, blocks=1, heads=2, warmup=5), SourceText(context=32, max_bytes=60_000)
     trainer.fit(model, datamodule=data)
     (result,) = trainer.test(model, datamodule=data, verbose=False)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.exact.running import make_trainer
 from tests.oracle import Batch, Outputs
 from tests.support.ahead import Memory
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 
 
 class Evaluates(Learner):
@@ -64,22 +62,11 @@ class Outputs_(L.Callback):
 def evaluated(module: L.LightningModule, loader: Any, strategy: Any, **settings: Any) -> list[Any]:
     """Everything that validate, test and predict show of ``module``."""
     outputs, memory = Outputs_(), Memory()
-    trainer = make_trainer([outputs], strategy=strategy, logger=memory, **settings)
+    trainer = quiet_trainer(strategy, callbacks=[outputs], logger=memory, **settings)
     validated = trainer.validate(module, loader, verbose=False)
     tested = trainer.test(module, loader, verbose=False)
     predicted = trainer.predict(module, loader)
     return [validated, tested, predicted, outputs.given, memory.logged, dict(trainer.callback_metrics)]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, Sequence) and not isinstance(one, str):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def pipeline(stages: int = 2, in_flight: int = 3, **settings: Any) -> HetPipeStrategy:
@@ -104,8 +91,3 @@ class Model(L.LightningModule):
 
     test_step = validation_step
     predict_step = validation_step
-
-
-def vectors(batches: int = 6) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(2)
-    return DataLoader(TensorDataset(torch.randn(batches * 4 - 1, 6, generator=chance)), 4)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.evaluation.evaluating import Model, same, vectors
+from tests.evaluation.evaluating import Model
 from tests.exact.pipelines import Pinned, delayed
-from tests.exact.running import make_trainer
+from tests.support.equality import assert_same, difference
+from tests.support.models import vectors
+from tests.support.trainers import quiet_trainer
 
 
 class Noisy(nn.Module):
@@ -43,16 +45,16 @@ def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> A
     torch.manual_seed(6)
     net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
     torch.manual_seed(6)
-    return make_trainer(strategy=delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors())
+    return quiet_trainer(delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors(23, 4))
 
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_draws_belong_to_the_batch(sequential: bool) -> None:
     first = run(sequential, (0, 1), 2, 1)
-    assert same(first, run(sequential, (0, 1), 2, 2))
-    assert same(first, run(sequential, (0, 2), 4, 3))
-    assert same(first, run(sequential, (0, 1, 2), 3, 4))
-    assert not same(first[1], first[2])
+    assert_same(first, run(sequential, (0, 1), 2, 2))
+    assert_same(first, run(sequential, (0, 2), 4, 3))
+    assert_same(first, run(sequential, (0, 1, 2), 3, 4))
+    assert difference(first[1], first[2]) is not None
 
 
 def test_the_process_does_not_notice() -> None:
@@ -64,5 +66,5 @@ def test_the_process_does_not_notice() -> None:
             self.end = torch.get_rng_state()
 
     module = Looks(nn.Sequential(Noisy(), Noisy()))
-    make_trainer(strategy=Pinned((0, 1), 3)).predict(module, vectors())
+    quiet_trainer(Pinned((0, 1), 3)).predict(module, vectors(23, 4))
     assert torch.equal(module.start, module.end)

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.evaluation.evaluating import Model, pipeline, same, vectors
-from tests.exact.running import make_trainer
+from tests.evaluation.evaluating import Model, pipeline
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
+from tests.support.models import vectors
+from tests.support.trainers import quiet_trainer
 
 
 def predicted(module: Model, strategy: Any) -> Any:
-    return make_trainer(strategy=strategy).predict(module, vectors())
+    return quiet_trainer(strategy).predict(module, vectors(23, 4))
 
 
 def twice(module: Model, x: Tensor, batch_idx: int) -> Any:
@@ -100,10 +102,10 @@ def test_steps_of_any_kind(step: Callable[..., Any], net: Callable[[], Any], inf
 
     def run(strategy: Any) -> Any:
         torch.manual_seed(5)
-        trainer = make_trainer(strategy=strategy, inference_mode=inference_mode)
-        return trainer.predict(Steps(net()), vectors())
+        trainer = quiet_trainer(strategy, inference_mode=inference_mode)
+        return trainer.predict(Steps(net()), vectors(23, 4))
 
-    assert same(run("auto"), run(pipeline()))
+    assert_same(run("auto"), run(pipeline()))
 
 
 class Trains(Model):
@@ -173,7 +175,7 @@ def test_a_warning_says_why(make: Callable[[], Model], reason: str) -> None:
     with pytest.warns(UserWarning, match=reason):
         found = predicted(make(), pipeline())
     torch.manual_seed(5)
-    assert same(predicted(make(), "auto"), found)
+    assert_same(predicted(make(), "auto"), found)
 
 
 def test_nothing_is_said_where_all_runs_in_the_pipeline() -> None:
@@ -192,5 +194,5 @@ def test_frozen_modules_and_those_without_gradients_run_in_it() -> None:
     strategy = pipeline()
     stages: set[int] = set()
     strategy._before_pass = lambda stage, work, batch: stages.add(stage)
-    assert same(predicted(Freezes(), "auto"), predicted(Freezes(), strategy))
+    assert_same(predicted(Freezes(), "auto"), predicted(Freezes(), strategy))
     assert stages == {0, 1}

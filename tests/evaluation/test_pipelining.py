@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from tests.evaluation.evaluating import Model, pipeline, same, vectors
-from tests.exact.running import make_trainer
+from tests.evaluation.evaluating import Model, pipeline
+from tests.support.equality import assert_same
+from tests.support.models import vectors
 from tests.support.traces import ours_in
+from tests.support.trainers import quiet_trainer
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -31,7 +33,7 @@ def test_all_stages_are_busy_at_once(task: str, stages: int) -> None:
 
     strategy = pipeline(stages, in_flight=stages + 1)
     strategy._before_pass = before
-    getattr(make_trainer(strategy=strategy), task)(Model(), vectors(8))
+    getattr(quiet_trainer(strategy), task)(Model(), vectors(31, 4))
     assert not together.broken
     assert {stage for stage, _ in seen} == set(range(stages))
     for stage in range(stages):
@@ -64,7 +66,7 @@ def order(in_flight: int) -> list[str]:
             callback.order.append(f"step {batch_idx}")
             return super().step(x, batch_idx)
 
-    make_trainer([callback], strategy=pipeline(2, in_flight)).validate(Steps(), vectors(4), verbose=False)
+    quiet_trainer(pipeline(2, in_flight), callbacks=[callback]).validate(Steps(), vectors(15, 4), verbose=False)
     return callback.order
 
 
@@ -121,14 +123,14 @@ def test_a_failure_comes_out_and_leaves_nothing(task: str, place: str, bad: int)
     module.net[0].weight.data.copy_(torch.eye(6))
     module.net[0].bias.data.zero_()
     before = {name: set(vars(part)) for name, part in module.net.named_modules()}
-    trainer = make_trainer(strategy=pipeline(2, 3))
+    trainer = quiet_trainer(pipeline(2, 3))
     with pytest.raises(Trouble, match=f"in a {place}"):
-        getattr(trainer, task)(module, vectors())
+        getattr(trainer, task)(module, vectors(23, 4))
     assert {name: set(vars(part)) for name, part in module.net.named_modules()} == before
     assert not [t.name for t in threading.enumerate() if t.name.startswith("hetpipe")]
     assert ours_in(module) == []
-    expected = make_trainer(strategy="auto").predict(Model(), vectors())
-    assert same(expected, make_trainer(strategy=pipeline(2, 3)).predict(Model(), vectors()))
+    expected = quiet_trainer("auto").predict(Model(), vectors(23, 4))
+    assert_same(expected, quiet_trainer(pipeline(2, 3)).predict(Model(), vectors(23, 4)))
 
 
 def test_a_failure_of_a_layer_can_be_caught() -> None:
@@ -139,8 +141,8 @@ def test_a_failure_of_a_layer_can_be_caught() -> None:
             except RuntimeError:
                 return super().step(x, batch_idx)
 
-    expected = make_trainer(strategy="auto").predict(Catches(), vectors())
-    assert same(expected, make_trainer(strategy=pipeline(2, 3)).predict(Catches(), vectors()))
+    expected = quiet_trainer("auto").predict(Catches(), vectors(23, 4))
+    assert_same(expected, quiet_trainer(pipeline(2, 3)).predict(Catches(), vectors(23, 4)))
 
 
 def test_weights_changed_in_the_middle_are_refused() -> None:
@@ -151,5 +153,5 @@ def test_weights_changed_in_the_middle_are_refused() -> None:
                 torch.nn.init.zeros_(self.net[0].bias)
 
     with pytest.raises(SettingError, match="weights of the evaluated modules were changed after batch 3"):
-        make_trainer(strategy=pipeline(2, 3)).validate(Changes(), vectors(), verbose=False)
-    make_trainer(strategy=pipeline(2, 1)).validate(Changes(), vectors(), verbose=False)
+        quiet_trainer(pipeline(2, 3)).validate(Changes(), vectors(23, 4), verbose=False)
+    quiet_trainer(pipeline(2, 1)).validate(Changes(), vectors(23, 4), verbose=False)

@@ -12,14 +12,15 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests import oracle
-from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline, same, vectors
-from tests.exact.running import fit, make_trainer
+from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline
+from tests.exact.running import fit
 from tests.exact.test_captured import CASES, made
 from tests.support import models
 from tests.support.captured_models import Whole
+from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
-from tests.support.models import Learner
+from tests.support.models import Learner, vectors
+from tests.support.trainers import quiet_trainer
 
 RANDOM = {"vae", "noise between"}  # they draw in evaluation, too: see test_chance
 
@@ -43,7 +44,7 @@ NAMES = [*sorted(CASES.keys() - RANDOM), "mlp", "sequential resnet", "transforme
 def test_all_that_evaluation_shows(name: str) -> None:
     expected = evaluated(*evaluates(name), "auto")
     found = evaluated(*evaluates(name), pipeline(3 if name != "clip" else 2, 4))
-    assert same(expected, found)
+    assert_same(expected, found)
 
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -51,7 +52,7 @@ def test_all_that_evaluation_shows(name: str) -> None:
 def test_precision(precision: str, inference_mode: bool) -> None:
     settings: dict[str, Any] = {"precision": precision, "inference_mode": inference_mode}
     expected = evaluated(*evaluates("resnet"), "auto", **settings)
-    assert same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
+    assert_same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
 
 
 @pytest.mark.slow
@@ -74,13 +75,13 @@ def test_torchs_transformer_takes_its_fast_path_in_both() -> None:
         )
         return evaluated(Evaluates(Whole(Encodes())), loader, strategy)
 
-    assert same(run("auto"), run(pipeline(2, 3)))
+    assert_same(run("auto"), run(pipeline(2, 3)))
 
 
 def test_several_dataloaders() -> None:
     module, loader = evaluates("mlp")
     loaders = [loader, models.vectors(5, 2, seed=9), loader]
-    assert same(evaluated(module, loaders, "auto"), evaluated(evaluates("mlp")[0], loaders, pipeline()))
+    assert_same(evaluated(module, loaders, "auto"), evaluated(evaluates("mlp")[0], loaders, pipeline()))
 
 
 @pytest.mark.parametrize("limit", slow_except([1, 2, 3], 2))
@@ -88,7 +89,7 @@ def test_few_batches(limit: int) -> None:
     settings: dict[str, Any] = {f"limit_{stage}_batches": limit for stage in ("val", "test", "predict")}
     module, loader = evaluates("mlp")
     expected = evaluated(module, loader, "auto", **settings)
-    assert same(expected, evaluated(evaluates("mlp")[0], loader, pipeline(in_flight=5), **settings))
+    assert_same(expected, evaluated(evaluates("mlp")[0], loader, pipeline(in_flight=5), **settings))
 
 
 def test_a_dataset_without_length_and_workers() -> None:
@@ -99,7 +100,7 @@ def test_a_dataset_without_length_and_workers() -> None:
 
     loader = DataLoader(Stream(), 4, num_workers=1)
     module, _ = evaluates("mlp")
-    assert same(evaluated(module, loader, "auto"), evaluated(evaluates("mlp")[0], loader, pipeline()))
+    assert_same(evaluated(module, loader, "auto"), evaluated(evaluates("mlp")[0], loader, pipeline()))
 
 
 def test_lengths_that_vary() -> None:
@@ -107,7 +108,7 @@ def test_lengths_that_vary() -> None:
     words: Any = [(torch.randint(models.WORDS, (4, length)),) for length in (7, 5, 9, 2)]
     loader: DataLoader[Any] = DataLoader(words, batch_size=None)
     expected = evaluated(evaluates("gpt")[0], loader, "auto")
-    assert same(expected, evaluated(evaluates("gpt")[0], loader, pipeline()))
+    assert_same(expected, evaluated(evaluates("gpt")[0], loader, pipeline()))
 
 
 @pytest.mark.parametrize("name", slow_except(["mlp", "resnet", "gpt", "transformer"], "mlp", "transformer"))
@@ -122,17 +123,17 @@ def test_validation_in_the_middle_of_training(name: str) -> None:
 
     record, metrics, module = run(pipeline(2, 3), val_check_interval=2)
     plain, _, _ = run(pipeline(2, 3), limit_val_batches=0)
-    assert [oracle.difference(a, b, "") for a, b in zip(record.states, plain.states, strict=True)] == [None] * len(
+    assert [difference(a, b, "") for a, b in zip(record.states, plain.states, strict=True)] == [None] * len(
         plain.states
     )
-    expected = make_trainer(strategy="auto").validate(module, evaluates(name)[1], verbose=False)[0]
+    expected = quiet_trainer("auto").validate(module, evaluates(name)[1], verbose=False)[0]
     assert {key: float(value) for key, value in metrics.items() if key in expected} == expected
 
 
 def test_attributes_and_lists_are_there_in_order() -> None:
     module, loader = evaluates("mlp")
     assert isinstance(module, Evaluates)
-    make_trainer(strategy=pipeline(in_flight=4)).validate(module, loader, verbose=False)
+    quiet_trainer(pipeline(in_flight=4)).validate(module, loader, verbose=False)
     assert module.count == 6
     assert module.seen == [0, 1, 2, 3, 4, 5]
 
@@ -153,19 +154,19 @@ class Writer(BasePredictionWriter):
 def test_prediction_writers(returned: bool) -> None:
     def run(strategy: Any) -> list[Any]:
         writer = Writer("batch_and_epoch")
-        trainer = make_trainer([writer], strategy=strategy)
-        return [trainer.predict(Model(), vectors(), return_predictions=returned), writer.written]
+        trainer = quiet_trainer(strategy, callbacks=[writer])
+        return [trainer.predict(Model(), vectors(23, 4), return_predictions=returned), writer.written]
 
-    assert same(run("auto"), run(pipeline()))
+    assert_same(run("auto"), run(pipeline()))
 
 
 def test_a_checkpoint_is_tested(tmp_path: Path) -> None:
     module, loader = evaluates("mlp")
-    trainer = make_trainer(strategy=pipeline(), default_root_dir=tmp_path)
+    trainer = quiet_trainer(pipeline(), default_root_dir=tmp_path)
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     expected = trainer.test(module, loader, verbose=False)
-    other = make_trainer(strategy="auto").test(evaluates("mlp")[0], loader, tmp_path / "it.ckpt", verbose=False)
+    other = quiet_trainer("auto").test(evaluates("mlp")[0], loader, tmp_path / "it.ckpt", verbose=False)
     assert expected == other
 
 
@@ -184,7 +185,7 @@ def test_weights_that_a_callback_swaps_in() -> None:
 
     def run(strategy: Any) -> Any:
         module, loader = evaluates("mlp")
-        trainer = make_trainer([Swaps()], strategy=strategy)
+        trainer = quiet_trainer(strategy, callbacks=[Swaps()])
         return trainer.validate(module, loader, verbose=False)
 
     assert run("auto") == run(pipeline())

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from tests import oracle
 from tests.oracle import Batch, Outputs, Run, State
+from tests.support.equality import assert_same
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 
 
 @dataclass(repr=False)
@@ -53,21 +55,6 @@ class Recorder(L.Callback):
         self.record.states.append(State.of(pl_module, trainer.optimizers[0]))
 
 
-def make_trainer(callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
-    """A quiet Trainer on one CPU."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return L.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
-
-
 def fit(
     task: L.LightningModule,
     loader: Iterable[Batch],
@@ -77,9 +64,9 @@ def fit(
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> Record:
-    """Fits with a quiet Trainer and records it. ``settings`` are the Trainer's."""
+    """Fits for two epochs with a quiet Trainer, unless its ``settings`` say otherwise, and records it."""
     recorder = Recorder()
-    trainer = make_trainer([*callbacks, recorder], **settings)
+    trainer = quiet_trainer(callbacks=[*callbacks, recorder], **{"max_epochs": 2, **settings})
     trainer.fit(task, loader, val_loader, ckpt_path=ckpt_path)
     return finish(recorder, trainer, task)
 
@@ -128,16 +115,14 @@ def assert_equal(expected: Run, record: Record) -> None:
     assert len(record.outputs) == len(expected.outputs), (
         f"{len(record.outputs)} minibatches instead of {len(expected.outputs)}"
     )
-    assert (found := oracle.difference(expected.states[0], record.states[0], "start")) is None, found
+    assert_same(expected.states[0], record.states[0], "start")
     for p, (outputs, state) in enumerate(zip(expected.outputs, expected.states[1:], strict=True), start=1):
-        assert (found := oracle.difference(outputs, record.outputs[p - 1], f"minibatch {p}")) is None, found
-        found = oracle.difference(expected.gradients.get(p), record.gradients.get(p), f"gradients {p}")
-        assert found is None, found
-        assert (found := oracle.difference(state, record.states[p], f"version {p}")) is None, found
-    assert (found := oracle.difference(expected.states[-1], record.end, "end")) is None, found
+        assert_same(outputs, record.outputs[p - 1], f"minibatch {p}")
+        assert_same(expected.gradients.get(p), record.gradients.get(p), f"gradients {p}")
+        assert_same(state, record.states[p], f"version {p}")
+    assert_same(expected.states[-1], record.end, "end")
 
 
-def assert_same(one: Record, other: Record) -> None:
+def assert_same_run(one: Record, other: Record) -> None:
     for part in ("outputs", "gradients", "states", "end"):
-        found = oracle.difference(getattr(one, part), getattr(other, part), part)
-        assert found is None, found
+        assert_same(getattr(one, part), getattr(other, part), part)

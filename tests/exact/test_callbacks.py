@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 
-from tests import oracle
 from tests.exact.pipelines import Pinned, even
-from tests.exact.running import Record, assert_equal, expect, fit
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, State
+from tests.support.equality import assert_same
 from tests.support.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
@@ -34,7 +34,7 @@ def test_averaged_weights(in_flight: int) -> None:
     for state in expected.states[2:]:
         average = {name: 0.5 * average[name] + 0.5 * weight for name, weight in state.weights.items()}
     assert left is not None
-    assert (found := oracle.difference(average, left.weights, "average")) is None, found
+    assert_same(average, left.weights, "average")
 
 
 def pair(make: Any, loader: Any, callbacks: Any, strategy: Any, **settings: Any) -> tuple[Record, Record]:
@@ -46,19 +46,13 @@ def pair(make: Any, loader: Any, callbacks: Any, strategy: Any, **settings: Any)
     return runs[0], runs[1]
 
 
-def assert_same(plain: Record, ours: Record) -> None:
-    for part in ("outputs", "states", "end"):
-        found = oracle.difference(getattr(plain, part), getattr(ours, part), part)
-        assert found is None, found
-
-
 @pytest.mark.slow
 def test_stochastic_weight_averaging_is_the_plain_trainers() -> None:
     def callbacks() -> list[L.Callback]:
         return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
 
     plain, ours = pair(lambda: mlp(ADAMW), lambda: vectors(26, 4), callbacks, even(7, 3, 1), max_epochs=4)
-    assert_same(plain, ours)
+    assert_same_run(plain, ours)
 
 
 @pytest.mark.slow
@@ -70,7 +64,7 @@ def test_stochastic_weight_averaging_on_any_cut(in_flight: int) -> None:
         strategy = even(7, stages, in_flight)
         return fit(mlp(ADAMW), vectors(26, 4), [averaging], strategy=strategy, max_epochs=4)
 
-    assert_same(run(1), run(3))
+    assert_same_run(run(1), run(3))
 
 
 class Finetuned(L.LightningModule):
@@ -98,7 +92,7 @@ def finetuning() -> list[L.Callback]:
 
 def test_a_backbone_that_is_unfrozen_is_the_plain_trainers() -> None:
     plain, ours = pair(Finetuned, lambda: vectors(26, 4), finetuning, Pinned((0, 3, 6), 1), max_epochs=3)
-    assert_same(plain, ours)
+    assert_same_run(plain, ours)
     moved: list[State] = [plain.states[0], plain.states[-1]]
     name = "backbone.0.weight"
     assert not torch.equal(moved[0].weights[name], moved[1].weights[name])
@@ -111,7 +105,7 @@ def test_a_backbone_that_is_unfrozen_on_any_cut() -> None:
 
     one = run((0,))
     for cuts in ((0, 3, 6), (0, 5), (0, 1, 2, 7)):
-        assert_same(one, run(cuts))
+        assert_same_run(one, run(cuts))
 
 
 def test_a_task_is_left_as_a_plain_one() -> None:

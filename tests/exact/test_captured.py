@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, expect, fit
@@ -26,20 +26,8 @@ from tests.support.captured_models import (
     Whole,
     Words,
 )
-from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, WORDS, Learner, vectors
-
-
-def images(samples: int, batch_size: int) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(2)
-    x, y = torch.randn(samples, 1, 5, 5, generator=chance), torch.randint(CLASSES, (samples,), generator=chance)
-    return DataLoader(TensorDataset(x, y), batch_size)
-
-
-def words(samples: int, batch_size: int) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(3)
-    return DataLoader(TensorDataset(torch.randint(WORDS, (samples, 7), generator=chance)), batch_size)
-
+from tests.support.marks import explores, slow_except
+from tests.support.models import ADAMW, WORDS, Learner, images, vectors, words
 
 CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
     "unet": (lambda: Whole(UNet()), vectors(22, 4), 6),
@@ -78,12 +66,11 @@ def test_captured_models(name: str, in_flight: int, stages: int) -> None:
     expected = expect(made(name), loader, in_flight, draws=name == "noise between")
     strategy = even(layers, min(stages, layers), in_flight)
     assert_equal(expected, fit(made(name), loader, strategy=strategy))
-    assert strategy.last_run is not None
     if stages > 1 or in_flight > 1:  # alone, nothing is cut into layers
         assert sum(len(stage.layers) for stage in strategy.last_run.stages) == layers
 
 
-@settings(max_examples=4, deadline=None)
+@explores(4)
 @given(data=st.data())
 @pytest.mark.parametrize("name", slow_except(CASES, "clip", "pieces", "noise between"))
 def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import Record, assert_same, fit
-from tests.exact.test_captured import CASES, images, made, words
+from tests.exact.running import Record, assert_same_run, fit
+from tests.exact.test_captured import CASES, made
 from tests.exact.test_live_changes import Edit, assert_differs
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import ResNet, Tower, Whole, Words
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, vectors, words
 from tests.support.small import assert_refused
 
 
@@ -32,7 +32,7 @@ def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any 
 )
 def test_one_in_flight_is_the_plain_trainer(name: str) -> None:
     _, loader, layers = CASES[name]
-    assert_same(fit(made(name), loader, strategy="auto"), fit(made(name), loader, strategy=even(layers, 3, 1)))
+    assert_same_run(fit(made(name), loader, strategy="auto"), fit(made(name), loader, strategy=even(layers, 3, 1)))
 
 
 def test_validation_evaluates_the_model_itself() -> None:
@@ -49,9 +49,9 @@ def test_validation_evaluates_the_model_itself() -> None:
 
     plain, one = losses("auto"), losses(even(6, 3, 1))
     assert torch.equal(plain[1], one[1])
-    assert_same(plain[0], one[0])
+    assert_same_run(plain[0], one[0])
     ahead, often = losses(even(6, 3, 4)), losses(even(6, 2, 4), val_check_interval=2)
-    assert_same(ahead[0], often[0])
+    assert_same_run(ahead[0], often[0])
 
 
 class Slope(nn.Module):
@@ -93,9 +93,9 @@ def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) 
         return Whole(Slope())
 
     plain = run(make, vectors(26, 4), "auto", callbacks, max_epochs=3)
-    assert_same(plain, run(make, vectors(26, 4), Pinned((0, 1, 2), 1), callbacks, max_epochs=3))
+    assert_same_run(plain, run(make, vectors(26, 4), Pinned((0, 1, 2), 1), callbacks, max_epochs=3))
     one = run(make, vectors(26, 4), delayed(Pinned((0,), 3), 1), callbacks, max_epochs=3)
-    assert_same(one, run(make, vectors(26, 4), delayed(Pinned((0, 1, 2), 3), 2), callbacks, max_epochs=3))
+    assert_same_run(one, run(make, vectors(26, 4), delayed(Pinned((0, 1, 2), 3), 2), callbacks, max_epochs=3))
     assert_differs(one, run(make, vectors(26, 4), Pinned((0,), 3), max_epochs=3))
 
 
@@ -117,7 +117,7 @@ def test_attention_dropout_does_not_depend_on_the_cut() -> None:
         return Words(Attends(), ADAMW)
 
     one = run(make, words(14, 4), delayed(Pinned((0,), 3), 1))
-    assert_same(one, run(make, words(14, 4), delayed(Pinned((0, 1, 2), 3), 2)))
+    assert_same_run(one, run(make, words(14, 4), delayed(Pinned((0, 1, 2), 3), 2)))
     assert not torch.equal(one.outputs[0]["logits"], one.outputs[4]["logits"])  # of the same batch
 
 
@@ -203,7 +203,7 @@ def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[st
 def test_one_stage_with_one_in_flight_needs_no_graph(model: Callable[[], nn.Module]) -> None:
     """Lightning's own steps run there."""
     plain = run(lambda: Whole(model()), vectors(20, 4), "auto")
-    assert_same(plain, run(lambda: Whole(model()), vectors(20, 4), Pinned((0,), 1)))
+    assert_same_run(plain, run(lambda: Whole(model()), vectors(20, 4), Pinned((0,), 1)))
 
 
 def test_a_backward_of_ones_own_between_two_modules() -> None:
@@ -219,7 +219,7 @@ def test_a_backward_of_ones_own_between_two_modules() -> None:
             return {"loss": self.two(straight(self.one(batch[0]) * 3)).square().mean() + batch[0].mean()}
 
     plain = run(Between, vectors(20, 4), "auto")
-    assert_same(plain, run(Between, vectors(20, 4), Pinned((0, 2), 1)))
+    assert_same_run(plain, run(Between, vectors(20, 4), Pinned((0, 2), 1)))
 
 
 def test_a_hook_inside_is_refused() -> None:
@@ -245,7 +245,7 @@ def test_inputs_of_too_many_kinds() -> None:
         kinds = 5
 
     expected = run(lambda: Counts(Takes()), vectors(48, 4), "auto")
-    assert_same(expected, run(lambda: Counts(Takes()), vectors(48, 4), Pinned((0,), 1)))
+    assert_same_run(expected, run(lambda: Counts(Takes()), vectors(48, 4), Pinned((0,), 1)))
     Counts.kinds = 12
     message = "'model' was given inputs of more than 8 kinds, each of which needs its own graph"
     assert_refused(Counts(Takes(), SGD), message, strategy=Pinned((0,), 3), loader=vectors(48, 4))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import assert_equal, assert_same, expect, fit
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Whole
 from tests.support.models import CLASSES, SGD, Learner, vectors
@@ -42,7 +42,7 @@ def test_one_in_flight_is_the_plain_trainer(precision: Any) -> None:
         fit(Whole(model_of(model)), loader, strategy=strategy, precision=precision)
         for strategy in ("auto", even(2, 2, 1))
     )
-    assert_same(plain, one)
+    assert_same_run(plain, one)
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ def test_several_in_flight_repeat(precision: Any) -> None:
         for seed in (1, 2, 3)
     ]
     for run in runs[1:]:
-        assert_same(runs[0], run)
+        assert_same_run(runs[0], run)
 
 
 class Keeps(nn.Module):
@@ -136,4 +136,4 @@ def test_autocast_with_its_cache_repeats() -> None:
         task.load_state_dict(weights)
         runs.append(fit(task, loader, strategy=delayed(even(5, 2, 4), seed)))
     for run in runs[1:]:
-        assert_same(runs[0], run)
+        assert_same_run(runs[0], run)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe.torch_private import cpp_compiler_error
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import Record, assert_equal, assert_same, expect, fit
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.oracle import Noise
 from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, vectors
@@ -75,7 +75,7 @@ def test_sums_of_gradients_repeat() -> None:
         torch.manual_seed(1)
         strategy = delayed(even(layers, 3, 4, compile="aot_eager"), seed)
         records.append(fit(made("translator"), loader, strategy=strategy))
-    assert_same(*records)
+    assert_same_run(*records)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_other_default_dtypes(model: str, precision: Any) -> None:
         torch.manual_seed(1)
         strategy = even(LAYERS[model], 2, 3, compile=compiled)
         records.append(fit(make_task(ADAMW), make_loader(26, 3), strategy=strategy, precision=precision))
-    assert_same(*records)
+    assert_same_run(*records)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_inductor(name: str) -> None:
         records.append(fit(make_task(ADAMW), make_loader(26, 3), strategy=strategy))
     assert children() == before, "inductor's workers"
     plain, one, other = records
-    assert_same(one, other)
+    assert_same_run(one, other)
     for expected, found in zip(plain.outputs, one.outputs, strict=True):
         torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-3, atol=1e-4)
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.exact.test_captured import images
 from tests.oracle import Batch
 from tests.support.captured_models import ResNet, Whole
 from tests.support.marks import slow_except
-from tests.support.models import Learner, Task, vectors
+from tests.support.models import Learner, Task, images, vectors
 from tests.support.traces import ours_in
 
 

@@ -17,10 +17,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests import oracle
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
+from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, Task, mlp, vectors
 
@@ -41,8 +41,8 @@ def test_shuffled_data(in_flight: int, workers: int) -> None:
         return record
 
     plain, ours = run("auto"), run(even(7, 3, in_flight))
-    assert (found := oracle.difference(plain.batches, ours.batches, "batches")) is None, found
-    assert oracle.difference(ours.batches[0], ours.batches[1]) is not None
+    assert_same(plain.batches, ours.batches, "batches")
+    assert difference(ours.batches[0], ours.batches[1]) is not None
     L.seed_everything(7)
     assert_equal(expect(mlp(), ours.batches, in_flight), ours)
 

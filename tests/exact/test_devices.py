@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.user import parameter_view
-from tests.exact.running import Record, assert_equal, assert_same, expect, fit
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_direct import Penalty
 from tests.oracle import Batch, Outputs
@@ -53,7 +53,7 @@ def test_captured_models_are_evaluated_where_their_layers_are(name: str, inferen
     (plain, expected), (one, found) = run("auto"), run(two(1))
     assert torch.equal(expected, found) or name == "dropout"  # which trains on other random numbers
     if name != "dropout":
-        assert_same(plain, one)
+        assert_same_run(plain, one)
     assert_equal(expect(Evaluates(made(name)), CASES[name][1], 3), run(two(3))[0])
 
 

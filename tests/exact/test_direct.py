@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import assert_equal, assert_same, expect, fit
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
@@ -175,7 +175,7 @@ def test_it_repeats_under_delays(kind: str) -> None:
         torch.manual_seed(3)
         strategy = delayed(even(layers, 3, 4, **settings), seed)
         runs.append(fit(make(SGD), vectors(26, 4), strategy=strategy))
-    assert_same(*runs)
+    assert_same_run(*runs)
 
 
 class Own(torch.autograd.Function):
@@ -308,7 +308,7 @@ def test_one_in_flight_uses_gradients_as_the_plain_trainer_does(act: Callable[[A
         fit(copy.deepcopy(task), vectors(26, 4), strategy=strategy, accumulate_grad_batches=2)
         for strategy in ("auto", Pinned((0, 2), 1))
     )
-    assert_same(plain, one)
+    assert_same_run(plain, one)
 
 
 def read_statistics(task: Any) -> None:

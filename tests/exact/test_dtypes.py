@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe.errors import SettingError
-from tests import oracle
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import Record, assert_same, fit
+from tests.exact.running import Record, assert_same_run, fit
 from tests.oracle import Batch, Outputs
+from tests.support.equality import difference
 from tests.support.marks import slow_except
 from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
 
@@ -72,10 +72,10 @@ def test_autocast_around_the_call_is_the_plain_trainers(
     settings: dict[str, Any] = {"precision": precision}
     make = functools.partial(Casting, call)
     plain = run(make, "auto", **settings)
-    assert_same(plain, run(make, even(7, stages, 1), **settings))
+    assert_same_run(plain, run(make, even(7, stages, 1), **settings))
     # It makes a difference.
     other = run(functools.partial(Casting, off if call is whole else whole), "auto", **settings)
-    assert precision == "bf16-mixed" or oracle.difference(plain.states[-1], other.states[-1], "end") is not None
+    assert precision == "bf16-mixed" or difference(plain.states[-1], other.states[-1], "end") is not None
 
 
 @pytest.mark.parametrize("call", [whole, inner])
@@ -83,7 +83,7 @@ def test_autocast_around_the_call_on_any_cut(call: Callable[[nn.Module, Tensor],
     make = functools.partial(Casting, call)
     one = run(make, even(7, 1, 4))
     for seed, stages in enumerate((2, 3)):
-        assert_same(one, run(make, delayed(even(7, stages, 4), seed)))
+        assert_same_run(one, run(make, delayed(even(7, stages, 4), seed)))
 
 
 # The default dtype.
@@ -113,7 +113,7 @@ class Exact(Learner):
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
 def test_layers_that_create_tensors_are_the_plain_trainers(precision: str, stages: int) -> None:
     settings: dict[str, Any] = {"precision": precision}
-    assert_same(run(Exact, "auto", **settings), run(Exact, even(5, stages, 1), **settings))
+    assert_same_run(run(Exact, "auto", **settings), run(Exact, even(5, stages, 1), **settings))
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -143,7 +143,7 @@ def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight
         assert "dtype" in message, message
         return
     for other in again:
-        assert_same(first, other)
+        assert_same_run(first, other)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -152,4 +152,4 @@ def test_layers_that_create_tensors_repeat(precision: str) -> None:
     first = run(Exact, delayed(even(5, 3, 4), 1), **settings)
     assert first.outputs[-1]["logits"].dtype is (torch.float64 if precision == "64-true" else torch.bfloat16)
     for seed in (2, 3):
-        assert_same(first, run(Exact, delayed(even(5, 2, 4), seed), **settings))
+        assert_same_run(first, run(Exact, delayed(even(5, 2, 4), seed), **settings))

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from lightning_hetpipe.errors import SettingError
 from tests import oracle
 from tests.exact.pipelines import Delays, even
-from tests.exact.running import Recorder, assert_equal, expect, fit, make_trainer
+from tests.exact.running import Recorder, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Task, mlp, sentences, vectors
+from tests.support.trainers import quiet_trainer
 
 
 class Failing(Task):
@@ -54,7 +56,7 @@ def test_an_error_in_the_step(at: int, early: bool, seed: int) -> None:
     strategy = even(7, 3, 4)
     strategy._before_pass = Delays(seed)
     recorder = Recorder()
-    trainer = make_trainer([recorder], strategy=strategy)
+    trainer = quiet_trainer(strategy, callbacks=[recorder], max_epochs=2)
     with pytest.raises(ArithmeticError, match=f"^minibatch {at}$") as caught:
         trainer.fit(task, loader)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -63,8 +65,7 @@ def test_an_error_in_the_step(at: int, early: bool, seed: int) -> None:
     done = len(recorder.record.outputs)
     assert done < at
     left = {name: weight.detach() for name, weight in task.named_parameters()}
-    found = oracle.difference(expected.states[done].weights, left, f"what {done} minibatches left")
-    assert found is None, found
+    assert_same(expected.states[done].weights, left, f"what {done} minibatches left")
 
 
 class Breaking(torch.autograd.Function):

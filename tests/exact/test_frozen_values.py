@@ -25,10 +25,11 @@ from lightning_hetpipe.capture.parity_check import IN_VAIN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.layout import Layout
 from tests.exact.pipelines import Pinned
-from tests.exact.running import Record, assert_equal, expect, fit, make_trainer
+from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.marks import slow_except
 from tests.support.models import CLASSES, SGD, Learner, vectors
+from tests.support.trainers import quiet_trainer
 
 Case = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None], str]
 
@@ -487,7 +488,7 @@ def test_a_comparison_in_an_evaluation_is_no_change_of_buffers() -> None:
         torch.manual_seed(3)
         task = Predicts(scale)
         task.net.norm = nn.BatchNorm1d(8)
-        found: Any = make_trainer([Steps()], strategy=strategy).predict(task, vectors(48, 4))
+        found: Any = quiet_trainer(strategy, callbacks=[Steps()]).predict(task, vectors(48, 4))
         results.append(found)
     assert all(map(torch.equal, *results))
 
@@ -496,6 +497,6 @@ def test_an_evaluation_goes_on_with_the_module_itself() -> None:
     results: list[list[Tensor]] = []
     for strategy in ("auto", Pinned((0, 1), 3)):
         torch.manual_seed(3)
-        found: Any = make_trainer(strategy=strategy).predict(Predicts(lambda body, x: x * SCALE), vectors(24, 4))
+        found: Any = quiet_trainer(strategy).predict(Predicts(lambda body, x: x * SCALE), vectors(24, 4))
         results.append(found)
     assert all(map(torch.equal, *results))

@@ -11,12 +11,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torchmetrics import MeanMetric
 
-from tests import oracle
 from tests.exact.pipelines import even
-from tests.exact.running import Recorder, assert_equal, expect, finish, fit, make_trainer
+from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Batch, Outputs, Run, State
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
+from tests.support.trainers import quiet_trainer
 
 NM = slow_except([1, 4], 4)
 LENGTH = 7  # batches of an epoch of 26 samples in fours
@@ -81,7 +82,7 @@ def test_an_exception_leaves_the_last_finished_step(in_flight: int) -> None:
     with pytest.raises(ArithmeticError, match="stop here"):
         fit(task, loader, [keeper, Stop(4, error=True)], strategy=even(9, 3, in_flight))
     assert keeper.optimizer is not None
-    assert (found := oracle.difference(expected.states[4], State.of(task, keeper.optimizer), "left")) is None, found
+    assert_same(expected.states[4], State.of(task, keeper.optimizer), "left")
 
 
 class Keeper(L.Callback):
@@ -181,7 +182,7 @@ def test_evaluation_after_training() -> None:
     task, loader = resnet(ADAMW), images(26, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
-    trainer = make_trainer([recorder], strategy=even(9, 3, 4))
+    trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))
     value = evaluated(task, expected, 14, loader)
@@ -191,9 +192,8 @@ def test_evaluation_after_training() -> None:
     assert predicted is not None
     task.eval()
     with torch.no_grad():
-        found = oracle.difference([task(x) for x, _ in loader], predicted, "predictions")
-    assert found is None, found
-    assert (found := oracle.difference(expected.states[-1], finish(recorder, trainer, task).end, "end")) is None, found
+        assert_same([task(x) for x, _ in loader], predicted, "predictions")
+    assert_same(expected.states[-1], finish(recorder, trainer, task).end, "end")
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])
@@ -202,7 +202,7 @@ def test_a_second_fit(same_trainer: bool) -> None:
     task, loader = resnet(ADAMW), images(26, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
-    trainer = make_trainer([recorder], strategy=even(9, 3, 4))
+    trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))
 
@@ -212,6 +212,6 @@ def test_a_second_fit(same_trainer: bool) -> None:
         assert trainer.fit_loop.max_epochs == 2
         trainer.fit_loop.max_epochs = 3
     else:
-        trainer = make_trainer([recorder], strategy=even(9, 2, 4), max_epochs=1)
+        trainer = quiet_trainer(even(9, 2, 4), callbacks=[recorder])
     trainer.fit(task, loader)
     assert_equal(expected, finish(recorder, trainer, task))

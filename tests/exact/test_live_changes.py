@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.errors import SettingError
-from tests import oracle
 from tests.exact.pipelines import Delays, Pinned
-from tests.exact.running import Record, fit
-from tests.exact.test_callbacks import assert_same
+from tests.exact.running import Record, assert_same_run, fit
+from tests.support.equality import difference
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 
@@ -54,7 +53,7 @@ def assert_exact(net: Net, callbacks: Callbacks = list, epochs: int = 3) -> Reco
     """With one minibatch in flight a run is the plain Trainer's; with several it does not depend on the cut."""
     plain = run(net, callbacks, "auto", epochs)
     for cuts in ((0,), (0, 2, 4)):
-        assert_same(plain, run(net, callbacks, Pinned(cuts, 1), epochs))
+        assert_same_run(plain, run(net, callbacks, Pinned(cuts, 1), epochs))
     assert_any_cut(net, callbacks, epochs)
     return plain
 
@@ -64,12 +63,12 @@ def assert_any_cut(net: Net, callbacks: Callbacks = list, epochs: int = 3) -> Re
     for seed, cuts in enumerate(((0, 3), (0, 1, 2, 4))):
         strategy = Pinned(cuts, 3)
         strategy._before_pass = Delays(seed)
-        assert_same(one, run(net, callbacks, strategy, epochs))
+        assert_same_run(one, run(net, callbacks, strategy, epochs))
     return one
 
 
 def assert_differs(one: Record, other: Record) -> None:
-    assert oracle.difference(one.states[-1], other.states[-1], "end") is not None
+    assert difference(one.states[-1], other.states[-1], "end") is not None
 
 
 class Edit(L.Callback):
@@ -144,11 +143,11 @@ def test_a_frozen_batchnorm_that_thaws() -> None:
     means = [plain.states[p].buffers["net.2.running_mean"] for p in (0, LENGTH, 2 * LENGTH)]
     assert torch.equal(means[0], means[1])
     assert not torch.equal(means[1], means[2])
-    assert_same(plain, run(Pinned((0,), 1)))
-    assert_same(plain, run(Pinned((0, 2, 4), 1)))
+    assert_same_run(plain, run(Pinned((0,), 1)))
+    assert_same_run(plain, run(Pinned((0, 2, 4), 1)))
     one = run(Pinned((0,), 3))
-    assert_same(one, run(Pinned((0, 3), 3)))
-    assert_same(one, run(Pinned((0, 1, 2, 4), 3)))
+    assert_same_run(one, run(Pinned((0, 3), 3)))
+    assert_same_run(one, run(Pinned((0, 1, 2, 4), 3)))
 
 
 @pytest.mark.parametrize("at_start", slow_except([True, False], True))
@@ -264,7 +263,7 @@ def test_an_attribute_in_the_middle_of_an_epoch(p: int) -> None:
     plain = run(net, callbacks, "auto", epochs=2)
     assert_differs(plain, run(net, list, "auto", epochs=2))
     for cuts in ((0,), (0, 2, 4)):
-        assert_same(plain, run(net, callbacks, Pinned(cuts, 1), epochs=2))
+        assert_same_run(plain, run(net, callbacks, Pinned(cuts, 1), epochs=2))
     if p == LENGTH:  # the end of an epoch, when nothing is in flight
         assert_any_cut(net, callbacks, epochs=2)
         return
@@ -330,8 +329,8 @@ def test_a_checkpoint_around_layers() -> None:
 
     plain = run(make, list, "auto")
     for cuts in ((0,), (0, 2)):
-        assert_same(plain, run(make, list, Pinned(cuts, 1)))
-    assert_same(run(make, list, Pinned((0,), 3)), run(make, list, Pinned((0, 2), 3)))
+        assert_same_run(plain, run(make, list, Pinned(cuts, 1)))
+    assert_same_run(run(make, list, Pinned((0,), 3)), run(make, list, Pinned((0, 2), 3)))
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

@@ -13,16 +13,16 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.support.ahead import Memory
 from tests.support.captured_models import GPT, Words
-from tests.support.models import ADAMW, CLASSES, WORDS, Learner, Pieces, Task
+from tests.support.models import ADAMW, CLASSES, Learner, Pieces, Task, vectors, words
+from tests.support.trainers import quiet_trainer
 
 EARLY, LATE = 200, 2000
 
@@ -113,18 +113,10 @@ def normed() -> Learner:
     return Task(nn.Sequential(*layers))
 
 
-def of_vectors(batches: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(2 * batches, 6), torch.randint(CLASSES, (2 * batches,))), 2)
-
-
-def of_words(batches: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randint(WORDS, (2 * batches, 7))), 2)
-
-
-MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int], DataLoader[Any]]]] = {
-    "normed": (normed, of_vectors),
-    "pieces": (Pieces, of_vectors),
-    "captured": (lambda: Words(GPT(blocks=1, dropout=0.1), ADAMW), of_words),
+MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int, int], DataLoader[Any]]]] = {
+    "normed": (normed, vectors),
+    "pieces": (Pieces, vectors),
+    "captured": (lambda: Words(GPT(blocks=1, dropout=0.1), ADAMW), words),
 }
 
 
@@ -144,18 +136,10 @@ MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int], DataLoader[Any]]]
 def test_nothing_grows(model: str, epochs: int, recompute: bool) -> None:
     make, load = MODELS[model]
     looks, logger = Looks(), Memory()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=HetPipeStrategy(stages=2, in_flight=3, recompute=recompute),
-        max_epochs=epochs,
-        logger=logger,
-        log_every_n_steps=500,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[looks],
-    )
-    trainer.fit(make(), load((LATE + 100) // epochs))
+    strategy = HetPipeStrategy(stages=2, in_flight=3, recompute=recompute)
+    settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 500, "callbacks": [looks]}
+    trainer = quiet_trainer(strategy, max_epochs=epochs, **settings)
+    trainer.fit(make(), load(2 * ((LATE + 100) // epochs), 2))
     early, late = looks.seen
     for what, before in early.items():
         assert late[what] == before, what

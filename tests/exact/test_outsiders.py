@@ -17,6 +17,7 @@ from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe, Run, State
+from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, decay, images, mlp, resnet, sgd, vectors
 
@@ -32,7 +33,7 @@ class Witness(L.Callback):
         self.found: list[str] = []
 
     def compare(self, hook: str, expected: Any, actual: Any) -> None:
-        if found := oracle.difference(expected, actual, f"{hook}({self.p})"):
+        if found := difference(expected, actual, f"{hook}({self.p})"):
             self.found.append(found)
 
     def sees(self, hook: str, version: int, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -164,8 +165,7 @@ class Metrics(L.Callback):
         assert isinstance(pl_module, Measured)
         assert torch.equal(trainer.callback_metrics["accuracy_step"], step), f"accuracy of step {self.p}"
         for mine, its in ((self.accuracy, pl_module.accuracy), (self.mean, pl_module.mean)):
-            found = oracle.difference(mine.metric_state, its.metric_state, f"{type(mine).__name__} at {self.p}")
-            assert found is None, found
+            assert_same(mine.metric_state, its.metric_state, f"{type(mine).__name__} at {self.p}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
@@ -236,8 +236,8 @@ def test_weights_that_are_replaced_between_epochs(in_flight: int) -> None:
     reset(0, first)
     expected = expect(first, loader, in_flight, edit=lambda p, model: reset(1, model) if p == 7 else None)
     record = fit(task, loader, [Reset()], strategy=even(7, 3, in_flight))
-    assert (found := oracle.difference(expected.outputs, record.outputs, "outputs")) is None, found
-    assert (found := oracle.difference(expected.states[-1], record.end, "end")) is None, found
+    assert_same(expected.outputs, record.outputs, "outputs")
+    assert_same(expected.states[-1], record.end, "end")
 
 
 def test_optimizer_state_stays_beside_its_parameter() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,7 +19,7 @@ from tests.exact.running import Record, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_layers import LAYERS
 from tests.oracle import Batch, Outputs
-from tests.support.marks import slow_except
+from tests.support.marks import explores, slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 
 FURTHER = [(1, 1), (1, 3), (2, 1), (3, 2), (4, 6)]
@@ -86,7 +86,7 @@ def test_layers_with_habits(name: str, in_flight: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@explores(20)
 @given(data=st.data())
 @pytest.mark.parametrize("model", MODELS)
 def test_any_cut_and_any_timing(model: str, data: st.DataObject) -> None:
@@ -102,7 +102,6 @@ def test_any_cut_and_any_timing(model: str, data: st.DataObject) -> None:
 def activations(recompute: bool) -> list[int]:
     strategy = even(9, 3, 4, recompute=recompute)
     fit(resnet(), MODELS["resnet"][1](26, 2), strategy=strategy)
-    assert strategy.last_run is not None
     found = [stage.activations_bytes for stage in strategy.last_run.stages]
     return [each for each in found if each is not None]
 

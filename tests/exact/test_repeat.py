@@ -11,7 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.exact.pipelines import Delays, even
 from tests.exact.running import Record, assert_equal, expect, fit
-from tests.oracle import Batch, Outputs, difference
+from tests.oracle import Batch, Outputs
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 
@@ -78,5 +79,5 @@ def test_logging_repeats(in_flight: int) -> None:
     for seed in (1, 2):
         again, again_metrics, again_order = run(seed)
         assert_equal(record, again)
-        assert difference(metrics, again_metrics, "metrics") is None
+        assert_same(metrics, again_metrics, "metrics", ordered=True)
         assert again_order == order

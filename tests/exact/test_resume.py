@@ -15,10 +15,10 @@ from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
-from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import Record, after, assert_equal, expect, fit
 from tests.oracle import Recipe
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 
@@ -48,14 +48,11 @@ def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int
     assert sorted(ours) == [3, 6, 9, 12]
     for p, checkpoint in ours.items():
         state = expected.states[p]
-        found = oracle.difference({**state.weights, **state.buffers}, dict(checkpoint["state_dict"]), f"weights at {p}")
-        assert found is None, found
-        found = oracle.difference(state.optimizer, checkpoint["optimizer_states"][0], f"optimizer at {p}")
-        assert found is None, found
+        assert_same({**state.weights, **state.buffers}, dict(checkpoint["state_dict"]), f"weights at {p}")
+        assert_same(state.optimizer, checkpoint["optimizer_states"][0], f"optimizer at {p}")
         # The counters of loops and schedulers know of no pipeline.
         for part in ("epoch", "loops", "lr_schedulers"):
-            found = oracle.difference(plain[p][part], checkpoint[part], f"{part} at {p}")
-            assert found is None, found
+            assert_same(plain[p][part], checkpoint[part], f"{part} at {p}")
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
@@ -164,8 +161,7 @@ def test_a_checkpoint_loads_without_lightning_or_us(tmp_path: Path) -> None:
     save(task, tmp_path, loader(), even(9, 3, 4), every_n_epochs=1)
     loaded = Loadable.load_from_checkpoint(tmp_path / name_of(2 * LENGTH), weights_only=False)
     state = expected.states[-1]
-    found = oracle.difference({**state.weights, **state.buffers}, dict(loaded.state_dict()), "loaded")
-    assert found is None, found
+    assert_same({**state.weights, **state.buffers}, dict(loaded.state_dict()), "loaded")
 
 
 class Loadable(Task):

@@ -282,12 +282,13 @@ def test_a_function_of_the_users_own_takes_a_clone_of_what_a_piece_was_given(
 
 
 def program(seed: int) -> Step:
-    """A random ``training_step``: pieces, skips and weights in a random order."""
+    """A random ``training_step``: pieces, some of them several times, skips and weights in a random order."""
 
     def step(task: Programmed, h: Tensor) -> Any:
         chance = random.Random(seed)
         values = [h]
-        waiting = list(task.pieces)
+        waiting = [piece for piece in task.pieces for _ in range(chance.choice([1, 1, 2, 3]))]
+        chance.shuffle(waiting)
         while waiting or chance.random() < 0.7:
             one, other = chance.choice(values), chance.choice(values)
             match chance.randrange(6):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.exact.running import make_trainer
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.equality import assert_same
 from tests.support.models import Learner, vectors
 from tests.support.small import assert_refused
+from tests.support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning"),
@@ -133,11 +134,6 @@ def weights(task: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in task.parameters()]
 
 
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    assert all(map(torch.equal, one, other))
-
-
 @KINDS
 @pytest.mark.parametrize("where", ["before", pytest.param("after", marks=pytest.mark.slow), "never"])
 @pytest.mark.parametrize(
@@ -151,15 +147,15 @@ def test_beside_the_pipeline_it_is_what_the_module_is(
     ends = []
     for make in (made, as_it_is):
         task = Beside(make, where)
-        trainer = make_trainer(strategy=HetPipeStrategy(stages=stages, in_flight=in_flight), max_epochs=1)
+        trainer = quiet_trainer(HetPipeStrategy(stages=stages, in_flight=in_flight))
         trainer.fit(task, LOADER)
         trainer.save_checkpoint(tmp_path / "half.ckpt")
-        trainer = make_trainer(strategy=HetPipeStrategy(stages=stages, in_flight=in_flight), max_epochs=2)
+        trainer = quiet_trainer(HetPipeStrategy(stages=stages, in_flight=in_flight), max_epochs=2)
         trainer.fit(task := Beside(make, where), LOADER, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
         (scores,) = trainer.validate(task, LOADER, verbose=False)
         predictions: Any = trainer.predict(task, LOADER)
         ends.append([*weights(task), torch.tensor(scores["val_loss"]), *predictions])
-    assert_same(*ends)
+    assert_same(ends[0], ends[1])
 
 
 @KINDS
@@ -170,9 +166,9 @@ def test_without_a_pipeline_it_is_trained(made: Made, where: str) -> None:
         task = Beside(made, where, frozen=False)
         if where == "inside":
             task.net.append(task.side)
-        make_trainer(strategy=strategy).fit(task, LOADER, LOADER)
+        quiet_trainer(strategy, max_epochs=2).fit(task, LOADER, LOADER)
         ends.append(weights(task))
-    assert_same(*ends)
+    assert_same(ends[0], ends[1])
 
 
 @KINDS
@@ -205,7 +201,7 @@ def test_evaluation_leaves_a_module_that_holds_it_to_the_module(made: Made, hold
         task = Beside(made, "never")
         task.net = holder(task.side)  # type: ignore[assignment]
         del task.side
-        predictions: Any = make_trainer(strategy=strategy).predict(task, LOADER)
+        predictions: Any = quiet_trainer(strategy).predict(task, LOADER)
         found.append(predictions)
     assert_same(*found)
 

@@ -19,7 +19,8 @@ from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.pipeline.user import runner_pool
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from tests.exact.pipelines import even
-from tests.support.small import Learner, assert_clean, batches, layers, plain_step, quiet_trainer
+from tests.support.small import Learner, assert_clean, batches, layers, plain_step
+from tests.support.trainers import quiet_trainer
 
 HANGING = r"could not end all its threads: .*training_step of minibatch {} is running"
 

@@ -132,6 +132,8 @@ def test_a_child_that_outstays_the_program_is_ended(meeting: Meeting, first: Pro
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_an_exception_ends_all(meeting: Meeting, first: Process, stubborn: bool) -> None:
+    if stubborn:
+        first.ask("lose_patience")
     _, child = meeting.launched(first)
     if stubborn:
         child.ask("resist")
@@ -239,7 +241,6 @@ def test_an_interrupt_ends_all(meeting: Meeting, first: Process, to_all: bool) -
 @pytest.mark.parametrize("order", ["fail", "interrupt"])
 def test_an_interrupt_reaches_the_processes_of_a_child(meeting: Meeting, first: Process, order: str) -> None:
     """A child that Ctrl-C met in its DataLoader left the workers' folders behind: nobody had told these to end."""
-    first.ask("be_patient")
     _, child = meeting.launched(first)
     child.ask("fork_and_wait")
     if order == "fail":
@@ -264,7 +265,6 @@ def test_sigterm_ends_all(meeting: Meeting, first: Process, handled: bool) -> No
 
 def test_who_cleans_up_because_it_was_told_to_end_is_not_told_again(meeting: Meeting, first: Process) -> None:
     """A second signal has once hit a DataLoader that was ending its workers, which left their folders behind."""
-    first.ask("be_patient")
     _, child = meeting.launched(first)
     first.ask("handle_sigterm")
     child.ask("tidy_up")
@@ -377,7 +377,6 @@ def test_what_children_used_is_closed_while_their_interpreters_are_taken_down(
 ) -> None:
     """One after the other took seconds: each has torch's and Lightning's million objects."""
     first = meeting.run(LATE, meeting.address, "ends", folder=tmp_path)
-    first.ask("be_patient")
     _, child = meeting.launched(first)
     if fails:
         first.order("fail")

@@ -108,6 +108,14 @@ MUTATIONS = (
         "return None",
         ("tests/pipeline/test_recorded_order.py",),
     ),
+    Mutation(
+        "L2",
+        "a minibatch starts from buffers that the one before it has not left yet",
+        "rules/call_order.py",
+        "if self._open is not None and minibatch > self._open:",
+        "if self._open is not None and minibatch > self._open + 1000:",
+        ("tests/rules/test_call_order.py", "tests/pipeline/test_repeated_calls.py"),
+    ),
     # Waves.
     Mutation(
         "L3",
@@ -281,6 +289,14 @@ MUTATIONS = (
     ),
     Mutation(
         "L7",
+        "a second call of a module draws what the first one drew",
+        "pipeline/random/generators.py",
+        'minibatch = f"{minibatch}.{call}"',
+        'minibatch = f"{minibatch}"',
+        ("tests/pipeline/test_generators.py", "tests/exact/test_calls.py", "-k", "calls"),
+    ),
+    Mutation(
+        "L7",
         "a forward that is computed again draws another mask",
         "pipeline/segment_runner.py",
         "return tensors_of(self._compute(task, saved.inputs, saved.kind))",
@@ -433,9 +449,9 @@ MUTATIONS = (
     Mutation(
         "recomputation",
         "buffers count a forward twice that is computed again",
-        "pipeline/buffers.py",
-        "setattr(module, name, tensor.clone())",
-        "setattr(module, name, tensor)",
+        "pipeline/segment_runner.py",
+        "self.buffers.before_again(saved.buffers, self._places)",
+        "self.buffers.bind(task.minibatch, self._places)",
         ("tests/exact/test_recompute.py", "-k", "sequentials"),
     ),
     Mutation(

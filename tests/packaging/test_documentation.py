@@ -71,7 +71,8 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_the_commands_compose(command: str) -> None:
     program, *arguments = shlex.split(command, comments=True)
-    overrides = [re.sub(r",.*", "", argument) for argument in arguments if not argument.startswith("-")]
+    # Of a sweep's values the first; a list in brackets is one value.
+    overrides = [re.sub(r"(=[^\[]*?),.*", r"\1", argument) for argument in arguments if not argument.startswith("-")]
     with initialize_config_module("lightning_hetpipe.conf", version_base="1.3"):
         compose(program.removeprefix("hetpipe-"), overrides)
 

@@ -86,7 +86,7 @@ def test_hetpipe_train_runs_from_an_installation(
         environment / "python", "-c", "import lightning_hetpipe; print(lightning_hetpipe.__file__)", cwd=elsewhere
     )
     assert Path(where.strip()).is_relative_to(checkout if form is editable else environment.parent)
-    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.callbacks.progress=null"]
+    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks.progress_bar=null"]
     said = run(environment / "hetpipe-train", *short, "trainer.enable_progress_bar=false", cwd=elsewhere)
     assert "Trained as a pipeline of 3 stages" in said
     assert list(elsewhere.glob("outputs/*/*/checkpoints/*.ckpt"))

@@ -29,6 +29,8 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
+from tests.support.equality import assert_same
+from tests.support.trainers import QUIET
 
 Story = Callable[[Path], Any]
 
@@ -41,9 +43,8 @@ OUR_WARNINGS = ("the pipelined module is one layer", "there is one device, so He
 
 def trainer(folder: Path, **settings: Any) -> L.Trainer:
     """A Trainer that names no strategy, for four batches in each of two epochs unless ``settings`` say otherwise."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    short = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "logger": False}
-    return L.Trainer(**{"default_root_dir": folder, **quiet, **short, **settings})
+    short = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2}
+    return L.Trainer(**{"default_root_dir": folder, **QUIET, **short, **settings})
 
 
 def fitted(folder: Path, module: L.LightningModule, **settings: Any) -> dict[str, Any]:
@@ -98,8 +99,7 @@ def describe(value: Any) -> Any:
 def assert_as_plain(story: Story, folder: Path, ours: Mapping[str, str] = OURS) -> dict[str, Any]:
     """``story`` ends alike under both strategies, which includes how it fails; gives what it was."""
     plain, other = (_witnessed(story, folder / "run", environment) for environment in (PLAIN, ours))
-    found = difference(plain, other, "run")
-    assert found is None, found
+    assert_same(plain, other, "run", ordered=True)
     return plain
 
 
@@ -159,17 +159,6 @@ def _forget_warnings() -> None:
             for each in kept:
                 if isinstance(each, WarningCache):
                     each.clear()
-
-
-def difference(plain: Any, ours: Any, where: str) -> str | None:
-    """The first place at which two descriptions differ."""
-    if isinstance(plain, dict) and isinstance(ours, dict) and list(plain) == list(ours):
-        pairs = [(f"{where}[{key!r}]", plain[key], ours[key]) for key in plain]
-    elif isinstance(plain, list) and isinstance(ours, list) and len(plain) == len(ours):
-        pairs = [(f"{where}[{index}]", one, other) for index, (one, other) in enumerate(zip(plain, ours, strict=True))]
-    else:
-        return None if plain == ours else f"{where} is {ours!r}, and plainly {plain!r}"
-    return next((found for place, one, other in pairs if (found := difference(one, other, place)) is not None), None)
 
 
 class Model(BoringModel):

@@ -18,10 +18,11 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import warning_cache
 
-from tests.exact.running import make_trainer
 from tests.parity.describing import describe, digest
 from tests.parity.observing import CALLBACK_HOOKS, MODULE_HOOKS, Event, Memory, Notes, observed
 from tests.parity.stale import Stale
+from tests.support.equality import assert_same, difference
+from tests.support.trainers import quiet_trainer
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Run = Callable[[L.Trainer, L.LightningModule], None]
@@ -73,11 +74,17 @@ def tell(scenario: Scenario, strategy: Strategy | str, folder: Path, running_ahe
     module.__class__ = observed(type(plain), MODULE_HOOKS, "module", notes)
     witness = observed(L.Callback, CALLBACK_HOOKS, "callback", notes)()
     callbacks = [*scenario.callbacks(folder), witness]
-    settings = {"logger": Memory(notes), "default_root_dir": folder, "log_every_n_steps": 2, **scenario.settings}
+    settings = {
+        "max_epochs": 2,
+        "logger": Memory(notes),
+        "default_root_dir": folder,
+        "log_every_n_steps": 2,
+        **scenario.settings,
+    }
     warning_cache.clear()  # which Lightning keeps for the whole process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = notes.trainer = make_trainer(callbacks, strategy=strategy, **settings)
+        trainer = notes.trainer = quiet_trainer(strategy, callbacks=callbacks, **settings)
         scenario.run(trainer, module)
     warned = sorted({ADDRESS.sub("", describe(str(one.message), folder)) for one in caught})
     return Story(notes.events, _checkpoints(folder), _end(trainer, module), warned)
@@ -158,24 +165,10 @@ def assert_same_story(expected: Story, actual: Story) -> None:
         before = f"after {expected.events[index - 1]}" if index else "at the start"
         assert (one.owner, one.hook) == (other.owner, other.hook), f"{other} came instead of {one}, {before}"
         for part in ("arguments", "seen", "returned"):
-            found = difference(getattr(one, part), getattr(other, part), part)
+            found = difference(getattr(one, part), getattr(other, part), part, ordered=True)
             assert found is None, f"{found} in {one}, {before}"
     missing, extra = expected.events[len(actual.events) :], actual.events[len(expected.events) :]
     assert not missing, f"{missing[0]} and {len(missing)} in all did not come"
     assert not extra, f"{extra[0]} and {len(extra)} in all came too"
     for part in ("checkpoints", "end", "warned"):
-        found = difference(getattr(expected, part), getattr(actual, part), part)
-        assert found is None, found
-
-
-def difference(expected: Any, actual: Any, where: str) -> str | None:
-    """The first place at which two descriptions differ."""
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if list(expected) != list(actual):
-            return f"{where} has {list(actual)} instead of {list(expected)}"
-        pairs = ((f"{where}[{key!r}]", expected[key], actual[key]) for key in expected)
-    elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
-        pairs = ((f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(expected, actual, strict=True)))
-    else:
-        return None if expected == actual else f"{where} is {actual!r} instead of {expected!r}"
-    return next((found for place, a, b in pairs if (found := difference(a, b, place)) is not None), None)
+        assert_same(getattr(expected, part), getattr(actual, part), part, ordered=True)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.exact.running import make_trainer
 from tests.parity.describing import chance, digest
 from tests.parity.observing import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, Memory, Notes, observed
 from tests.support.models import CLASSES, vectors
 from tests.support.traces import ours_in
+from tests.support.trainers import quiet_trainer
 
 Address = tuple[str, str]
 """An owner, and its hook."""
@@ -146,16 +146,9 @@ def build(notes: Mine) -> tuple[Module, Data]:
 def trainer_for(notes: Mine, strategy: Strategy | str, **settings: Any) -> L.Trainer:
     callback = observed(L.Callback, CALLBACK_HOOKS, "callback", notes)()
     checkpoint = ModelCheckpoint(notes.folder, every_n_train_steps=4)
-    given: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 1, **settings}
-    return make_trainer(
-        [callback, checkpoint],
-        strategy=strategy,
-        logger=Memory(notes),
-        enable_checkpointing=True,
-        default_root_dir=notes.folder,
-        log_every_n_steps=1,
-        **given,
-    )
+    given: dict[str, Any] = {"callbacks": [callback, checkpoint], "enable_checkpointing": True, "val_check_interval": 2}
+    given |= {"logger": Memory(notes), "log_every_n_steps": 1, "num_sanity_val_steps": 1, **settings}
+    return quiet_trainer(strategy, default_root_dir=notes.folder, **given)
 
 
 def fail(notes: Mine, strategy: Strategy | str) -> Aftermath:

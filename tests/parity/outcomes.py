@@ -14,6 +14,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from tests.support.trainers import quiet_trainer
+
 Outcome = dict[str, Any]
 Scenario = Callable[[Any, Path], Outcome]
 
@@ -43,13 +45,13 @@ def trainer(strategy: Any, folder: Path, **settings: Any) -> L.Trainer:
         "limit_val_batches": 2,
         "limit_test_batches": 2,
         "limit_predict_batches": 2,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "enable_checkpointing": None,  # as Lightning does unless it is told
+        "num_sanity_val_steps": None,
         "log_every_n_steps": 1,
     }
     settings = {**defaults, **settings}
     settings.setdefault("logger", CSVLogger(folder, name="csv", version=0))
-    return L.Trainer(accelerator="cpu", strategy=strategy, default_root_dir=folder, **settings)
+    return quiet_trainer(strategy, default_root_dir=folder, **settings)
 
 
 def logged(file: Path) -> list[dict[str, str]]:

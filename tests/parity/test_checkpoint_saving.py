@@ -16,12 +16,13 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_hetpipe.errors import SettingError
-from tests import oracle
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import expect, fit, make_trainer
+from tests.exact.running import expect, fit
 from tests.oracle import Batch, Outputs
 from tests.parity.test_checkpoints import LENGTH, At, Shuffled, make, strategy
+from tests.support.equality import assert_same
 from tests.support.models import Task, vectors
+from tests.support.trainers import quiet_trainer
 
 
 class Saves(Task):
@@ -50,8 +51,8 @@ def test_training_step_saves_no_checkpoint_ahead_of_the_loop(tmp_path: Path) -> 
         task.path = tmp_path / "saved.ckpt"
         fit(task, vectors(26, 4), strategy=chosen, max_epochs=1)
         found.append(torch.load(task.path))
-    assert oracle.difference(found[0], found[1]) is None
-    assert oracle.difference(found[0], found[2]) is None
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
 
 
 class SavesEverywhere(L.Callback):
@@ -109,10 +110,10 @@ def test_callbacks_save_step_p_wherever_they_do(tmp_path: Path, in_flight: int) 
         plain, ours = torch.load(tmp_path / "plain" / name), torch.load(tmp_path / "ours" / name)
         version = p if name.startswith(("on_train_batch_end", "on_validation_start")) else p - 1
         state = expected.states[version]
-        assert (found := oracle.difference(state.weights, dict(ours["state_dict"]), name)) is None, found
-        assert (found := oracle.difference(state.optimizer, ours["optimizer_states"][0], name)) is None, found
+        assert_same(state.weights, dict(ours["state_dict"]), name)
+        assert_same(state.optimizer, ours["optimizer_states"][0], name)
         for part in ("epoch", "global_step", "loops", "lr_schedulers", "callbacks"):
-            assert (found := oracle.difference(plain[part], ours[part], f"{name}: {part}")) is None, found
+            assert_same(plain[part], ours[part], f"{name}: {part}")
 
 
 class Held(TorchCheckpointIO):
@@ -144,9 +145,8 @@ def test_a_checkpoint_that_is_written_later_is_of_its_step(tmp_path: Path, in_fl
     for p in (3, 6, 9, 12):
         saved = torch.load(tmp_path / f"step={p}.ckpt")
         state = expected.states[p]
-        assert (found := oracle.difference(state.weights, dict(saved["state_dict"]), f"weights {p}")) is None, found
-        found = oracle.difference(state.optimizer, saved["optimizer_states"][0], f"optimizer {p}")
-        assert found is None, found
+        assert_same(state.weights, dict(saved["state_dict"]), f"weights {p}")
+        assert_same(state.optimizer, saved["optimizer_states"][0], f"optimizer {p}")
         assert saved["global_step"] == p
 
 
@@ -163,11 +163,11 @@ class Dies(TorchCheckpointIO):
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
-    trainer = make_trainer(strategy=strategy(3), max_epochs=1)
+    trainer = quiet_trainer(strategy(3))
     trainer.fit(make(), vectors(26, 4))
     trainer.save_checkpoint(path)
     before = path.read_bytes()
-    again = make_trainer([At(4, lambda t: t.save_checkpoint(path))], strategy=strategy(3), plugins=[Dies()])
+    again = quiet_trainer(strategy(3), callbacks=[At(4, lambda t: t.save_checkpoint(path))], plugins=[Dies()])
     with pytest.raises(OSError, match="the disk is full"):
         again.fit(make(), vectors(26, 4))
     assert path.read_bytes() == before

@@ -20,13 +20,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from tests import oracle
 from tests.exact.pipelines import even
-from tests.exact.running import Record, Recorder, after, assert_equal, assert_same, expect, finish, fit, make_trainer
+from tests.exact.running import Record, Recorder, after, assert_equal, assert_same_run, expect, finish, fit
 from tests.oracle import Batch, Recipe
 from tests.parity import plain_task
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, Task, decay, mlp, sgd, vectors
+from tests.support.trainers import quiet_trainer
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
 RECIPE = Recipe(sgd, decay)
@@ -149,8 +150,10 @@ def test_every_remaining_batch_is_trained_once(tmp_path: Path, how: str, first: 
         p = 4
         path = tmp_path / f"step={p}.ckpt"
     callbacks: list[L.Callback] = [saver, *([] if do is None else [At(p, do)])]
-    settings: dict[str, Any] = {"max_time": {"days": 1}} if how == "max_time" else {}
-    trainer = make_trainer(callbacks, strategy=strategy(first), enable_checkpointing=True, **settings)
+    settings: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    if how == "max_time":
+        settings["max_time"] = {"days": 1}
+    trainer = quiet_trainer(strategy(first), callbacks=callbacks, **settings)
     if error is None:
         trainer.fit(make(), Shuffled())
     else:
@@ -180,7 +183,7 @@ def test_a_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
     def saved(chosen: Any, folder: Path) -> Path:
         torch.manual_seed(3)
         saver = ModelCheckpoint(folder, "saved", monitor="epoch", mode="max")
-        trainer = make_trainer([saver], strategy=chosen, max_epochs=1, enable_checkpointing=True)
+        trainer = quiet_trainer(chosen, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(plain_task.PlainTask(width=12), plain_task.plain_loader())
         return folder / "saved.ckpt"
 
@@ -194,11 +197,11 @@ def test_a_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
     here = torch.load(tmp_path / "here.ckpt", weights_only=True)
     for timed in (resumed, here):
         timed.pop("callbacks")  # of the Trainers' own
-    assert oracle.difference(resumed, here) is None
+    assert_same(resumed, here)
     one = torch.load(saved(even(4, 2, 1), tmp_path / "one"), weights_only=True)
     plain = torch.load(saved("auto", tmp_path / "plain"), weights_only=True)
     one.pop("callbacks"), plain.pop("callbacks")  # paths
-    assert oracle.difference(plain, one) is None
+    assert_same_run(plain, one)
 
 
 @pytest.mark.parametrize("weights_only", [True, False, None])
@@ -208,12 +211,12 @@ def test_weights_only(tmp_path: Path, weights_only: bool | None) -> None:
     saver = ModelCheckpoint(tmp_path, "saved")
     fit(make(), vectors(26, 4), [saver], strategy=strategy(3), max_epochs=1, enable_checkpointing=True)
     task, recorder = make(), Recorder()
-    trainer = make_trainer([recorder], strategy=strategy(4, 2))
+    trainer = quiet_trainer(strategy(4, 2), callbacks=[recorder], max_epochs=2)
     path = str(tmp_path / "saved.ckpt")
     trainer.fit(task, vectors(26, 4), ckpt_path=path, weights_only=weights_only)
     assert_equal(after(expected, LENGTH), finish(recorder, trainer, task))
     [tested] = trainer.test(task, vectors(26, 4), ckpt_path=path, weights_only=weights_only, verbose=False)
-    [plain] = make_trainer().test(make(), vectors(26, 4), ckpt_path=path, weights_only=weights_only, verbose=False)
+    [plain] = quiet_trainer().test(make(), vectors(26, 4), ckpt_path=path, weights_only=weights_only, verbose=False)
     assert tested == plain
 
 
@@ -230,7 +233,7 @@ def test_weights_only_refuses_what_it_refuses_plainly(tmp_path: Path) -> None:
     fit(make(), vectors(26, 4), [saver, Keeps()], strategy=strategy(3), max_epochs=1, enable_checkpointing=True)
     for chosen in ("auto", strategy(3)):
         with pytest.raises(Exception, match="Weights only load failed"):
-            make_trainer(strategy=chosen).fit(
+            quiet_trainer(chosen, max_epochs=2).fit(
                 make(), vectors(26, 4), ckpt_path=str(tmp_path / "saved.ckpt"), weights_only=True
             )
 
@@ -244,8 +247,7 @@ def test_a_chain_of_runs(tmp_path: Path) -> None:
         saver = ModelCheckpoint(tmp_path / str(epoch), "saved")
         settings: dict[str, Any] = {"ckpt_path": path, "max_epochs": epoch + 1, "enable_checkpointing": True}
         record = fit(make(), vectors(26, 4), [saver], strategy=strategy(in_flight, 1 + epoch % 3), **settings)
-        found = oracle.difference(expected.states[(epoch + 1) * LENGTH], record.end, f"after epoch {epoch}")
-        assert found is None, found
+        assert_same(expected.states[(epoch + 1) * LENGTH], record.end, f"after epoch {epoch}")
         path = saver.best_model_path
 
 
@@ -278,11 +280,11 @@ def test_averages_are_resumed(tmp_path: Path, callbacks: Callable[[], list[L.Cal
         return record
 
     plain, one, several = (run(in_flight, [3, 4]) for in_flight in ("auto", 1, 3))
-    assert_same(plain, one)
+    assert_same_run(plain, one)
     whole = run(3, [4])
-    assert oracle.difference(whole.states[-1], several.states[-1]) is None
+    assert_same(whole.states[-1], several.states[-1])
     if callbacks is averaging:  # what a run of Lightning's with SWA leaves counts epochs from the resumed one
-        assert oracle.difference(whole.end, several.end) is None
+        assert_same(whole.end, several.end)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +299,13 @@ def test_averages_are_resumed(tmp_path: Path, callbacks: Callable[[], list[L.Cal
 def test_the_best_checkpoints_are_the_plain_trainers(tmp_path: Path, settings: dict[str, Any]) -> None:
     def run(name: str, chosen: Any) -> tuple[list[str], Any, list[Any], Any]:
         saver = ModelCheckpoint(tmp_path / name, "{epoch}-{step}", **settings)
-        trainer = make_trainer(
-            [saver], strategy=chosen, max_epochs=3, enable_checkpointing=True, val_check_interval=4, log_every_n_steps=1
+        trainer = quiet_trainer(
+            chosen,
+            callbacks=[saver],
+            max_epochs=3,
+            enable_checkpointing=True,
+            val_check_interval=4,
+            log_every_n_steps=1,
         )
         trainer.fit(make(), vectors(26, 4), vectors(10, 4))
         files = sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).iterdir())
@@ -317,7 +324,7 @@ def test_the_best_checkpoints_are_the_plain_trainers(tmp_path: Path, settings: d
 def test_a_requeued_job_s_checkpoint_is_found(tmp_path: Path) -> None:
     """One that SLURM's requeueing has left, ``hpc_ckpt_<n>.ckpt``."""
     expected = expect(make(), vectors(26, 4), [3, 4])
-    trainer = make_trainer(strategy=strategy(3), max_epochs=1)
+    trainer = quiet_trainer(strategy(3))
     trainer.fit(make(), vectors(26, 4))
     trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
     record = fit(make(), vectors(26, 4), strategy=strategy(4), default_root_dir=tmp_path, ckpt_path="hpc")

@@ -15,7 +15,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
-from tests.support.small import Learner, batches, pipeline, quiet_trainer
+from tests.support.small import Learner, batches, pipeline
+from tests.support.trainers import quiet_trainer
 
 SAVES = """
 import os, sys

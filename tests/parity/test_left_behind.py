@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.exact.pipelines import even
-from tests.parity.comparing import difference
 from tests.parity.describing import describe
 from tests.parity.faults import (
     Address,
@@ -30,6 +29,7 @@ from tests.parity.faults import (
 )
 from tests.parity.observing import AHEAD
 from tests.parity.stale import Stale
+from tests.support.equality import assert_same
 
 
 def counted() -> dict[Address, int]:
@@ -145,8 +145,7 @@ def assert_alike(plain: Aftermath, ours: Aftermath, in_flight: int) -> None:
             aftermath.calls = [address for address in aftermath.calls if address[1] not in ahead]
     assert ours.calls == plain.calls
     for part in ("process", "things"):
-        found = difference(getattr(plain, part), getattr(ours, part), part)
-        assert found is None, found
+        assert_same(getattr(plain, part), getattr(ours, part), part, ordered=True)
 
 
 @functools.cache

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests import oracle
 from tests.exact.pipelines import even
 from tests.exact.running import expect, fit
 from tests.exact.test_captured import CASES, made
+from tests.support.equality import assert_same
 from tests.support.models import Learner, mlp, vectors
 
 
@@ -32,4 +32,4 @@ def test_layers_are_timed_without_the_hooks_of_their_parameters(make: Any) -> No
     seen: list[Tensor] = []
     task.get_parameter(name).register_hook(lambda gradient: seen.append(gradient.clone()))
     fit(task, loader, strategy=strategy)
-    assert oracle.difference([gradients[name] for gradients in expected.gradients.values()], seen) is None
+    assert_same([gradients[name] for gradients in expected.gradients.values()], seen)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
-from tests import oracle
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import Record, after, assert_equal, assert_same, expect, fit
+from tests.exact.running import Record, after, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe, Run
+from tests.support.equality import assert_same, difference
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -132,7 +132,7 @@ def test_loss_scaling_with_one_in_flight_is_the_plain_trainers(name: str) -> Non
     ours, found = run(name, Pinned(CASES[name].cuts, 1))
     assert scales == found
     assert len(set(scales)) > 2
-    assert_same(plain, ours)
+    assert_same_run(plain, ours)
 
 
 def oracles(name: str, in_flight: int, **scale: Any) -> Run:
@@ -161,7 +161,7 @@ def test_steps_that_overflow_are_skipped_and_what_was_in_flight_is_passed_on() -
     record, scales = run("simple", Pinned((0, 2, 4), 3), **settings)
     assert_equal(expected, record)
     weights = [state.weights for state in record.states]
-    skipped = [p for p in range(1, 15) if oracle.difference(weights[p - 1], weights[p]) is None]
+    skipped = [p for p in range(1, 15) if difference(weights[p - 1], weights[p]) is None]
     assert skipped[:3] == [1, 2, 3]
     assert len(skipped) < 14
     assert all((scales[p - 1] < scales[p - 2]) == (p in skipped) for p in range(2, 15))
@@ -187,7 +187,7 @@ def test_hooks_on_parameters_see_gradients_of_the_present_scale() -> None:
     expected = oracles("simple", 3)
     for p, gradient in enumerate(fitted(Pinned((0, 2, 4), 3)), start=1):
         torch.testing.assert_close(gradient, expected.gradients[p]["net.0.weight"])
-    assert oracle.difference(fitted("auto"), fitted(Pinned((0, 2, 4), 1))) is None
+    assert_same(fitted("auto"), fitted(Pinned((0, 2, 4), 1)))
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
@@ -200,9 +200,9 @@ def test_an_optimizer_that_divides_by_the_scale_itself(in_flight: int) -> None:
         return fit(make(), vectors(26, 4), strategy=strategy, plugins=[scaling()])
 
     one, other = fitted(Pinned((0,), in_flight)), fitted(Pinned((0, 2, 4), in_flight))
-    assert_same(one, other)
+    assert_same_run(one, other)
     if in_flight == 1:
-        assert_same(fitted("auto"), one)
+        assert_same_run(fitted("auto"), one)
 
 
 def test_a_scaler_that_is_off() -> None:
@@ -282,8 +282,8 @@ def test_one_in_flight_is_the_plain_trainers(name: str, precision: Any) -> None:
         ), evaluated.found
 
     (plain, expected), (ours, found) = fitted("auto"), fitted(Pinned(case.cuts, 1))
-    assert_same(plain, ours)
-    assert oracle.difference(expected, found) is None
+    assert_same_run(plain, ours)
+    assert_same(expected, found)
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.half}.get(precision, torch.float32)
     assert {weight.dtype for weight in ours.states[-1].weights.values()} == {dtype}
 
@@ -316,7 +316,7 @@ def test_layers_are_made_in_their_precision(precision: Any) -> None:
     one = fit(plain, vectors(26, 4), strategy="auto", precision=precision)
     other = fit(ours, vectors(26, 4), strategy=even(7, 3, 1), precision=precision)
     assert plain.dtypes == ours.dtypes
-    assert_same(one, other)
+    assert_same_run(one, other)
 
 
 @pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16"])

@@ -19,12 +19,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import even
-from tests.exact.running import make_trainer
-from tests.parity.comparing import Scenario, assert_as_oracle, difference
+from tests.parity.comparing import Scenario, assert_as_oracle
 from tests.parity.describing import describe, digest
 from tests.parity.modules import Watched
 from tests.parity.stale import Stale
+from tests.support.equality import assert_same
 from tests.support.models import vectors
+from tests.support.trainers import quiet_trainer
 
 NM = pytest.mark.parametrize("in_flight", [1, 3])
 
@@ -53,14 +54,14 @@ def test_lr_find_and_the_fit_after_it(tmp_path: Path, in_flight: int) -> None:
     for strategy in (Stale(in_flight), even(6, 2, in_flight)):
         torch.manual_seed(5)
         module = Tuned()
-        trainer = make_trainer(strategy=strategy, default_root_dir=tmp_path, max_epochs=1)
+        trainer = quiet_trainer(strategy, default_root_dir=tmp_path)
         finder = Tuner(trainer).lr_find(module, num_training=12, early_stop_threshold=None)
         assert finder is not None
         assert not list(tmp_path.iterdir())  # its checkpoint is gone
         results = describe(finder.results)
         trainer.fit(module)
         found.append([results, module.lr, trainer.global_step, weights(module)])
-    assert (different := difference(found[0], found[1], "run")) is None, different
+    assert_same(found[0], found[1], "run", ordered=True)
 
 
 @pytest.mark.slow
@@ -70,11 +71,11 @@ def test_the_batch_size_that_is_found(tmp_path: Path, in_flight: int) -> None:
     for strategy in (Stale(in_flight), even(6, 2, in_flight)):
         torch.manual_seed(5)
         module = Tuned()
-        trainer = make_trainer(strategy=strategy, default_root_dir=tmp_path, max_epochs=1)
+        trainer = quiet_trainer(strategy, default_root_dir=tmp_path)
         size = Tuner(trainer).scale_batch_size(module, max_trials=3, steps_per_trial=2)
         trainer.fit(module)
         found.append([size, trainer.global_step, weights(module)])
-    assert (different := difference(found[0], found[1], "run")) is None, different
+    assert_same(found[0], found[1], "run", ordered=True)
 
 
 @pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler])
@@ -82,7 +83,7 @@ def test_profilers_see_lightnings_actions(tmp_path: Path, profiler: Any) -> None
     def actions(strategy: Any) -> set[str]:
         torch.manual_seed(5)
         watching = profiler(dirpath=tmp_path, filename="profile")
-        trainer = make_trainer(strategy=strategy, profiler=watching, max_epochs=1)
+        trainer = quiet_trainer(strategy, profiler=watching)
         trainer.fit(Watched())
         text: str = watching.summary()
         names = (
@@ -99,7 +100,7 @@ def test_profilers_see_lightnings_actions(tmp_path: Path, profiler: Any) -> None
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bars_end_full(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer([bar()], strategy=even(6, 2, 3), enable_progress_bar=True, max_epochs=1)
+    trainer = quiet_trainer(even(6, 2, 3), callbacks=[bar()], enable_progress_bar=True)
     trainer.fit(Watched())
     said = capsys.readouterr().out + capsys.readouterr().err
     assert "7/7" in said
@@ -110,7 +111,7 @@ def test_a_sequence_of_loaders_is_refused_by_lightning_itself() -> None:
     said = []
     for strategy in ("auto", even(6, 2, 3)):
         with pytest.raises(ValueError, match="sequential") as caught:
-            make_trainer(strategy=strategy).fit(Watched(), loader)
+            quiet_trainer(strategy).fit(Watched(), loader)
         said.append(str(caught.value))
     assert said[0] == said[1]
 
@@ -120,7 +121,7 @@ def test_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     for devices in (1, 3):
         strategy = HetPipeStrategy(stages=2, in_flight=3)
-        trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1)
+        trainer = quiet_trainer(strategy, devices=devices)
         assert trainer.strategy is strategy
         trainer.fit(Watched())
         assert trainer.global_step == 7
@@ -128,7 +129,7 @@ def test_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_strategy_object_in_run_after_run() -> None:
     """With another model each time."""
-    trainer = make_trainer(strategy=even(6, 2, 3), max_epochs=1)
+    trainer = quiet_trainer(even(6, 2, 3))
     for number in range(3):
         trainer.fit_loop.max_epochs = number + 1
         torch.manual_seed(number)
@@ -136,16 +137,16 @@ def test_one_strategy_object_in_run_after_run() -> None:
         trainer.fit(module)
         torch.manual_seed(number)
         expected = Watched()
-        make_trainer(strategy=Stale(3), max_epochs=1).fit(expected)
+        quiet_trainer(Stale(3)).fit(expected)
         assert weights(module) == weights(expected), number
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, partial(even, 6, 2, 3)])
 def test_one_strategy_object_in_two_trainers_is_refused_by_lightning_itself(strategy: Any) -> None:
     made = strategy()
-    make_trainer(strategy=made)
+    quiet_trainer(made)
     with pytest.raises(MisconfigurationException, match="accelerator set through both"):
-        make_trainer(strategy=made)
+        quiet_trainer(made)
 
 
 class Failing(Watched):

@@ -208,8 +208,8 @@ def missing(line: Line) -> None:
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        (twice, "the pipelined module 'piece0' was called twice in one training_step; call each"),
-        (out_of_order, "the pipelined module 'piece1' was called out of order; call each"),
+        (twice, "the pipelined module 'piece0' was called more often than once; call the"),
+        (out_of_order, "the pipelined module 'piece1' was called out of order; call the"),
         (missing, "training_step did not call the pipelined module 'piece1' this time; call the same"),
     ],
 )

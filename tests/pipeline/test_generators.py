@@ -34,6 +34,19 @@ def test_the_seed_is_the_run_the_worker_the_minibatch_and_the_operations_name() 
     assert all(0 <= value < 2**63 for value in seeds)
 
 
+def test_calls_of_one_minibatch_draw_by_themselves() -> None:
+    chance, dropout = RandomGenerators(7), attach(nn.Dropout(0.5), "net")
+    drawn = []
+    for call in (0, 1, 2, 0):
+        with chance.minibatch(1, call):
+            drawn.append(dropout(torch.ones(64)))
+    assert torch.equal(drawn[0], drawn[3])
+    assert not any(torch.equal(one, drawn[0]) for one in drawn[1:3])
+    assert not torch.equal(drawn[1], drawn[2])
+    expected = torch.empty(64).bernoulli_(0.5, generator=chance.generator(1, "net", 0, CPU, call=1)) * 2
+    assert torch.equal(drawn[1], expected)
+
+
 def test_every_draw_is_the_one_of_its_name() -> None:
     chance = RandomGenerators(7)
     layer = Run(lambda dropout, x: (dropout(x), torch.rand(3), dropout(x), torch.rand(3)), nn.Dropout(0.5))

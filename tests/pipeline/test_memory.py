@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from lightning_hetpipe.rules.schedule import Work
 from tests.exact.pipelines import Delays
 from tests.pipeline.driving import Line, X, mlp
 from tests.pipeline.timetable import Timetable
+from tests.support.marks import explores
 
 ROWS = X.numel() * 4
 """Bytes of a tensor like X, and of what each layer of `mlp` makes of it."""
@@ -72,7 +73,7 @@ def odd(random: tuple[int, int]) -> tuple[float, float]:
     return random[0] / 997, random[1] / 991
 
 
-@settings(max_examples=15, deadline=None)
+@explores(15)
 @given(
     times=st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)).map(odd), min_size=1, max_size=4),
     in_flight=st.integers(1, 6),
@@ -90,7 +91,7 @@ def test_random_pipelines_hold_what_the_simulation_says(
     assert held(line) == expected
 
 
-@settings(max_examples=6, deadline=None)
+@explores(6)
 @given(seed=st.integers(0, 99), in_flight=st.integers(1, 5), pieces=st.integers(1, 2))
 def test_whatever_the_timing_nobody_holds_more_than_the_bound(seed: int, in_flight: int, pieces: int) -> None:
     line = Line(*(mlp(4) for _ in range(pieces)), cuts=(0, 2), in_flight=in_flight, before_pass=Delays(seed))

@@ -14,11 +14,12 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import CudaUserStream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
+from lightning_hetpipe.rules.schedule import Call
 
 
 def run(piece: int, inputs: Any, outputs: Any, outside: UserStream | None = None) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(piece, Value.of(inputs), Autocast.current(), outside or CudaUserStream())
+    call = PieceCall(Call(piece, piece), Value.of(inputs), Autocast.current(), outside or CudaUserStream())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 

@@ -17,7 +17,7 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
 from lightning_hetpipe.pipeline.values import Addends, Value
-from tests import oracle
+from tests.support.equality import assert_same
 
 CODE = PlainCode()
 X = torch.arange(24.0).reshape(2, 3, 4)
@@ -60,8 +60,8 @@ def test_a_number_that_is_none() -> None:
 )
 def test_tensors(tensor: Tensor) -> None:
     one, found, other = CODE.decode(CODE.encode([torch.ones(1, dtype=torch.uint8), tensor, X]))
-    assert oracle.difference(tensor, found) is None
-    assert oracle.difference([torch.ones(1, dtype=torch.uint8), X], [one, other]) is None
+    assert_same(tensor, found)
+    assert_same([torch.ones(1, dtype=torch.uint8), X], [one, other])
     assert found.stride() == tensor.stride()
 
 
@@ -81,14 +81,14 @@ def test_spoilt_bytes_are_refused(spoil: Any) -> None:
 
 def test_messages() -> None:
     value = Value.of({"x": X, "again": (X, 3)})
-    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), last=True)
+    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), 1, True, last=True)
     found = decode(encode(forward))
     assert found._replace(value=value) == forward
-    assert oracle.difference(value.tree([X]), found.value.tree(found.value.tensors)) is None
-    backward = Backward(7, 1, [X, None, Addends((X, X + 1))], {3: X}, (3,), True)
+    assert_same(value.tree([X]), found.value.tree(found.value.tensors))
+    backward = Backward(7, 1, 1, [X, None, Addends((X, X + 1))], {3: X}, (3,), True)
     again = decode(encode(backward))
     assert isinstance(again.gradients[2], Addends)
-    assert oracle.difference(list(backward), list(again)) is None
+    assert_same(list(backward), list(again))
 
 
 def test_failures() -> None:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -17,6 +17,8 @@ from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.versions import version_of
 from lightning_hetpipe.torch_private import pytree
+from tests.support.equality import assert_same
+from tests.support.marks import explores
 
 CPU = torch.device("cpu")
 
@@ -57,10 +59,6 @@ def copies(live: nn.ModuleList) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in live.parameters()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def addresses(stash: WeightStash) -> list[list[int]]:
     return [[tensor.data_ptr() for tensor in buffer.tensors] for buffer in stash.buffers]
 
@@ -74,11 +72,11 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
         published[version] = copies(live)
     step(live)
     for version, weights in published.items():
-        assert same(held(stash, version), weights)
+        assert_same(held(stash, version), weights)
     assert len({id(stash.buffer(version)) for version in published}) == 3
 
 
-@settings(max_examples=30, deadline=None)
+@explores(30)
 @given(st.integers(1, 5), st.lists(st.booleans(), min_size=1, max_size=25), st.integers(0, 9))
 def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: list[bool], empty_at: int) -> None:
     """Over many steps, of which some change nothing (accumulated gradients, a skipped step)."""
@@ -94,7 +92,7 @@ def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: li
         weights[version] = copies(live)
         for minibatch in range(version + 1, version + 1 + in_flight):
             uses = version_of(minibatch, in_flight, empty_at)
-            assert same(held(stash, uses), weights[uses])
+            assert_same(held(stash, uses), weights[uses])
         if in_flight > 1:
             assert (stash.buffer(version) is stash.buffer(version - 1)) == (not changed)
     assert addresses(stash) == before
@@ -120,7 +118,7 @@ def test_buffers_share_no_memory_with_the_live_weights() -> None:
     live, stash = begun(2)
     before = held(stash, 0)
     step(live)
-    assert same(held(stash, 0), before)
+    assert_same(held(stash, 0), before)
 
 
 def test_a_version_without_a_change_shares_the_buffer() -> None:
@@ -142,7 +140,7 @@ def test_changes_through_data_are_noticed() -> None:
     assert first._version == counter
     publish(stash, live, 1)
     assert stash.buffer(1) is not stash.buffer(0)
-    assert same(held(stash, 1), copies(live))
+    assert_same(held(stash, 1), copies(live))
 
 
 def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
@@ -150,7 +148,7 @@ def test_a_weight_that_was_replaced_through_data_is_noticed() -> None:
     first = next(live.parameters())
     first.data = torch.full_like(first, 5.0)
     publish(stash, live, 1)
-    assert same(held(stash, 1), copies(live))
+    assert_same(held(stash, 1), copies(live))
 
 
 def test_beginning_anew_forgets_older_versions() -> None:
@@ -159,7 +157,7 @@ def test_beginning_anew_forgets_older_versions() -> None:
     publish(stash, live, 1)
     step(live)
     begin(stash, live, 1)
-    assert same(held(stash, 1), copies(live))
+    assert_same(held(stash, 1), copies(live))
     with pytest.raises(KeyError):
         stash.buffer(0)
 
@@ -241,7 +239,7 @@ def test_whoever_else_holds_a_weight_sees_the_bound_version() -> None:
         for version, expected in ((0, before), (1, layer(x)), (0, before)):
             stash.bind(version)
             found = stash.layers[0](x)
-            assert same([*pytree.tree_leaves(found)], [*pytree.tree_leaves(expected)])
+            assert_same([*pytree.tree_leaves(found)], [*pytree.tree_leaves(expected)])
 
 
 def test_a_backward_uses_the_version_of_its_forward_when_that_is_bound_again() -> None:

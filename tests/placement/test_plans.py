@@ -20,7 +20,8 @@ from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
 from tests.exact.running import assert_equal, expect, fit
 from tests.support.models import SGD, Task, mlp, vectors
-from tests.support.small import Learner, assert_refused, quiet_trainer, refused
+from tests.support.small import Learner, assert_refused, refused
+from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
 
@@ -77,7 +78,6 @@ def trained(strategy: HetPipeStrategy) -> list[tuple[str, list[str]]]:
     task: Task = mlp(SGD)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     record = fit(task, LOADER, strategy=strategy, max_epochs=1)
-    assert strategy.last_run is not None
     task.load_state_dict(before)
     assert_equal(expect(task, LOADER, strategy.last_run.in_flight, max_epochs=1), record)
     return [(stage.device, stage.layers) for stage in strategy.last_run.stages]
@@ -92,7 +92,6 @@ def test_a_plan_is_run_as_it_says(as_file: bool, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     strategy = HetPipeStrategy(plan=tmp_path / "plan.json" if as_file else plan)
     assert [layers for _, layers in trained(strategy)] == [list(LAYERS[:1]), list(LAYERS[1:4]), list(LAYERS[4:])]
-    assert strategy.last_run is not None
     assert strategy.last_run.in_flight == 5
 
 
@@ -112,7 +111,6 @@ def test_the_stages_of_a_plan_are_measured_on_their_own_devices(monkeypatch: pyt
     plan = replace(plan, virtual_workers=(replace(plan.virtual_workers[0], stages=stages),))
     strategy = HetPipeStrategy(plan=plan, parallel_devices=TWO)
     trained(strategy)
-    assert strategy.last_run is not None
     assert [stage.time_s for stage in strategy.last_run.stages] == pytest.approx([2 * 0.1, 5 * 0.001])
 
 
@@ -225,7 +223,6 @@ def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
     assert sorted(device for device, _ in stages) == ["Quadro-RTX-4000:1 (emulated)", "RTX-3090:0 (emulated)"]
     layers = {device.partition(":")[0]: len(layers) for device, layers in stages}
     assert layers["RTX-3090"] > layers["Quadro-RTX-4000"]
-    assert strategy.last_run is not None
     assert strategy.last_run.emulated
     assert min(stage.time_s for stage in strategy.last_run.stages) > 2 * 0.0002  # of the CPU
 
@@ -234,7 +231,6 @@ def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> 
     measured({"T4": 1.5, "A100-40": 0.5}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), in_flight=2)
     stages = {device.partition(":")[0]: len(layers) for device, layers in trained(strategy)}
-    assert strategy.last_run is not None
     times = {stage.device.partition(":")[0]: stage.time_s for stage in strategy.last_run.stages}
     assert times == pytest.approx({"T4": 1.5e-3 * stages["T4"], "A100-40": 0.5e-3 * stages["A100-40"]})
     assert strategy._emulation is not None
@@ -246,7 +242,7 @@ def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -
     """A test of the trained model, as hetpipe-train has it, asked for pads that only a fit's plan could give."""
     measured(cpu=1.0)
     strategy = HetPipeStrategy(cluster=box("RTX-3090", "Quadro-RTX-4000"), in_flight=3)
-    trainer, task = quiet_trainer(strategy, max_epochs=1), mlp(SGD)
+    trainer, task = quiet_trainer(strategy), mlp(SGD)
     trainer.fit(task, LOADER)
     (found,) = trainer.test(task, LOADER, verbose=False)
     assert found
@@ -314,7 +310,6 @@ def test_one_device_has_one_minibatch_in_flight(measured: Says) -> None:
     measured({"T4": 0.3}, cpu=0.01)
     strategy = HetPipeStrategy(cluster=box("T4"))
     assert trained(strategy) == [("T4:0 (emulated)", [*LAYERS])]
-    assert strategy.last_run is not None
     assert strategy.last_run.in_flight == 1
 
 
@@ -439,7 +434,6 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
     assert strategy._emulation is not None
     first, second, third = strategy._emulation._devices
     assert first == second != third  # whose stages take turns
-    assert strategy.last_run is not None
     assert strategy.last_run.in_flight == in_flight
 
 
@@ -453,7 +447,6 @@ def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
     measured(cpu=0.2)
     strategy = HetPipeStrategy(cluster=box(Device("cpu", "1 GiB"), Device("cpu", "1 GiB")))
     assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu:1"]
-    assert strategy.last_run is not None
     assert not strategy.last_run.emulated
 
 
@@ -508,10 +501,9 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
     decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, _: decide(self, pieces, others))
+    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
-    assert strategy.last_run is not None
     assert strategy.last_run.in_flight == 5
     assert [line.partition(",")[0] for line in told[2:]] == ["but 5 minibatches in flight"]
 

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
 from lightning_hetpipe.capture.microbenchmark import ROUNDS
 from lightning_hetpipe.placement import progress
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 class Terminal(io.StringIO):

@@ -16,12 +16,17 @@ NAMES = st.text(min_size=1, max_size=8)
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    layers = draw(st.lists(st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT, COUNT), min_size=1, max_size=4))
+    layer = st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT, COUNT, st.booleans())
+    layers = draw(st.lists(layer, min_size=1, max_size=4))
     times = st.lists(st.builds(Times, SECONDS, SECONDS, SECONDS), min_size=len(layers), max_size=len(layers))
     devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))
     memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(1, 2**50)))
     estimated = draw(st.dictionaries(st.sampled_from(sorted(devices)), NAMES))
-    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated)
+    half = len(layers) // 2
+    calls = draw(
+        st.sampled_from([[], [(0, len(layers))] * 2, [(0, half), (half, len(layers)), (0, half)]][: 2 + (half > 0)])
+    )
+    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, Sizes, opt
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
+from tests.support.marks import explores
 
 MEMORY = 1000
 
@@ -33,6 +34,21 @@ def even(
         {},
     )
     return profile, Cluster([Node("box", [Device("gpu", memory)] * 3)])
+
+
+def test_a_module_that_is_called_twice_costs_twice() -> None:
+    """Its profile has the time of both calls, and the plan simulates both."""
+    profile, cluster = even(layers=4, memory=None)
+    profile = replace(profile, calls=[(0, 4), (0, 4)])
+    once = estimate(replace(profile, calls=()), cluster, cluster.slots[:2], (0, 2), 8)
+    twice = estimate(profile, cluster, cluster.slots[:2], (0, 2), 8)
+    assert [stage.times for stage in twice.stages] == [stage.times for stage in once.stages]
+    assert twice.rate == pytest.approx(once.rate, rel=0.02)
+    first = [span for span in twice.simulation.spans if span.stage == 0 and span.minibatch == 1]
+    assert [span.end - span.start for span in first] == [1.0, 1.0, 2.0, 2.0]
+    layers = [replace(layer, changes_buffers=True) for layer in profile.layers]
+    waits = estimate(replace(profile, layers=layers), cluster, cluster.slots[:2], (0, 2), 8)
+    assert waits.rate < 0.9 * twice.rate
 
 
 def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> None:
@@ -54,7 +70,7 @@ def test_synchronisation_asks_for_more_in_flight() -> None:
     assert best_plan(profile, cluster, synchronise=12.0).in_flight > best_plan(profile, cluster).in_flight
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(3), optimizer=st.sampled_from([0.0, 2.0]), recompute=st.booleans())
 def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
     profile: Profile, cluster: Cluster, optimizer: float, recompute: bool
@@ -76,7 +92,7 @@ def test_at_one_in_flight_it_is_no_slower_than_the_least_bottleneck_that_fits(
         assert found.help.in_flight is None
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(4, limited=False), stages=st.integers(1, 4), ordered=st.booleans())
 def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
     profile: Profile, cluster: Cluster, stages: int, ordered: bool
@@ -112,7 +128,7 @@ def test_one_stage_has_nothing_to_overlap() -> None:
     assert best_plan(slow_updates, cluster, stages=3).in_flight > 3
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(6), cluster=clusters(3), in_flight=st.integers(2, 4), recompute=st.booleans())
 def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight: int, recompute: bool) -> None:
     found = best_plan(profile, cluster, in_flight=in_flight, recompute=recompute)
@@ -127,7 +143,7 @@ def test_a_plan_fits_as_simulated(profile: Profile, cluster: Cluster, in_flight:
         assert found.help.lacking == {i: stage.overflow for i, stage in enumerate(found.stages) if stage.overflow}
 
 
-@settings(max_examples=12, deadline=None)
+@explores(12)
 @given(profile=profiles(5), cluster=clusters(3))
 def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Cluster) -> None:
     found = best_plan(profile, cluster)

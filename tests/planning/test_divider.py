@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, Link, Node
@@ -18,6 +18,7 @@ from lightning_hetpipe.planning.search import device_order
 from lightning_hetpipe.planning.search.divider import Divider, Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import NAMES, Stages, bottleneck, clusters, divisions, has_room, profiles
+from tests.support.marks import explores
 
 
 def stages_of(division: Division, layers: int) -> Stages:
@@ -54,7 +55,7 @@ a_load = st.builds(StageLoad, st.integers(1, 4), st.integers(0, 4), st.integers(
 some_loads = st.lists(st.lists(a_load, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@explores(150)
 @given(
     profile=profiles(),
     cluster=clusters(),
@@ -92,7 +93,7 @@ def test_it_is_the_best_of_all(
     assert found.bottleneck == min(bottleneck(profile, cluster, each, recompute) for each in every), "exactly"
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(), cluster=clusters(), number=st.integers(0, 3), factor=st.sampled_from([2.0, 4.0]))
 def test_a_faster_device_never_makes_it_worse(profile: Profile, cluster: Cluster, number: int, factor: float) -> None:
     devices = [slot.device for slot in cluster.slots]
@@ -101,7 +102,7 @@ def test_a_faster_device_never_makes_it_worse(profile: Profile, cluster: Cluster
     assert at_most(with_devices(cluster, [*devices[:place], quick, *devices[place + 1 :]]), cluster, profile)
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(), cluster=clusters(), number=st.integers(0, 3), more=st.one_of(st.none(), st.integers(0, 99)))
 def test_more_memory_never_makes_it_worse(profile: Profile, cluster: Cluster, number: int, more: int | None) -> None:
     devices = [slot.device for slot in cluster.slots]
@@ -111,7 +112,7 @@ def test_more_memory_never_makes_it_worse(profile: Profile, cluster: Cluster, nu
     assert at_most(with_devices(cluster, [*devices[:place], large, *devices[place + 1 :]]), cluster, profile)
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(), cluster=clusters(), name=st.sampled_from(NAMES))
 def test_another_device_never_makes_it_worse(profile: Profile, cluster: Cluster, name: str) -> None:
     *others, last = cluster.nodes
@@ -119,7 +120,7 @@ def test_another_device_never_makes_it_worse(profile: Profile, cluster: Cluster,
     assert at_most(larger, cluster, profile)
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(), cluster=clusters(), ordered=st.booleans())
 def test_free_to_choose_the_order_it_is_no_worse(profile: Profile, cluster: Cluster, ordered: bool) -> None:
     free, given = (
@@ -129,7 +130,7 @@ def test_free_to_choose_the_order_it_is_no_worse(profile: Profile, cluster: Clus
     assert given is None or (free is not None and free.bottleneck <= given.bottleneck)
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(), cluster=clusters(), scale=st.sampled_from([0.125, 2.0, 1024.0]))
 def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cluster, scale: float) -> None:
     times = {name: [each.divided(1 / scale) for each in own] for name, own in profile.times.items()}
@@ -144,7 +145,7 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
     assert one is None or other is None or other.bottleneck == one.bottleneck * scale
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(5), cluster=clusters(), data=st.data())
 def test_where_there_are_too_many_orders_those_of_a_node_stay_together(
     profile: Profile, cluster: Cluster, data: st.DataObject

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
@@ -18,6 +18,7 @@ from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider
 from lightning_hetpipe.planning.search.local_search import LocalSearch
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import bottleneck, clusters, divisions, has_room, profiles
+from tests.support.marks import explores
 
 
 def tight(seed: int) -> tuple[Profile, Cluster]:
@@ -72,7 +73,7 @@ def test_a_plan_is_found_that_holds_less_than_the_stages_that_were_seen_before()
     assert [stage.slot.number for stage in found.stages] == [1]
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), given_=st.booleans(), data=st.data())
 def test_changes_are_divisions(
     profile: Profile, cluster: Cluster, ordered: bool, given_: bool, data: st.DataObject
@@ -92,7 +93,7 @@ def test_changes_are_divisions(
     }
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profile=profiles(5), cluster=clusters(3), ordered=st.booleans(), stages=st.sampled_from([None, 1, 2]))
 def test_each_order_has_its_best_cuts(profile: Profile, cluster: Cluster, ordered: bool, stages: int | None) -> None:
     stages = None if stages is None else min(stages, len(profile.layers), len(cluster.slots))

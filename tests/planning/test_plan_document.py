@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from lightning_hetpipe import Cluster, Device, Node, Plan
 from lightning_hetpipe.errors import SettingError
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.search.choice import best_plan
 from tests.planning.drawing import plans
+from tests.support.marks import explores
 
 FIRST = PlannedStage("box", "RTX-3090:0", 0, 1, 0.25, 1 << 30, 24 << 30)
 SECOND = PlannedStage("box", "T4:1 (estimated)", 2, 2, 0.5, 2 << 30, 16 << 30)
@@ -31,7 +32,7 @@ def with_stage(number: int, **changes: Any) -> Plan:
     return replace(PLAN, virtual_workers=(replace(worker, stages=tuple(stages)),))
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(plans())
 def test_a_round_trip(plan: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import relative_speed
-from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.cluster import Device, Link
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
 from tests.planning.drawing import profiles
 from tests.planning.reference import MISSING, OPT_350M
+from tests.support.marks import explores
 
 LAYERS = [LayerBytes("a", 4, 8, 2), LayerBytes("b", 0, 1, 1)]
 TIMES = [Times(1.0, 2.0, 0.5), Times(3.0, 4.0)]
@@ -26,7 +27,7 @@ def profile(*names: str) -> Profile:
     return Profile("m", 4, LAYERS, dict.fromkeys(names, TIMES), {})
 
 
-@settings(max_examples=40, deadline=None)
+@explores(40)
 @given(profiles())
 def test_a_round_trip(mine: Profile) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -152,3 +153,16 @@ def test_what_is_no_profile_is_refused_with_file_key_and_reason(tmp_path: Path, 
 
 def test_our_form_has_a_version() -> None:
     assert as_json(profile("own"))["schema_version"] == 1
+
+
+def test_calls_are_of_all_layers() -> None:
+    with pytest.raises(SettingError, match=r"has calls of the layers \(0, 1\), and these are not all of its 2 layers"):
+        Profile("m", 1, LAYERS, {"own": TIMES}, {}, calls=[(0, 1), (0, 1)])
+
+
+def test_what_a_module_sends_is_sent_by_each_of_its_calls() -> None:
+    link = Link(1000.0, 1.0)
+    once = Profile("m", 1, LAYERS, {"own": TIMES}, {})
+    twice = Profile("m", 1, LAYERS, {"own": TIMES}, {}, calls=[(0, 2), (0, 2)])
+    assert once.crossing(link, 1) == 1.0 + LAYERS[0].output / 1000
+    assert twice.crossing(link, 1) == 2 * (1.0 + LAYERS[0].output // 2 / 1000)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, simulate
-from lightning_hetpipe.rules.schedule import Work
+from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, Visits, simulate
+from lightning_hetpipe.rules.schedule import Work, calls, segments
 
 EQUAL = [StageTimes(1.0, 2.0)] * 4
 """Backward takes twice as long as forward, as in most models."""
@@ -54,6 +54,42 @@ def test_one_stage_alternates() -> None:
     assert run.published == (4.0, 8.0, 12.0)
     assert run.busy(0) == 10.5 / 12
     assert run.held == (1,)
+
+
+def twice(changing: tuple[int, ...] = ()) -> Visits:
+    """One module on two stages that is called twice."""
+    return Visits(segments([2], [0, 1]), calls([0, 0]), changing)
+
+
+def test_a_module_that_is_called_twice_is_visited_twice() -> None:
+    run = simulate([StageTimes(1.0, 2.0), StageTimes(1.0, 1.0)], 1, 1, visits=twice())
+    assert [(span.stage, span.work, span.start, span.end) for span in run.spans] == [
+        (0, Work.FORWARD, 0.0, 1.0),
+        (1, Work.FORWARD, 1.0, 2.0),
+        (0, Work.FORWARD, 2.0, 3.0),
+        (1, Work.TURN, 3.0, 5.0),
+        (0, Work.BACKWARD, 5.0, 7.0),
+        (1, Work.BACKWARD, 7.0, 8.0),
+        (0, Work.BACKWARD, 8.0, 10.0),
+    ]
+    assert run.held == (1, 1)
+    assert [(when, load[:2]) for when, load in run.loads(0) if when in (1.0, 3.0, 10.0)][-1] == (10.0, (0, 0))
+
+
+def test_enough_in_flight_hides_what_calls_wait_for() -> None:
+    """Nothing exceeds 1 / T_max, which counts each visit."""
+    run = simulate([StageTimes(1.0, 2.0)] * 2, 6, 240, visits=twice())
+    assert run.rate(60) * 6 == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_segment_that_changes_buffers_ends_one_minibatch_before_the_next() -> None:
+    stages = [StageTimes(1.0, 2.0), StageTimes(1.0, 2.0)]
+    free, bound = (simulate(stages, 6, 60, visits=twice(changing)) for changing in ((), (0, 1)))
+    assert bound.rate(6) < 0.9 * free.rate(6)
+    forwards = [span.minibatch for span in bound.spans if span.stage == 0 and span.work is Work.FORWARD]
+    assert forwards == sorted(forwards)
+    forwards = [span.minibatch for span in free.spans if span.stage == 0 and span.work is Work.FORWARD]
+    assert forwards != sorted(forwards)
 
 
 def test_receiving_is_part_of_the_task_that_needs_it() -> None:

@@ -14,6 +14,7 @@ from lightning_hetpipe.planning.model.estimate import stage_times_on
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from tests.planning.instances import clusters, profiles
+from tests.support.marks import explores
 
 
 def all_partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -100,7 +101,7 @@ def test_stage_times_of_an_example() -> None:
     assert stage_times([1.0, 2.0, 4.0, 8.0], (0, 1, 3)) == [1.0, 6.0, 8.0]
 
 
-@settings(max_examples=60, deadline=None)
+@explores(60)
 @given(profile=profiles(6), cluster=clusters(3), recompute=st.booleans())
 def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
     profile: Profile, cluster: Cluster, recompute: bool

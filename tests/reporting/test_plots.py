@@ -52,6 +52,18 @@ def test_waits_are_hatched_and_passes_coloured() -> None:
     assert COLOURS["forward"] != COLOURS["backward"]
 
 
+def test_rows_have_their_devices_names() -> None:
+    above, *_ = draw(EXAMPLE, 7, 8).axes
+    labels = [label.get_text() for label in above.get_yticklabels()]
+    assert labels == ["stage 0\nRTX-3090:0", "stage 1\nT4:1", "user code", "Lightning"]
+
+
+def test_a_notebook_shows_a_timeline_as_a_picture() -> None:
+    picture = EXAMPLE._repr_png_()
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
+
+
 def test_pixels() -> None:
     pixels = image(EXAMPLE)
     assert pixels.ndim == 3
@@ -69,6 +81,7 @@ def test_of_a_long_run_only_what_can_be_read_is_drawn() -> None:
 def test_nothing_to_draw() -> None:
     with pytest.raises(SettingError, match="this timeline is empty"):
         draw(Timeline((), 2, 2))
+    assert Timeline((), 2, 2)._repr_png_() is None
     with pytest.raises(SettingError, match="between"):
         draw(EXAMPLE, 50, 60)
 
@@ -79,3 +92,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SettingError, match=r'pip install "lightning-hetpipe\[plot\]"'):
         draw(EXAMPLE)
+    assert EXAMPLE._repr_png_() is None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.reporting.trace import together
 from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE, Span
+from tests.support.marks import explores
 
 TIMES = [StageTimes(0.004, 0.008), StageTimes(0.007, 0.013), StageTimes(0.003, 0.006, loss=0.001)]
 EXAMPLE = Timeline(
@@ -38,6 +39,7 @@ EXAMPLE = Timeline(
     virtual_worker=3,
     versions={7: 5, 8: 6},
     zero=100.0,
+    devices=("RTX-3090:0", "T4:1"),
 )
 
 
@@ -68,6 +70,18 @@ def test_minibatches_and_rows() -> None:
     assert EXAMPLE.extent == (0.5, 13.0)
     empty = Timeline((), stages=2, in_flight=2)
     assert (empty.minibatches, empty.rows, empty.extent) == (range(0), [0, 1], (0.0, 0.0))
+
+
+def test_rows_are_called_by_their_devices_where_these_are_known() -> None:
+    assert [EXAMPLE.label(row) for row in EXAMPLE.rows[:3]] == ["stage 0, RTX-3090:0", "stage 1, T4:1", "user code"]
+    assert simulated().label(2) == "stage 2"
+    assert Timeline.simulated(simulate(TIMES, 4, 2), TIMES, 4, ["a", "b", "c"]).label(2) == "stage 2, c"
+    assert EXAMPLE.between(7, 7).devices == EXAMPLE.devices
+
+
+def test_it_says_in_a_line_what_it_is_of() -> None:
+    assert repr(EXAMPLE) == "<Timeline of virtual worker 3, minibatches 7 to 8, Nm = 2 (measured)>"
+    assert str(Timeline((), 2, 2)) == "virtual worker 0, no minibatches, Nm = 2 (simulated)"
 
 
 def test_a_part_of_it() -> None:
@@ -128,7 +142,7 @@ times = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@explores(30)
 @given(stages=times, in_flight=st.integers(1, 5), step=st.integers(0, 3).map(float))
 def test_laws_of_any_timeline(stages: list[StageTimes], in_flight: int, step: float) -> None:
     last = len(stages) - 1
@@ -153,7 +167,7 @@ NUMBERS = {"ts", "dur"}
 WANTED: Mapping[str, set[str]] = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
     "M": {"name", "pid", "tid", "args"},
-    "C": {"name", "pid", "ts", "args"},
+    "C": {"name", "pid", "tid", "ts", "args"},
     "s": {"name", "cat", "id", "pid", "tid", "ts"},
     "t": {"name", "cat", "id", "pid", "tid", "ts"},
     "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
@@ -169,9 +183,9 @@ def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
     for event in trace["traceEvents"]:
         assert WANTED[event["ph"]] <= set(event)
         assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
+        assert min(event["pid"], event["tid"]) >= 1, "viewers take 0 for the kernel"
         assert all(isinstance(event[key], int | float) for key in NUMBERS & set(event))
-        where = event["pid"], event.get("tid", 0)
+        where = event["pid"], event["tid"]
         if event["ph"] == "M":
             assert set(event["args"]) in ({"name"}, {"sort_index"})
             if event["name"] in named:
@@ -195,21 +209,23 @@ def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
 def test_the_trace_of_a_run() -> None:
     trace = EXAMPLE.to_chrome_trace()
     rows = check(trace)
-    assert {pid for pid, _ in rows} == {3}
-    assert [span["name"] for span in rows[3, 1]] == [
+    assert {pid for pid, _ in rows} == {4}
+    assert [span["name"] for span in rows[4, 2]] == [
         "forward 7",
         "wait for user code 7",
         "loss 7",
         "wait for user code 7",
         "backward 7",
     ]
-    (forward, *_) = rows[3, 0]
+    (forward, *_) = rows[4, 1]
     assert (forward["ts"], forward["dur"]) == (1e6, 1e6)
     assert forward["args"] == {"minibatch": 7, "version": 5}
-    assert rows[3, 0][2]["args"] == {"batch": 1}
+    assert rows[4, 1][2]["args"] == {"batch": 1}
     assert trace["otherData"]["zero"] == 100.0
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    assert names == ["stage 0", "stage 1", USER_CODE, LIGHTNING]
+    assert names == ["stage 0, RTX-3090:0", "stage 1, T4:1", USER_CODE, LIGHTNING]
+    (process,) = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert process == "virtual worker 3"
     counts = [event["args"]["minibatches"] for event in trace["traceEvents"] if event["ph"] == "C"]
     assert counts == [1, 0, 1, 0]
 
@@ -219,7 +235,7 @@ def test_several_virtual_workers_in_one_trace() -> None:
     other = Timeline(EXAMPLE.spans, 2, 2, virtual_worker=4, zero=102.5)
     trace = together([other.to_chrome_trace(), EXAMPLE.to_chrome_trace()])
     rows = check(trace)
-    assert rows[4, 0][0]["ts"] - rows[3, 0][0]["ts"] == 2.5e6
+    assert rows[5, 1][0]["ts"] - rows[4, 1][0]["ts"] == 2.5e6
     times = [event["ts"] for event in trace["traceEvents"]]
     assert times == sorted(times)
 

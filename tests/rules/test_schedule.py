@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.schedule import Instruction, Segment, Work, route, segments
+from lightning_hetpipe.rules.schedule import Call, Instruction, Segment, Work, calls, route, segments
 
 DRAWN = (
     Segment(0, piece=0, stage=0, first=0, last=1),
@@ -32,20 +32,50 @@ def test_the_drawn_example() -> None:
 
 def test_the_route_through_the_drawn_example() -> None:
     first, second, third, last = DRAWN
-    assert route(DRAWN) == (
-        Instruction(Work.FORWARD, first),
-        Instruction(Work.FORWARD, second),
-        Instruction(Work.FORWARD, third),
-        Instruction(Work.TURN, last),
-        Instruction(Work.BACKWARD, third),
-        Instruction(Work.BACKWARD, second),
-        Instruction(Work.BACKWARD, first),
+    encoder, decoder = calls([0, 1])
+    assert route(DRAWN, (encoder, decoder)) == (
+        Instruction(Work.FORWARD, first, encoder),
+        Instruction(Work.FORWARD, second, encoder),
+        Instruction(Work.FORWARD, third, decoder),
+        Instruction(Work.TURN, last, decoder),
+        Instruction(Work.BACKWARD, third, decoder),
+        Instruction(Work.BACKWARD, second, encoder),
+        Instruction(Work.BACKWARD, first, encoder),
     )
+
+
+def test_the_calls_of_a_step() -> None:
+    assert calls([0, 1, 0, 0]) == (
+        Call(0, 0, ordinal=0, again=True),
+        Call(1, 1, ordinal=0, again=False),
+        Call(2, 0, ordinal=1, again=True),
+        Call(3, 0, ordinal=2, again=False),
+    )
+
+
+def test_a_piece_that_is_called_again_is_visited_again() -> None:
+    """Its last call may turn on a stage before the last."""
+    first, second, third, last = DRAWN
+    steps = route(DRAWN, calls([0, 1, 0]))
+    assert [(step.work, step.segment, step.call.index) for step in steps] == [
+        (Work.FORWARD, first, 0),
+        (Work.FORWARD, second, 0),
+        (Work.FORWARD, third, 1),
+        (Work.FORWARD, last, 1),
+        (Work.FORWARD, first, 2),
+        (Work.TURN, second, 2),
+        (Work.BACKWARD, first, 2),
+        (Work.BACKWARD, last, 1),
+        (Work.BACKWARD, third, 1),
+        (Work.BACKWARD, second, 0),
+        (Work.BACKWARD, first, 0),
+    ]
 
 
 def test_one_segment_is_a_turn() -> None:
     (only,) = segments([3], [0])
-    assert route((only,)) == (Instruction(Work.TURN, only),)
+    (call,) = calls([0])
+    assert route((only,), (call,)) == (Instruction(Work.TURN, only, call),)
 
 
 @settings(deadline=None)
@@ -75,7 +105,7 @@ def test_a_segment_is_what_one_stage_runs_of_one_piece(case: tuple[list[int], li
 @given(cut_pieces())
 def test_a_route_goes_forward_turns_and_comes_back(case: tuple[list[int], list[int]]) -> None:
     found = segments(*case)
-    steps = route(found)
+    steps = route(found, calls(range(len(case[0]))))
     forwards = [step.segment for step in steps if step.work is Work.FORWARD]
     turns = [step.segment for step in steps if step.work is Work.TURN]
     backwards = [step.segment for step in steps if step.work is Work.BACKWARD]

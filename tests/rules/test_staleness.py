@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staleness import largest_stable
 from lightning_hetpipe.rules.staleness import LIMIT, Momentum, bearable_rate, steps_behind
 from lightning_hetpipe.rules.waves import global_staleness
+from tests.support.marks import explores
 
 HEAVY = Momentum(lr=0.05, momentum=0.9)
 
 
-@settings(deadline=None, max_examples=30)
+@explores(30)
 @given(st.floats(0, 0.99), st.integers(1, 30), st.booleans())
 def test_a_quadratic_is_stable_up_to_one_over_curvature_and_staleness(mu: float, steps: int, nesterov: bool) -> None:
     assert largest_stable(mu, steps, nesterov) / (1 - mu) * steps >= 1 - 1e-4

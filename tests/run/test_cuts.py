@@ -16,8 +16,8 @@ from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
 from lightning_hetpipe.run.together import check_together
 from lightning_hetpipe.workers.synchroniser import Synchroniser
-from tests.support.small import batches, quiet_trainer
-from tests.test_private import Validated
+from tests.support.small import Validated, batches
+from tests.support.trainers import quiet_trainer
 
 
 class Others:
@@ -77,7 +77,7 @@ def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
     """Fits four batches, where the other virtual worker has what is ``told``: its batches, and when it validates."""
     others = Others(told)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)  # none of which keeps any
-    settings = {"num_sanity_val_steps": 0, "max_epochs": 2, "enable_checkpointing": saves, **settings}
+    settings = {"max_epochs": 2, "enable_checkpointing": saves, **settings}
     trainer = quiet_trainer("auto", callbacks=[Runs(others), *callbacks], **settings)
     trainer.fit(Validated(), batches(4), batches(1))
     return others.numbers
@@ -88,7 +88,7 @@ def test_an_epoch_begins_before_its_cuts() -> None:
     was numbered by the minibatches of the epoch before, which Lightning's loop still counts then."""
     others = Others((4, 4))
     runs = Runs(others)
-    trainer = quiet_trainer("auto", callbacks=[runs], num_sanity_val_steps=0, max_epochs=1)
+    trainer = quiet_trainer("auto", callbacks=[runs])
     trainer.fit(Validated(), batches(4), batches(1))
     assert runs.cuts is not None
     runs.cuts.epoch_begins(5)  # of the second epoch, before the loop runs
@@ -150,7 +150,7 @@ def test_a_stop_elsewhere_is_a_stop_here() -> None:
             return [value, [True, False]] if isinstance(value, list) else super().gather(value, what)
 
     others = Stopped((4, 4))
-    trainer = quiet_trainer("auto", callbacks=[Runs(others)], num_sanity_val_steps=0, max_epochs=5)
+    trainer = quiet_trainer("auto", callbacks=[Runs(others)], max_epochs=5)
     trainer.fit(Validated(), batches(4), batches(1))
     assert trainer.current_epoch == 1
     assert trainer.should_stop

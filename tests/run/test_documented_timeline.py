@@ -81,6 +81,6 @@ def test_several_virtual_workers(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.glob("timeline*.json")}
     assert names == {"timeline-vw0-2-32.json", "timeline-vw1-2-32.json"}
     events = json.loads((tmp_path / "together.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["pid"] for event in events} == {1, 2}
     works = {event["name"].rpartition(" ")[0] for event in events if event["ph"] == "X"}
     assert {"forward", "backward", "synchronise"} <= works

@@ -18,8 +18,9 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.lifecycle import Extension
 from tests.evaluation.evaluating import Evaluates
 from tests.exact.pipelines import Pinned
-from tests.exact.running import fit, make_trainer
+from tests.exact.running import fit
 from tests.support.models import mlp, vectors
+from tests.support.trainers import quiet_trainer
 
 EVENTS = {name: event for name, event in vars(Extension).items() if not name.startswith("_")}
 
@@ -129,7 +130,7 @@ def test_a_single_stage_has_no_life_in_flight(noted: list[tuple[str, str]]) -> N
 
 
 def test_an_evaluation_is_a_run_of_the_same_driver(noted: list[tuple[str, str]]) -> None:
-    make_trainer(strategy=Pinned((0, 1), 2)).predict(Evaluates(model()), vectors(12, 4))
+    quiet_trainer(Pinned((0, 1), 2)).predict(Evaluates(model()), vectors(12, 4))
     found = events(noted)
     assert found[:4] == ["fetching 1", "<fetching 1", "transferring 1", "<transferring 1"]
     assert found.index("stepped 1") < found.index("waiting 2") < found.index("finished 2") < found.index("stepped 2")

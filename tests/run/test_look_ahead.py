@@ -13,14 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import Delays, even
-from tests.support.small import (
-    Learner,
-    assert_clean,
-    assert_refused,
-    batches,
-    pipeline,
-    quiet_trainer,
-)
+from tests.support.small import Learner, assert_clean, assert_refused, batches, pipeline
+from tests.support.trainers import quiet_trainer
 
 # Batches that fail.
 

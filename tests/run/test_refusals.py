@@ -12,16 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.small import (
-    Learner,
-    assert_clean,
-    assert_refused,
-    batches,
-    layers,
-    pipeline,
-    plain_step,
-    quiet_trainer,
-)
+from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, pipeline, plain_step
+from tests.support.trainers import quiet_trainer
 
 IN_FLIGHT = [1, 3]
 
@@ -97,7 +89,7 @@ def test_a_compiled_module() -> None:
     """Lightning refuses it for strategies that it does not know."""
     module = Learner()
     compiled: Any = torch.compile(module)
-    trainer = quiet_trainer()
+    trainer = quiet_trainer(pipeline(3))
     with pytest.raises(RuntimeError, match=r"incompatible with the current strategy: `HetPipeStrategy`.*avoid passing"):
         trainer.fit(compiled, batches())
     assert_clean(trainer, module)
@@ -183,13 +175,20 @@ def calls_twice(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.cross_entropy(module.net(x), y) + module.net(x).square().mean()
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (plain_step, calls_twice, "the pipelined module 'net' was called more often than once; call the"),
+        (calls_twice, plain_step, "called the pipelined module 'net' once, and twice in the first minibatch; call the"),
+    ],
+)
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_a_module_called_twice(in_flight: int, first: int) -> None:
+def test_a_module_called_more_or_less_often(
+    first: Callable[..., Any], later: Callable[..., Any], message: str, in_flight: int
+) -> None:
     def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-        return (calls_twice if batch_idx >= first else plain_step)(module, x, y, batch_idx)
+        return (later if batch_idx >= 2 else first)(module, x, y, batch_idx)
 
-    message = "the pipelined module 'net' was called twice in one training_step; call"
     assert_refused(Learner(step), message, strategy=pipeline(in_flight))
 
 
@@ -209,7 +208,7 @@ def one_missing(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        (out_of_order, "the pipelined module 'decoder' was called out of order; call each"),
+        (out_of_order, "the pipelined module 'decoder' was called out of order; call the"),
         (one_missing, "training_step did not call the pipelined module 'decoder' this time; call the same modules"),
     ],
 )

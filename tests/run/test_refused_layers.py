@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import Pinned
-from tests.support.small import Learner, assert_refused, batches, layers, pipeline, plain_step, quiet_trainer
+from tests.support.small import Learner, assert_refused, batches, layers, pipeline, plain_step
+from tests.support.trainers import quiet_trainer
 
 # State outside of the pieces that changes while minibatches are in flight.
 

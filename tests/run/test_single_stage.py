@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.support.ahead import Memory
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.equality import assert_same, difference
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 class Dropping(nn.Module):
@@ -52,25 +54,21 @@ class Draws(L.LightningModule):
 def trained(strategy: Any, module: L.LightningModule) -> list[Tensor]:
     torch.manual_seed(5)
     data: Any = list(torch.randn(24, 8))
-    quiet_trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=4))
+    quiet_trainer(strategy).fit(module, DataLoader(data, batch_size=4))
     return [parameter.detach() for parameter in module.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_chance_is_that_of_a_pipeline() -> None:
     """Law L7: what is drawn depends on the minibatch and the operation, not on how many stages there are."""
     alone = trained(HetPipeStrategy(stages=1, in_flight=1), Draws())
-    assert same(alone, trained(HetPipeStrategy(stages=3, in_flight=1), Draws()))
-    assert not same(alone, trained("auto", Draws()))
+    assert_same(alone, trained(HetPipeStrategy(stages=3, in_flight=1), Draws()))
+    assert difference(alone, trained("auto", Draws())) is not None
 
 
 def test_only_the_named_modules_draw_so() -> None:
     settings: dict[str, Any] = {"module": ["first", "second"], "in_flight": 1}
     alone = trained(HetPipeStrategy(stages=1, **settings), Draws())
-    assert same(alone, trained(HetPipeStrategy(stages=2, **settings), Draws()))
+    assert_same(alone, trained(HetPipeStrategy(stages=2, **settings), Draws()))
 
 
 class Free(L.LightningModule):
@@ -100,7 +98,7 @@ def test_nothing_is_restricted() -> None:
     module = Free()
     alone = trained(HetPipeStrategy(stages=1), module)
     assert module.threads == {threading.get_ident()}
-    assert same(alone, trained("auto", Free()))
+    assert_same(alone, trained("auto", Free()))
 
 
 def test_arguments_of_a_module_may_have_any_name() -> None:
@@ -118,7 +116,7 @@ def test_arguments_of_a_module_may_have_any_name() -> None:
             return loss
 
     alone = trained(HetPipeStrategy(), Named())
-    assert same(alone, trained("auto", Named()))
+    assert_same(alone, trained("auto", Named()))
 
 
 class Parallel(nn.Module):
@@ -153,7 +151,7 @@ def test_a_loss_without_a_module() -> None:
             return (batch * self.scale).square().mean()
 
     alone = trained(HetPipeStrategy(), Bare())
-    assert same(alone, trained("auto", Bare()))
+    assert_same(alone, trained("auto", Bare()))
 
 
 def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +178,7 @@ def test_loggers_get_nothing_of_ours() -> None:
 
 def test_the_report() -> None:
     strategy = HetPipeStrategy()
-    quiet_trainer(strategy, max_epochs=1).fit(Learner(), batches(4))
+    quiet_trainer(strategy).fit(Learner(), batches(4))
     report = strategy.last_run
     assert report is not None
     assert (report.in_flight, report.minibatches, len(report.stages)) == (1, 3, 1)

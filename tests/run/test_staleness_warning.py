@@ -12,7 +12,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_hetpipe.run.staleness_warning import check_staleness
-from tests.support.small import Learner, batches, pipeline, quiet_trainer
+from tests.support.small import Learner, batches, pipeline
+from tests.support.trainers import quiet_trainer
 
 SAID = "stale gradients and momentum"
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -10,11 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.reporting.report import NOTHING
 from tests.support.ahead import Memory
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 LENGTH = 8  # batches of an epoch, of four samples each
 OF_STAGES = [f"hetpipe/stage_{stage}/{what}" for stage in (0, 1) for what in ("busy", "memory_bytes")]
@@ -133,9 +135,29 @@ def test_a_tensorboard_file(tmp_path: Path) -> None:
     assert {scalar.value for scalar in events.Scalars("hetpipe/staleness")} == {0.0, 1.0, 2.0}
 
 
+class Tested(Learner):
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+
+
 class TestLastRun:
-    def test_there_is_none_before_a_fit(self) -> None:
-        assert HetPipeStrategy().last_run is None
+    def test_it_says_that_there_is_none_before_a_fit(self) -> None:
+        """Also after an evaluation, and after a fit that ended in its first minibatch, before there were stages."""
+
+        def step(module: Any, x: Any, y: Any, batch_idx: int) -> Any:
+            raise ArithmeticError("in the first minibatch")
+
+        strategy = HetPipeStrategy(stages=2)
+        assert (str(strategy.last_run), strategy.last_run.minibatches) == (NOTHING, 0)
+        trainer = quiet_trainer(strategy)
+        trainer.test(Tested(), batches(2), verbose=False)
+        assert str(strategy.last_run) == NOTHING
+        trainer.fit(Learner(), batches(LENGTH))
+        assert "pipeline of 2 stages" in str(strategy.last_run)
+        trainer.fit_loop.max_epochs = 2
+        with pytest.raises(ArithmeticError):
+            trainer.fit(Learner(step), batches(LENGTH))
+        assert str(strategy.last_run) == NOTHING
 
     @pytest.mark.parametrize("logger", [False, True])
     def test_its_content(self, logger: bool) -> None:
@@ -143,7 +165,6 @@ class TestLastRun:
         module = Learner()
         quiet_trainer(strategy, logger=Memory() if logger else False).fit(module, batches(LENGTH))
         report = strategy.last_run
-        assert report is not None
         assert (report.in_flight, report.minibatches) == (4, LENGTH - 1)
         assert report.samples_per_second > 0
         layers = [name for stage in report.stages for name in stage.layers]
@@ -168,7 +189,6 @@ class TestLastRun:
         """One more than there are stages, but one for one stage; stages are devices, here one."""
         strategy = HetPipeStrategy(stages=stages)
         quiet_trainer(strategy).fit(Learner(), batches(LENGTH))
-        assert strategy.last_run is not None
         assert strategy.last_run.in_flight == in_flight
         assert len(strategy.last_run.stages) == (1 if stages == "auto" else stages)
 
@@ -179,8 +199,6 @@ class TestLastRun:
         first = strategy.last_run
         trainer.fit_loop.max_epochs = 2
         trainer.fit(Learner(), batches(3))
-        assert first is not None
-        assert strategy.last_run is not None
         assert (first.minibatches, strategy.last_run.minibatches) == (LENGTH - 1, 2)
 
     def test_it_is_there_in_on_train_end(self) -> None:
@@ -194,7 +212,16 @@ class TestLastRun:
         strategy = HetPipeStrategy(stages=2)
         quiet_trainer(strategy, callbacks=[Looks()]).fit(Learner(), batches(LENGTH))
         assert seen == [strategy.last_run]
-        assert seen != [None]
+        assert seen[0].minibatches == LENGTH - 1
+
+    def test_an_evaluation_leaves_it(self) -> None:
+        strategy = HetPipeStrategy(stages=2)
+        trainer = quiet_trainer(strategy)
+        trainer.fit(Tested(), batches(LENGTH))
+        report = strategy.last_run
+        trainer.test(Tested(), batches(2), verbose=False)
+        assert strategy.last_run is report
+        assert str(report).startswith("Trained as a pipeline of 2 stages, 3 minibatches in flight\n")
 
     def test_it_tells_how_far_a_fit_came_that_failed(self) -> None:
         def step(module: Any, x: Any, y: Any, batch_idx: int) -> Any:
@@ -205,11 +232,9 @@ class TestLastRun:
         strategy = HetPipeStrategy(stages=2, in_flight=3)
         with pytest.raises(ArithmeticError, match="in training_step"):
             quiet_trainer(strategy).fit(Learner(step), batches(LENGTH))
-        assert strategy.last_run is not None
         assert strategy.last_run.minibatches == 4
 
     def test_a_run_of_a_single_minibatch_has_no_pipeline(self) -> None:
         strategy = HetPipeStrategy(stages=2)
         quiet_trainer(strategy).fit(Learner(), batches(1))
-        assert strategy.last_run is not None
         assert strategy.last_run.minibatches == 0

@@ -24,7 +24,8 @@ from lightning_hetpipe.pipeline.recorder import KEPT
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE
 from tests.exact.pipelines import even
-from tests.support.small import Learner, batches, pipeline, quiet_trainer, refused
+from tests.support.small import Learner, batches, pipeline, refused
+from tests.support.trainers import quiet_trainer
 from tests.test_emulation import PADS
 
 LENGTH = 8
@@ -39,7 +40,6 @@ def fit(
 
 
 def timeline_of(strategy: HetPipeStrategy) -> Timeline:
-    assert strategy.last_run is not None
     assert strategy.last_run.timeline is not None
     return strategy.last_run.timeline
 
@@ -64,7 +64,6 @@ def test_without_it_nothing_is_recorded_and_nothing_left(tmp_path: Path) -> None
     asked: list[Any] = []
     strategy = pipeline(3)
     fit(strategy, tmp_path, callbacks=[Looks()])
-    assert strategy.last_run is not None
     assert strategy.last_run.timeline is None
     assert asked
     assert set(asked) == {None}
@@ -78,6 +77,7 @@ def test_what_a_fit_records(tmp_path: Path, in_flight: int) -> None:
     fit(strategy, tmp_path, Validated(), max_epochs=2)
     found = timeline_of(strategy)
     assert (found.stages, found.in_flight, found.virtual_worker) == (2, in_flight, 0)
+    assert found.devices == ("cpu", "cpu")
     assert found.minibatches == range(2, 2 * LENGTH + 1)
     numbers = list(found.minibatches)
     for stage, works in ((0, ["forward", "backward"]), (1, ["forward", "loss", "backward"])):

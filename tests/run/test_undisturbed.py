@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
-from tests.support.small import Learner, batches, quiet_trainer
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
 
 
 def layers() -> nn.Sequential:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import assert_same, fit
+from tests.exact.running import assert_same_run, fit
 from tests.oracle import Batch, Outputs
 from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
 
@@ -157,7 +157,7 @@ def test_a_step_that_asks_to_stop_is_the_last(
     record = fit(Stops(at, early), vectors(26, 4), strategy=delayed(even(7, 3, in_flight), seed))
     assert len(record.outputs) == steps
     torch.manual_seed(3)
-    assert_same(record, fit(Stops((), early), vectors(26, 4), strategy=even(7, 3, in_flight), max_steps=steps))
+    assert_same_run(record, fit(Stops((), early), vectors(26, 4), strategy=even(7, 3, in_flight), max_steps=steps))
 
 
 def test_a_step_sees_its_own_request_to_stop_only() -> None:
@@ -211,7 +211,7 @@ def test_attributes_that_training_step_sets_belong_to_its_minibatch() -> None:
         strategy = delayed(even(3, 1 + seed % 3, 4), seed)
         records.append(fit(modules[-1], vectors(26, 4), strategy=strategy, max_epochs=2))
     for record in records[1:]:
-        assert_same(records[0], record)
+        assert_same_run(records[0], record)
     for module in modules:
         assert module.wrong == []
         assert (module.begun, module.ended) == (14, 14)

@@ -38,6 +38,7 @@ from tests import oracle
 from tests.oracle import Run
 from tests.server.channels import Address, DirectChannel, Faults, Host
 from tests.server.world import Fault
+from tests.support.equality import assert_same
 from tests.support.models import SGD, Learner, mlp, vectors
 
 WAIT = 60.0
@@ -160,7 +161,7 @@ def test_vws_in_threads_are_the_oracle(
         [lambda i=i: train(cluster, i, model, data, in_flight, wave, cuts, **aggregate) for i in range(n)]  # type: ignore[misc]
     )
     for run, want in zip(runs, expected(model, data, in_flight, wave, cuts, mean=mean), strict=True):
-        assert (found := oracle.difference(vars(want), vars(run))) is None, found
+        assert_same(vars(want), vars(run))
     assert cluster.hosts[0].service.finished
 
 
@@ -201,7 +202,7 @@ def test_faults_leave_no_trace_in_the_weights(name: str) -> None:
     faults = cluster.faults = FAULTS[name](cluster)
     runs = all_at_once([lambda i=i: train(cluster, i, model, data, 2, 2) for i in range(2)])  # type: ignore[misc]
     for run, want in zip(runs, expected(model, data, 2, 2, []), strict=True):
-        assert (found := oracle.difference(vars(want), vars(run))) is None, found
+        assert_same(vars(want), vars(run))
     assert faults.happened == {*faults.at, *faults.then}, "a fault has not happened"
 
 
@@ -247,7 +248,7 @@ def test_an_update_with_a_nan_is_not_pushed_and_named() -> None:
         with pytest.raises(LocalFault, match=r"wave 0 has a NaN or infinity in 'net\.2\.weight'"):
             client.synchronise(update)
         update[2][0, 0] = 0
-        assert oracle.difference(before, client.synchronise(update)) is None
+        assert_same(before, client.synchronise(update))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -342,7 +343,7 @@ def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:
         start, _ = all_at_once([lambda: client.join(list(model.parameters())), lambda: silent.join(one)])
         start = [weight.clone() for weight in start]
         merged = client.synchronise(one)
-        assert oracle.difference([weight + 1 for weight in start], merged) is None
+        assert_same([weight + 1 for weight in start], merged)
         with pytest.raises(RemoteFault, match="silent for longer than its lease") as caught:
             silent.synchronise(one)
         assert caught.value.refusal is Refusal.LEFT_OUT

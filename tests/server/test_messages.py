@@ -8,7 +8,7 @@ import json
 import typing
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.server.protocol import messages
@@ -24,11 +24,12 @@ from lightning_hetpipe.server.protocol.messages import (
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.frames import Answer, Outcome
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
+from tests.support.marks import explores
 
 PUSHED = Pushed(1, 2, "generation", 3, False)
 
 
-@settings(deadline=None, max_examples=200)
+@explores(200)
 @given(st.data())
 def test_every_message_arrives_as_it_was_sent(data: st.DataObject) -> None:
     st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
@@ -72,14 +73,14 @@ def test_what_is_no_message_is_refused(data: bytes, why: str) -> None:
     assert len(str(caught.value)) < 200  # not an echo of what a stranger sent
 
 
-@settings(deadline=None, max_examples=300)
+@explores(300)
 @given(st.binary(max_size=200))
 def test_bytes_are_a_message_or_one_kind_of_error(noise: bytes) -> None:
     with pytest.raises(RemoteFault):
         decode(noise)
 
 
-@settings(deadline=None, max_examples=300)
+@explores(300)
 @given(st.data())
 def test_a_message_with_a_byte_changed_is_a_message_or_one_kind_of_error(data: st.DataObject) -> None:
     sent = bytearray(encode(PUSHED))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.support.small import Learner, batches, quiet_trainer, refused
+from tests.support.small import Learner, batches, pipeline, refused
+from tests.support.trainers import quiet_trainer
 
 other = pytest.importorskip("pytorch_lightning", reason="the package that is to be told from ours is not installed")
 
@@ -50,4 +51,4 @@ def test_what_it_has_of_its_own_works_beside_ours() -> None:
             return self.net(x)
 
     task = Learner(net=nn.Sequential(Theirs(), nn.Tanh()))
-    quiet_trainer().fit(task, batches())
+    quiet_trainer(pipeline(3)).fit(task, batches())

@@ -17,8 +17,8 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
 from lightning_hetpipe.workers.group import Group
-from tests import oracle
 from tests.exact.running import fit
+from tests.support.equality import assert_same
 from tests.support.models import mlp, vectors
 from tests.workers.test_group import SECONDS, Pair
 
@@ -99,11 +99,11 @@ def test_each_takes_what_it_gave(pair: Pair, tmp_path: Path) -> None:
         warnings.simplefilter("error")
         for worker in (0, 1):
             checkpoint = loaded(tmp_path / "saved.ckpt")
-            assert oracle.difference(rounded[worker], take_state(checkpoint, "saved.ckpt", worker, 2)) is None
+            assert_same(rounded[worker], take_state(checkpoint, "saved.ckpt", worker, 2))
             assert take_in_flight(checkpoint) == 3
             # Its own, but for what the program says of itself, and what users' hooks put there.
             expected = {**dumped(worker), "hyper_parameters": {"of": 0}}
-            assert (found := oracle.difference(expected, checkpoint, f"VW {worker}")) is None, found
+            assert_same(expected, checkpoint, f"VW {worker}")
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (1, 2)])
@@ -117,7 +117,7 @@ def test_another_number_of_virtual_workers_is_said(tmp_path: Path, before: int, 
         with pytest.warns(UserWarning, match=said):
             assert take_state(checkpoint, path, worker, now) == []
         assert take_in_flight(checkpoint) is None
-        assert oracle.difference(dumped(0), checkpoint) is None
+        assert_same(dumped(0), checkpoint)
 
 
 def test_a_state_that_is_missing_is_said(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_does_not_travel_is_left_out_and_said(tmp_path: Path, value: Any) -
         take_state(checkpoint, path, 1, 2)
     assert take_in_flight(checkpoint) is None
     expected = {**dumped(1), "callbacks": dumped(0)["callbacks"], "hyper_parameters": {"of": 0}}
-    assert oracle.difference(expected, checkpoint) is None
+    assert_same(expected, checkpoint)
 
 
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_others_resume_and_load_it(tmp_path: Path, strategy: str) -> None:
     expected = fit(mlp(), vectors(8, 4), ckpt_path=str(tmp_path / "alone.ckpt"))
     found = fit(mlp(), vectors(8, 4), ckpt_path=str(path), strategy=chosen)
     assert len(found.outputs) == 2
-    assert oracle.difference(expected.end, found.end) is None
+    assert_same(expected.end, found.end)

@@ -20,6 +20,7 @@ from torchmetrics.regression import MeanSquaredError
 from lightning_hetpipe.run.extensions.call_recorder import CallRecorder
 from lightning_hetpipe.run.extensions.recorded_calls import Record
 from lightning_hetpipe.torch_private import pytree
+from tests.support.trainers import quiet_trainer
 
 CLASSES = 3
 Batch = tuple[Tensor, Tensor]
@@ -147,18 +148,9 @@ class Model(L.LightningModule):
 def fit(model: L.LightningModule, ahead: int | None, *callbacks: L.Callback) -> tuple[Watch, Memory]:
     """Two epochs; plain for ``ahead=None``."""
     batches, watch, memory = make_batches(), Watch(), Memory()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy="auto" if ahead is None else AheadStrategy(batches, ahead),
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=memory,
-        callbacks=[watch, *callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = "auto" if ahead is None else AheadStrategy(batches, ahead)
+    settings: dict[str, Any] = {"logger": memory, "log_every_n_steps": 1, "callbacks": [watch, *callbacks]}
+    trainer = quiet_trainer(strategy, max_epochs=2, **settings)
     torch.manual_seed(7)
     dataset: Any = batches
     trainer.fit(model, DataLoader(dataset, batch_size=None))

@@ -215,18 +215,27 @@ def recurring(recipe: Recipe = SGD) -> Task:
     return Task(nn.Sequential(*layers, nn.Linear(16, CLASSES)), recipe)
 
 
-def vectors(samples: int, batch_size: int, seed: int = 1) -> DataLoader[Any]:
-    """(N, 6) and labels (N,). The last batch is what remains."""
+def labelled(samples: int, batch_size: int, *shape: int, classes: int = CLASSES, seed: int = 1) -> DataLoader[Any]:
+    """(N, *shape) and labels (N,). The last batch is what remains."""
     chance = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (samples,), generator=chance)
-    return DataLoader(TensorDataset(torch.randn(samples, 6, generator=chance), labels), batch_size)
+    labels = torch.randint(classes, (samples,), generator=chance)
+    return DataLoader(TensorDataset(torch.randn(samples, *shape, generator=chance), labels), batch_size)
+
+
+def vectors(samples: int, batch_size: int, seed: int = 1) -> DataLoader[Any]:
+    """(N, 6) and labels (N,)."""
+    return labelled(samples, batch_size, 6, seed=seed)
 
 
 def images(samples: int, batch_size: int, seed: int = 2) -> DataLoader[Any]:
     """(N, 1, 8, 8) and labels (N,)."""
+    return labelled(samples, batch_size, 1, 8, 8, seed=seed)
+
+
+def words(samples: int, batch_size: int, seed: int = 3) -> DataLoader[Any]:
+    """(N, 7) words."""
     chance = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (samples,), generator=chance)
-    return DataLoader(TensorDataset(torch.randn(samples, 1, 8, 8, generator=chance), labels), batch_size)
+    return DataLoader(TensorDataset(torch.randint(WORDS, (samples, 7), generator=chance)), batch_size)
 
 
 def sentences(samples: int, batch_size: int, seed: int = 3) -> DataLoader[Any]:

@@ -93,6 +93,10 @@ class Machine:
                 continue
         for process in self._processes:
             process.kill()
+
+    def close(self) -> None:
+        """Waits until what was started here has ended; programs on other machines may hold its output open."""
+        for process in self._processes:
             process.communicate(timeout=TIMEOUT)
 
 
@@ -119,8 +123,9 @@ def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
         made = [Machine(name, f"10.0.0.{i}", names[0], f"port{i}") for i, name in enumerate(names[1:], start=1)]
         yield made
     finally:
-        for machine in made:
-            machine.end()
+        for step in (Machine.end, Machine.close):
+            for machine in made:
+                step(machine)
         present = {line.split()[0] for line in _ip("netns", "list").splitlines()}
         for name in present & set(names):
             _ip("netns", "delete", name)

@@ -1,4 +1,4 @@
-"""A module whose step a test writes, a quiet Trainer, and what every refusal must leave behind: nothing."""
+"""A module whose step a test writes, and what every refusal must leave behind: nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
+from tests.support.models import labelled
 from tests.support.traces import ours_in
+from tests.support.trainers import quiet_trainer
 
 Step = Callable[[Any, Tensor, Tensor, int], Any]
 
@@ -45,31 +47,23 @@ class Learner(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Validated(Learner):
+    """Learner, with a validation that computes nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
 def batches(count: int = 5) -> DataLoader[Any]:
-    chance = torch.Generator().manual_seed(1)
-    x, y = torch.randn(4 * count, 6, generator=chance), torch.randint(3, (4 * count,), generator=chance)
-    return DataLoader(TensorDataset(x, y), 4)
+    return labelled(4 * count, 4, 6, classes=3)
 
 
 def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=in_flight, **settings)
-
-
-def quiet_trainer(strategy: Any = None, **settings: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    strategy = pipeline(3) if strategy is None else strategy
-    return L.Trainer(strategy=strategy, **{**defaults, **settings})
 
 
 @contextmanager
@@ -89,7 +83,7 @@ def assert_refused(
     module: L.LightningModule, *fragments: str, strategy: Any = None, loader: Any = None, **settings: Any
 ) -> None:
     """``fit`` is refused with ``fragments`` in the message, and leaves nothing behind."""
-    trainer = quiet_trainer(strategy, **settings)
+    trainer = quiet_trainer(strategy or pipeline(3), **settings)
     before = set(threading.enumerate())
     torch.set_num_threads(2)
     with refused(*fragments):

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from tests.support.trainers import quiet_trainer
 from tests.wsp import refused_uses, uses, uses_of_loops, uses_together
 
 ALL = {
@@ -49,19 +50,9 @@ class Bench:
 
     def trainer(self, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
         """A quiet Trainer, with two processes."""
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 2 if self.kind == "ddp" else 1,
-            "strategy": self.strategy(),
-            "max_epochs": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "default_root_dir": self.folder,
-        }
-        return L.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+        devices = 2 if self.kind == "ddp" else 1
+        defaults: dict[str, Any] = {"devices": devices, "max_epochs": 2, "default_root_dir": self.folder}
+        return quiet_trainer(self.strategy(), callbacks=list(callbacks), **{**defaults, **settings})
 
 
 def main(job: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Run as ``python -m tests.wsp.lasting ENDING``; says on standard output when each
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -16,6 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.launcher import Launcher
+from lightning_hetpipe.strategy import virtual_workers
+from tests.support.trainers import quiet_trainer
+
+PATIENCE = 200.0
+"""Seconds until a process is forced to end."""
 
 
 class Endless(Dataset[Tensor]):
@@ -36,7 +44,8 @@ class Lasting(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 3:
-            print(f"training {self.global_rank}", flush=True)
+            # In one write, lest the lines of two processes mix, as with PYTHONUNBUFFERED=1.
+            os.write(1, f"training {self.global_rank}\n".encode())
             if self.ending == "raise" and self.global_rank == 1:
                 raise ValueError("a bad batch")
             if self.ending == "lose" and self.global_rank == 1:
@@ -48,17 +57,18 @@ class Lasting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
+def be_patient() -> None:
+    """Has nobody be killed who only gets little of a busy machine, and so leaves files: not even by torch."""
+    vars(virtual_workers)["Launcher"] = functools.partial(Launcher, grace=PATIENCE)
+    parent_watch.GRACE = PATIENCE
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = PATIENCE
+
+
 def main(ending: str) -> None:
-    L.Trainer(
-        strategy=HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=5.0)),
-        accelerator="cpu",
-        max_steps=8 if ending in ("return", "lose") else -1,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
+    be_patient()
+    strategy = HetPipeStrategy(virtual_workers=2, stages=2, wsp=WSPCallback(lease=PATIENCE))
+    trainer = quiet_trainer(strategy, max_steps=8 if ending in ("return", "lose") else -1, max_epochs=-1)
+    trainer.fit(Lasting(ending), DataLoader(Endless(), 4, num_workers=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECONDS = 60.0
+SECONDS = 300.0
 """Until a process counts as left behind: many times what it takes on a busy machine."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import oracle
 from tests.oracle import State
+from tests.support.equality import assert_same
 from tests.wsp.launch import Job, run_all
 from tests.wsp.test_exact import all_batches, check, expected, together
 from tests.wsp.worker import Evaluated, task_of
@@ -46,10 +46,8 @@ def test_checkpoints_are_cuts(launched: tuple[Job, Job, Found]) -> None:
 def check_checkpoint(path: Path, state: State) -> None:
     """The checkpoint holds ``state`` of virtual worker 0 after a cut, bit for bit."""
     saved = torch.load(path, weights_only=False)
-    found = oracle.difference({**state.weights, **state.buffers}, dict(saved["state_dict"]), path.name)
-    assert found is None, found
-    found = oracle.difference(state.optimizer, saved["optimizer_states"][0], path.name)
-    assert found is None, found
+    assert_same({**state.weights, **state.buffers}, dict(saved["state_dict"]), path.name)
+    assert_same(state.optimizer, saved["optimizer_states"][0], path.name)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(launched: tuple[Job, Job, Found]) -> None:
@@ -68,7 +66,7 @@ def check_same_end(found: list[dict[str, Any]], again: list[dict[str, Any]]) -> 
         assert 0 < rest < len(one["outputs"])
         parts = ((one["outputs"][-rest:], other["outputs"]), (one["end"], other["end"]))
         for whole, resumed in parts:
-            assert (d := oracle.difference(whole, resumed, f"VW {worker}")) is None, d
+            assert_same(whole, resumed, f"VW {worker}")
 
 
 LENGTHS = (5, 3, 4)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_hetpipe.server.process.server_process import ServerProcess
-from tests import oracle
 from tests.oracle import Run
+from tests.support.equality import assert_same
 from tests.wsp.launch import Job, each_started, run, run_all, start
 from tests.wsp.test_checkpoints import check_checkpoint
 from tests.wsp.test_exact import all_batches, check, expected, together
@@ -42,7 +42,7 @@ def test_who_stops_stops_all(tmp_path: Path) -> None:
     story("saves by hand", (5, 4), (5, 4), (5, 4), cuts={0: [3]}, acts=[("all", 3, "save")])
     for (job, runs), found in zip(stories.values(), run_all(*(job for job, _ in stories.values())), strict=True):
         check(job, found, runs)
-        assert oracle.difference(found[0]["end"].weights, found[1]["end"].weights) is None
+        assert_same(found[0]["end"].weights, found[1]["end"].weights)
     job, runs = stories["saves by time"]
     for step in range(1, 11):
         check_checkpoint(job.folder / f"step={step}.ckpt", runs[0].states[step])
@@ -61,7 +61,7 @@ def test_all_validate_together_at_the_end_of_unequal_epochs(tmp_path: Path) -> N
     check(job, found, until(job, (5, 3)))
     one, other = found
     assert one["metrics"]["count"] == other["metrics"]["count"] == 6
-    assert oracle.difference(one["validated"], other["validated"]) is None
+    assert_same(one["validated"], other["validated"])
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_what_a_callback_makes_of_frozen_weights_is_the_same_at_every_cut(tmp_pa
     more = {"acts": [("all", 1, "edit"), ("all", 4, "edit")], "validate": True, "trainer": {"val_check_interval": 2}}
     one, other = run(Job(tmp_path, "frozen", (5, 5), more=more))
     assert len(one["validated"]) == 4
-    assert oracle.difference(one["validated"], other["validated"]) is None
-    assert oracle.difference(one["end"].weights, other["end"].weights) is None
+    assert_same(one["validated"], other["validated"])
+    assert_same(one["end"].weights, other["end"].weights)
 
 
 @pytest.mark.slow

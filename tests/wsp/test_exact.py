@@ -10,6 +10,7 @@ import torch
 
 from tests import oracle
 from tests.oracle import Run
+from tests.support.equality import assert_same
 from tests.wsp.launch import Job, run
 from tests.wsp.worker import SEED, Evaluated, data_of, task_of
 
@@ -42,10 +43,10 @@ def check(job: Job, found: list[dict[str, Any]], runs: list[Run]) -> None:
     for worker, (each, wanted) in enumerate(zip(found, runs, strict=True)):
         assert len(each["states"]) == len(wanted.states)
         for p, (outputs, output) in enumerate(zip(wanted.outputs, each["outputs"], strict=True), start=1):
-            assert (d := oracle.difference(outputs, output, f"VW {worker}, minibatch {p}")) is None, d
+            assert_same(outputs, output, f"VW {worker}, minibatch {p}")
         last = wanted.states[-1]
-        assert (d := oracle.difference(last.weights, each["end"].weights, f"VW {worker}, end")) is None, d
-        assert (d := oracle.difference(last.buffers, each["end"].buffers, f"VW {worker}, end")) is None, d
+        assert_same(last.weights, each["end"].weights, f"VW {worker}, end")
+        assert_same(last.buffers, each["end"].buffers, f"VW {worker}, end")
 
 
 CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
@@ -67,7 +68,7 @@ def test_a_validation_in_mid_epoch_sees_the_same_on_all(tmp_path: Path) -> None:
     found = run(job)
     check(job, found, expected(job, 3, 1, cuts=[4]))
     one, other = found
-    assert oracle.difference(one["validated"], other["validated"]) is None
+    assert_same(one["validated"], other["validated"])
     assert len(one["validated"]) == 1
     assert one["metrics"]["count"] == 6
     for name in ("loss", "mean", "count"):

@@ -54,12 +54,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("here"), "hetpipe", *COMPARED, *ONLY_HERE, stages=2, in_flight=3)
 
 
-def assert_same(one: Any, other: Any, where: str) -> None:
+def assert_alike(one: Any, other: Any, where: str) -> None:
     """But for roundings, for whether processes agree, and for metrics of this package's own."""
     if isinstance(one, dict) and isinstance(other, dict):
         assert one.keys() == other.keys(), where
         for name in one.keys() - {"agree", "tuned", "hetpipe_only", "process_group"}:
-            assert_same(one[name], other[name], f"{where}.{name}")
+            assert_alike(one[name], other[name], f"{where}.{name}")
     elif isinstance(one, float):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-4), where
     else:
@@ -78,7 +78,7 @@ def disagreements(found: Any, where: str) -> list[str]:
 @pytest.mark.parametrize("use", COMPARED)
 def test_as_with_ddp(use: str, with_ddp: Path, here: Path) -> None:
     for rank, (expected, found) in enumerate(zip(told(with_ddp, use), told(here, use), strict=True)):
-        assert_same(expected, found, f"{use} of rank {rank}")
+        assert_alike(expected, found, f"{use} of rank {rank}")
         assert disagreements(found, use) == []
 
 

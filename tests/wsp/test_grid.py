@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests import oracle
+from tests.support.equality import assert_same, difference
 from tests.wsp.launch import Job, run_all
 from tests.wsp.test_exact import check, expected, together
 from tests.wsp.worker import shared_data
@@ -80,8 +80,8 @@ def test_grid(workers: int, tmp_path: Path) -> None:
     for job, (_, options), each in zip(jobs, cases, found, strict=True):
         check(job, each, expected(job, **options))
     for one, other in zip(found[0], found[-1], strict=True):
-        assert (d := oracle.difference(one["outputs"], other["outputs"])) is None, d
-        assert (d := oracle.difference(one["end"], other["end"])) is None, d
+        assert_same(one["outputs"], other["outputs"])
+        assert_same(one["end"], other["end"])
 
 
 @pytest.mark.slow
@@ -124,5 +124,5 @@ def test_data_is_shared_out(tmp_path: Path) -> None:
         for epoch in range(2):
             sampler.set_epoch(epoch)
             data[-1].append(list(DataLoader(dataset, 4, sampler=sampler)))
-    assert oracle.difference(data[0][0], data[0][1]) is not None
+    assert difference(data[0][0], data[0][1]) is not None
     check(job, run_all(job)[0], together(job, 3, data))

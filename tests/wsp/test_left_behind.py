@@ -73,7 +73,7 @@ def test_nothing_is_left(name: str, tmp_path: Path) -> None:
         try:
             if lines != {"training 0\n", "training 1\n"}:
                 program.kill()
-                raise AssertionError(program.communicate(timeout=SECONDS))
+                raise AssertionError((lines, *program.communicate(timeout=SECONDS)))
             if ending.signum is not None:
                 assert len(holdings.processes) == 5, "two virtual workers, a process of data for each, a server"
                 assert holdings.sockets, "the server listens"

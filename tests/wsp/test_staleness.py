@@ -13,8 +13,8 @@ from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.protocol import decisions
 from lightning_hetpipe.server.protocol.decisions import Decision, ReadGranted, UpdatePushed
-from tests import oracle
 from tests.server.test_decisions import check_distances, check_staleness
+from tests.support.equality import assert_same
 from tests.wsp.launch import Job, run_all
 
 IN_FLIGHT = 2
@@ -52,7 +52,7 @@ def test_a_fast_virtual_worker_runs_d_waves_ahead_and_no_further(
             jobs.append(job)
         found = run_all(*jobs)
     for distance, (fast, slow) in zip((1, 2, 3), found, strict=True):
-        assert (d := oracle.difference(fast["end"].weights, slow["end"].weights)) is None, d
+        assert_same(fast["end"].weights, slow["end"].weights)
         decided = read(log, f"fit-{distance}")
         first = next(i for i, each in enumerate(decided) if isinstance(each, UpdatePushed) and each.vw == 1)
         alone = [

@@ -12,8 +12,8 @@ import torch
 
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.transport.security import Security
-from tests import oracle
 from tests.server.transports import certificates
+from tests.support.equality import assert_same
 from tests.wsp.launch import ROOT, SECONDS, Job, each_started, finished, left_behind, start
 from tests.wsp.test_exact import check, expected
 
@@ -39,7 +39,7 @@ def test_two_processes_and_two_servers(tmp_path: Path) -> None:
         codes, said = each_started(job, environments)
     assert codes == [0, 0], said
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False)["end"].weights for rank in range(2))
-    assert oracle.difference(one, other) is None
+    assert_same(one, other)
 
 
 @pytest.mark.slow

@@ -26,9 +26,10 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from tests.exact.pipelines import Delays
-from tests.exact.running import Recorder, make_trainer
+from tests.exact.running import Recorder
 from tests.oracle import State
 from tests.support.models import Learner
+from tests.support.trainers import quiet_trainer
 from tests.wsp import faults
 from tests.wsp.tasks import TASKS
 
@@ -218,12 +219,17 @@ def main(job: dict[str, Any]) -> None:
         if "train_time_interval" in saves:
             saves["train_time_interval"] = timedelta(seconds=saves["train_time_interval"])
         callbacks.append(ModelCheckpoint(job["folder"], "{step}", save_top_k=-1, **saves))
-    defaults: dict[str, Any] = {"strategy": strategy, "use_distributed_sampler": "shares" in job}
+    defaults: dict[str, Any] = {
+        "strategy": strategy,
+        "max_epochs": 2,
+        "devices": 1,
+        "use_distributed_sampler": "shares" in job,
+    }
     defaults |= {"enable_checkpointing": "saves" in job or "saves_on_exception" in job}
     defaults |= {"logger": notes, "log_every_n_steps": 1}
     if job.get("saves_later"):
         defaults["plugins"] = [AsyncCheckpointIO()]
-    trainer = make_trainer(callbacks, **{**defaults, **job.get("trainer", {})})
+    trainer = quiet_trainer(strategy, callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
     faults.install(worker, job.get("faults", ()))
     if "delays" in job:

@@ -1,9 +1,9 @@
 """Random generators of each minibatch (law L7): a layer's random operations draw from generators of their own.
 
 Every random operation of minibatch p inside a pipelined layer draws from a fresh ``torch.Generator``, seeded by (run
-seed, virtual worker, p, the path of the innermost module that runs it, its ordinal among that module's random
-operations in p). What it draws depends on nothing else: not on threads, timing, or the number and borders of stages.
-The default generators are neither read nor changed.
+seed, virtual worker, p, the ordinal of the pipelined module's call in p, the path of the innermost module that runs it,
+its ordinal among that module's random operations in the call). What it draws depends on nothing else: not on threads,
+timing, or the number and borders of stages. The default generators are neither read nor changed.
 
 How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``RandomGenerators.minibatch``
 such a forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the
@@ -68,34 +68,44 @@ class RandomGenerators:
         self.virtual_worker = virtual_worker
         self.deterministic = deterministic
 
-    def generator(self, minibatch: int | str, path: str, ordinal: int, device: torch.device) -> torch.Generator:
-        """A fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``."""
+    def generator(
+        self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0
+    ) -> torch.Generator:
+        """A fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``.
+
+        ``call`` is the number of calls of the pipelined module that come before it in the minibatch.
+        """
+        if call:
+            minibatch = f"{minibatch}.{call}"
         name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         # manual_seed takes a signed 64-bit number on some devices.
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
-    def minibatch(self, minibatch: int | str) -> AbstractContextManager[None]:
-        """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name).
+    def minibatch(self, minibatch: int | str, call: int = 0) -> AbstractContextManager[None]:
+        """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name), and there
+        of a pipelined module's call number ``call``.
 
         A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
         attached.
         """
-        return _Within(_Draws(self, minibatch))
+        return _Within(_Draws(self, minibatch, call))
 
     @contextmanager
-    def watch(self, layers: Mapping[str, nn.Module], minibatch: int | str) -> Iterator[dict[str, Callable[..., Any]]]:
-        """``minibatch`` on modules of the user's own, which carry no trace of it afterwards.
+    def watch(
+        self, layers: Mapping[str, nn.Module], minibatch: int | str, call: int = 0
+    ) -> Iterator[dict[str, Callable[..., Any]]]:
+        """:meth:`minibatch` on modules of the user's own, which carry no trace of it afterwards.
 
         Args:
             layers: Each layer by its path.
-            minibatch: The minibatch that is run within.
+            minibatch, call: The minibatch that is run within, and the call.
 
         Yields:
             What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
             shared between layers.)
         """
-        with attached(layers) as run, self.minibatch(minibatch):
+        with attached(layers) as run, self.minibatch(minibatch, call):
             yield run
 
 
@@ -172,7 +182,7 @@ def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generat
     draws = _thread.draws
     if draws is None:
         raise RandomnessError(f"Module '{path}' draws random numbers outside of a minibatch.")
-    return draws.generators.generator(draws.minibatch, path, ordinal, device)
+    return draws.generators.generator(draws.minibatch, path, ordinal, device, draws.call)
 
 
 def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -346,12 +356,13 @@ class _Positioned:
 
 
 class _Draws(RandomOperators):
-    """The draws of one minibatch in one thread."""
+    """The draws of one call in one minibatch, in one thread."""
 
-    def __init__(self, generators: RandomGenerators, minibatch: int | str) -> None:
+    def __init__(self, generators: RandomGenerators, minibatch: int | str, call: int) -> None:
         super().__init__(fused=not generators.deterministic)
         self.generators = generators
         self.minibatch = minibatch
+        self.call = call
         self.path = ""  # the innermost wrapped module that runs; empty when none does
         self.ordinals: dict[str, int] = {}
 
@@ -363,7 +374,7 @@ class _Draws(RandomOperators):
             )
         ordinal = self.ordinals.get(self.path, 0)
         self.ordinals[self.path] = ordinal + 1
-        return self.generators.generator(self.minibatch, self.path, ordinal, device)
+        return self.generators.generator(self.minibatch, self.path, ordinal, device, self.call)
 
     def where(self) -> str:
         return self.path

@@ -71,7 +71,8 @@ class Minibatch(BatchInFlight):
     Attributes:
         gradients: Of live parameters, once it is done.
         sums: Gradients that no stage keeps: user code has found them, or will add to them.
-        continued: Parameters that user code has used before the piece whose backward runs: their sums go on.
+        continued: Parameters that user code has used before the call whose backward runs: their sums go on.
+        calling: The call of a piece that is in the pipeline.
     """
 
     def __init__(self, engine: Engine, number: int, version: int, step: Step, view: ParameterView) -> None:
@@ -80,22 +81,13 @@ class Minibatch(BatchInFlight):
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}
         self.continued: set[nn.Parameter] = set()
+        self.calling: PieceCall
         self._engine = engine
         self._step = step
         self._view = view
         self._calls: list[PieceCall] = []
         self._in_backward = False
         self._loss: Loss | None = None
-
-    # The engine's side.
-
-    def autocast(self, piece: int) -> Autocast:
-        """The state of autocast where ``training_step`` called ``piece``."""
-        return self._calls[piece].autocast
-
-    def has_later_uses(self, piece: int) -> bool:
-        """True if inputs of ``piece`` were used after its call: its own uses of them are then added one by one."""
-        return any(gradient is not None for gradient in self._calls[piece].later_gradients)
 
     # The runner's side.
 
@@ -125,6 +117,10 @@ class Minibatch(BatchInFlight):
             self._engine.abandon(self)
             self.end(failure)
 
+    def calls_of(self, piece: int) -> int:
+        """Count the calls of ``piece`` so far."""
+        return sum(call.which.piece == piece for call in self._calls)
+
     def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
         """Run a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
         self._check_cancelled()
@@ -132,15 +128,16 @@ class Minibatch(BatchInFlight):
             return self._call(piece, name, prepare(self._view.replaced(given)))
 
     def _call(self, piece: int, name: str, inputs: Any) -> Any:
-        expected = len(self._calls)
-        if piece != expected:
+        calls, done = self._engine.calls, len(self._calls)
+        if done == len(calls) or calls[done].piece != piece:
+            often = sum(call.piece == piece for call in calls)
             raise SettingError(
                 f"the pipelined module '{name}' was called "
-                + ("twice in one training_step" if piece < expected else "out of order")
+                + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
-                + "; call each pipelined module once, and all of them in the same order as in the first minibatch"
+                + "; call the pipelined modules as often and in the same order as in the first minibatch"
             )
-        call = PieceCall(piece, Value.of(inputs), Autocast.current(), self._engine.streams.user)
+        call = PieceCall(calls[done], Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
         self._engine.streams.user.join(self.arrived_after, outputs.tensors)
@@ -155,17 +152,18 @@ class Minibatch(BatchInFlight):
         """Run the backward pass, from the user's code after the last call down to that before the first."""
         above: PieceCall | None = None
         for call in reversed(self._calls):
-            first = call.piece == 0
-            # What the first piece's inputs do not depend on need not wait for its backward.
+            index = call.which.index
+            first = index == 0
+            # What the first call's inputs do not depend on need not wait for its backward.
             before = first and not call.needs_input_gradients
-            direct = self._view.used(call.piece + 1) + (self._view.used(0) if before else [])
+            direct = self._view.used(index + 1) + (self._view.used(0) if before else [])
             waits = not first or (not before and bool(self._view.used(0)))
             gradients, found = call.collect(total, above, self._targets(direct), self._view, keep_graph=waits)
             self._add(direct, found)
-            self.continued = {used.live for region in range(before, call.piece + 1) for used in self._view.used(region)}
+            self.continued = {used.live for region in range(before, index + 1) for used in self._view.used(region)}
             start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
-                found = self._through_pipeline(start, f"the backward of piece {call.piece}")
+                found = self._through_pipeline(start, f"the backward of call {index} of a piece")
                 self._engine.streams.user.join(self.arrived_after, tensors_in(found))
                 call.take_input_gradients(found)
             else:
@@ -193,9 +191,19 @@ class Minibatch(BatchInFlight):
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
     def _check_calls(self) -> None:
-        missing = self._engine.piece_names[len(self._calls) :]
+        missing = self._engine.calls[len(self._calls) :]
         if missing:
+            piece, ordinal = missing[0].piece, missing[0].ordinal
+            name, often = self._engine.piece_names[piece], sum(call.piece == piece for call in self._engine.calls)
             raise SettingError(
-                f"training_step did not call the pipelined module '{missing[0]}' this time; call the same modules in"
+                f"training_step called the pipelined module '{name}' {_times(ordinal)}, and {_times(often)} in the"
+                " first minibatch; call the same modules as often in every minibatch, or pipeline only those that are"
+                " (module=[...])"
+                if ordinal
+                else f"training_step did not call the pipelined module '{name}' this time; call the same modules in"
                 " every minibatch, or pipeline only those that are (module=[...])"
             )
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
+from lightning_hetpipe.rules.schedule import Call
 from lightning_hetpipe.torch_private import graph_nodes, run_backward
 
 
@@ -29,8 +30,8 @@ class PieceCall:
     that their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
     """
 
-    def __init__(self, piece: int, inputs: Value, autocast: Autocast, outside: UserStream) -> None:
-        self.piece = piece
+    def __init__(self, which: Call, inputs: Value, autocast: Autocast, outside: UserStream) -> None:
+        self.which = which
         self.inputs = inputs
         self.autocast = autocast
         self.anchor = _ZERO.detach().requires_grad_()  # cheaper than a new tensor
@@ -55,6 +56,10 @@ class PieceCall:
     def needs_input_gradients(self) -> bool:
         """True if the graph goes on below the call."""
         return any(edge is not None for edge in self.given)
+
+    def has_later_uses(self) -> bool:
+        """True if inputs were used after the call: its own uses of them are then added one by one."""
+        return any(gradient is not None for gradient in self.later_gradients)
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """Join the call into the user's graph; returns the outputs, as part of the graph that leads to ``inputs``."""

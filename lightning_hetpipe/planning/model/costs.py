@@ -73,12 +73,12 @@ class Costs:
     def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind], recompute: bool = False) -> None:
         self.layers = len(profile.layers)
         self.kinds = tuple(kinds)
-        self._outputs = [layer.output for layer in profile.layers]
+        self._profile = profile
         times = [profile.times_on(kind.device) for kind in kinds]
         once = [[each.forward + each.backward for each in own] for own in times]
         again = [[2 * each.forward + each.backward for each in own] for own in times] if recompute else once
         links = _links(cluster, kinds)
-        most = max(map(sum, again)) + 2 * max(sum(map(link.seconds, self._outputs)) for link in links.values())
+        most = max(map(sum, again)) + 2 * max(sum(self._crossings(link)) for link in links.values())
         self.tick = 2.0 ** math.ceil(math.log2(most / TOTAL)) if most else 1.0
         self.before = [self._sums(each) for each in again]
         self.before_last = [self._sums(each) for each in once]
@@ -128,8 +128,12 @@ class Costs:
         return np.cumsum(ticks)
 
     def _hop(self, link: Link) -> Ticks:
-        ticks = [round(link.seconds(output) / self.tick) for output in self._outputs[:-1]]
+        ticks = [round(seconds / self.tick) for seconds in self._crossings(link)[:-1]]
         return np.array([0, *ticks, 0], dtype=np.int64)
+
+    def _crossings(self, link: Link) -> list[float]:
+        """Seconds that the output of each layer takes over ``link``."""
+        return [self._profile.crossing(link, layer + 1) for layer in range(self.layers)]
 
 
 def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Link]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, simulate
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, first_minibatch, stage_memory
+from lightning_hetpipe.rules.schedule import calls, segments
 
 WAVES = 6
 """Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
@@ -121,7 +122,8 @@ def estimate(
         for slot, first, after in zip(slots, splits, ends, strict=True)
     )
     waves = max(WAVES, -(-MINIBATCHES // in_flight))
-    run = simulate(times, in_flight, waves * in_flight, step=step, synchronise=synchronise)
+    parts, visits = _visits(profile, slots, splits, times, recompute) if profile.calls else (times, None)
+    run = simulate(parts, in_flight, waves * in_flight, step=step, synchronise=synchronise, visits=visits)
     stages = []
     for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
@@ -159,5 +161,30 @@ def stage_times_on(
     return found
 
 
+def _visits(
+    profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int], stages: Sequence[StageTimes], recompute: bool
+) -> tuple[list[StageTimes], Visits]:
+    """Visits of a minibatch to ``stages``, and for each segment the times of one visit."""
+    pieces = profile.pieces
+    parts = segments([after - first for first, after in pieces], splits)
+    found, changing = [], set[int]()
+    for part in parts:
+        layers, times = slice(part.first, part.last + 1), stages[part.stage]
+        own, often = profile.times_on(slots[part.stage].device)[layers], profile.called(part.first)
+        forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
+        ends = part.last + 1 == [*splits[1:], len(profile.layers)][part.stage]
+        found.append(
+            StageTimes(
+                forward / often,
+                (backward + (forward if recompute and part.stage + 1 < len(slots) else 0.0)) / often,
+                receive=times.receive / often if part.first == splits[part.stage] else 0.0,
+                receive_gradient=times.receive_gradient / often if ends else 0.0,
+            )
+        )
+        if any(layer.changes_buffers for layer in profile.layers[layers]):
+            changing.add(part.index)
+    return found, Visits(parts, calls(map(pieces.index, profile.calls)), changing)
+
+
 def _crossing(profile: Profile, cluster: Cluster, one: DeviceSlot, other: DeviceSlot, boundary: int) -> float:
-    return cluster.link_between(one, other).seconds(profile.layers[boundary - 1].output)
+    return profile.crossing(cluster.link_between(one, other), boundary)

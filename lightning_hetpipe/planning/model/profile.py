@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known
-from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.cluster import Device, Link
 
 
 class Times(NamedTuple):
@@ -32,6 +33,7 @@ class LayerBytes:
         kept: Bytes that its forward keeps until its backward, inputs and outputs included, for one minibatch.
         output: Bytes of its output; its gradient has the same size.
         given: Bytes of its input, such as the batch; 0 where that is the output of the layer before it.
+        changes_buffers: Whether its forward changes buffers, as BatchNorm's does.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LayerBytes:
     kept: int
     output: int
     given: int = 0
+    changes_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ class Profile:
         times: For each device's name, of each layer; medians.
         memory: Bytes that each of these devices has, where the profile knows.
         estimated: Names of the devices whose times were not measured, and of which device's they were made.
+        calls: Where a step calls a module several times, the layers of each of its calls, in order: the first one, and
+            the one behind the last. Times and bytes are those of all calls of a minibatch together.
 
     Raises:
-        SettingError: for a device whose times are not one for each layer.
+        SettingError: for a device whose times are not one for each layer, or for calls that are not of all layers.
     """
 
     model: str
@@ -63,6 +68,7 @@ class Profile:
     times: Mapping[str, Sequence[Times]]
     memory: Mapping[str, int]
     estimated: Mapping[str, str] = field(default_factory=dict)
+    calls: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -73,6 +79,27 @@ class Profile:
                     f"the profile of {self.model} has {len(times)} times of '{name}' and {len(self.layers)} layers; one"
                     " for each is needed"
                 )
+        object.__setattr__(self, "calls", tuple(self.calls))
+        starts, ends = [first for first, _ in self.pieces], [after for _, after in self.pieces]
+        if [*starts, len(self.layers)] != [0, *ends] or any(map(operator.ge, starts, ends)):
+            raise SettingError(
+                f"the profile of {self.model} has calls of the layers {', '.join(map(str, self.pieces))}, and these are"
+                f" not all of its {len(self.layers)} layers, each once"
+            )
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Layers of each module that is called: the first one, and the one behind the last."""
+        return sorted({*self.calls}) or [(0, len(self.layers))]
+
+    def called(self, layer: int) -> int:
+        """Count the calls of ``layer`` in a minibatch."""
+        return sum(first <= layer < after for first, after in self.calls) or 1
+
+    def crossing(self, link: Link, boundary: int) -> float:
+        """Seconds that a minibatch's values take over ``link`` in one direction, where a stage ends at ``boundary``."""
+        calls = self.called(boundary - 1)
+        return calls * link.seconds(self.layers[boundary - 1].output // calls)
 
     def times_on(self, device: Device) -> Sequence[Times]:
         """Times of each layer on ``device``: those of its name, or of the only profiled device; divided by its speed.
@@ -135,7 +162,7 @@ class Profile:
         Raises:
             SettingError: if it is of other layers, or of minibatches of another size.
         """
-        if (other.layers, other.samples) != (self.layers, self.samples):
+        if (other.layers, other.samples, other.calls) != (self.layers, self.samples, self.calls):
             raise SettingError(
                 f"the profiles of {self.model} and {other.model} are of different layers or minibatches; profile anew"
             )

@@ -3,7 +3,8 @@
 Time only moves from event to event, so that a run of hours takes no longer than its number of tasks. What it knows:
 
 - Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
-  minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`.
+  minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
+  changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.call_order.CallOrder`).
 - Minibatch p starts when version p - Nm is published, and the first Nm at once (law L1).
 - What a stage is sent arrives as part of the task that needs it, as the engine moves it: a link keeps the stage that
   receives busy, and so counts towards T_max.
@@ -19,17 +20,38 @@ import heapq
 import itertools
 import math
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_hetpipe.rules.schedule import Segment, Work, route, segments
+from lightning_hetpipe.rules.call_order import CallOrder
+from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Visits of a minibatch to stages, where modules are called several times or a stage has parts of several.
+
+    Attributes:
+        segments: All, as :func:`~lightning_hetpipe.rules.schedule.segments` gives them.
+        calls: The calls of the step.
+        changing: The indices of the segments whose forwards change buffers.
+    """
+
+    segments: Sequence[Segment]
+    calls: Sequence[Call]
+    changing: Collection[int] = ()
+
+    @classmethod
+    def once(cls, stages: int) -> Visits:
+        """One call of one module that has a segment on each stage."""
+        return cls(segments([stages], range(stages)), calls([0]))
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that a stage takes for one minibatch.
+    """Seconds that a stage takes for one minibatch, or a segment of it for one visit.
 
     Attributes:
         forward, backward: Seconds of its layers.
@@ -116,11 +138,13 @@ class Simulation:
     def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
         """Changes of what ``stage`` holds, with their times; changes at one time are yielded one by one."""
         done = {span.minibatch: span.end for span in self.spans if span.stage == 0 and span.work is not Work.FORWARD}
+        own = [span for span in self.spans if span.stage == stage]
+        begins = {span.minibatch: span for span in reversed(own) if span.work is not Work.BACKWARD}
+        ends = {span.minibatch: span for span in own if span.work is not Work.FORWARD}
         changes: list[tuple[float, int, int, int]] = []
-        for span in self.spans:
-            if span.stage == stage:
-                changes.append((span.forwarded, 0 if span.work is Work.BACKWARD else 1, 0, 1))
-                changes.append((span.end, *((0, 0) if span.work is Work.FORWARD else (-1, 1)), -1))
+        for span in own:
+            changes.append((span.forwarded, int(begins.get(span.minibatch) is span), 0, 1))
+            changes.append((span.end, *((-1, 1) if ends.get(span.minibatch) is span else (0, 0)), -1))
         for number, before in enumerate([0.0, *self.published[:-1]], start=1):
             changes.append((max(before, done[number]), 0, -1, 0))  # Lightning's step takes them
         held = waiting = whole = 0
@@ -143,11 +167,12 @@ def simulate(
     synchronise: float = 0.0,
     jitter: float = 0.0,
     seed: int = 0,
+    visits: Visits | None = None,
 ) -> Simulation:
     """Run ``minibatches`` through a pipeline that starts empty.
 
     Args:
-        stages: k of them, one segment each.
+        stages: k of them, one segment each; with ``visits``, the times of one visit to each segment.
         in_flight: Nm.
         minibatches: Their number, at least 1.
         step: Seconds of Lightning's thread for each.
@@ -156,6 +181,7 @@ def simulate(
         jitter: By how much tasks differ, as the standard deviation of the logarithm of their factors (about 0.05 for 5
             %); they are log-normal, and 1 on average.
         seed: Seed of the factors.
+        visits: Of each minibatch; by default one to each stage.
 
     Raises:
         ValueError: for numbers that no pipeline has.
@@ -164,7 +190,8 @@ def simulate(
         raise ValueError(
             f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
         )
-    return _Run(stages, in_flight, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
+    visits = visits or Visits.once(len(stages))
+    return _Run(stages, visits, in_flight, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
 
 
 @dataclass
@@ -172,7 +199,8 @@ class _Stage:
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     """Ready tasks: minibatch, and which instruction of the route."""
     busy: bool = False
-    held: int = 0
+    held: Counter[int] = field(default_factory=Counter)
+    """Visits whose activations it holds, by minibatch."""
     most: int = 0
 
 
@@ -181,6 +209,7 @@ class _Run:
     """State of a simulation."""
 
     times: Sequence[StageTimes]
+    visits: Visits
     in_flight: int
     minibatches: int
     step: float
@@ -190,9 +219,11 @@ class _Run:
     seed: int
 
     def __post_init__(self) -> None:
-        self._route = route(segments([len(self.times)], range(len(self.times))))
-        self._stages = [_Stage() for _ in self.times]
-        self._events: list[tuple[float, int, int, int]] = []  # time, order, minibatch, instruction that is now ready
+        self._route = route(self.visits.segments, self.visits.calls)
+        self._stages = [_Stage() for _ in {segment.stage for segment in self.visits.segments}]
+        self._orders = {segment: CallOrder[tuple[int, int]]() for segment in self.visits.changing}
+        # Time, order, minibatch, instruction that is now ready; its complement where its forward is done.
+        self._events: list[tuple[float, int, int, int]] = []
         self._order = itertools.count()
         self._ends: list[tuple[float, int, int, int]] = []
         self._spans: list[SimulatedTask] = []
@@ -209,9 +240,12 @@ class _Run:
                 self._ended(now, number, index)
             else:
                 now, _, number, index = heapq.heappop(self._events)
-                stage = self._segment(index).stage
-                self._stages[stage].queue.append((number, index))
-                self._start(now, stage)
+                if index < 0:
+                    self._forwarded(now, number, ~index)
+                elif self._admits(number, index):
+                    stage = self._segment(index).stage
+                    self._stages[stage].queue.append((number, index))
+                    self._start(now, stage)
         return Simulation(
             tuple(sorted(self._spans, key=lambda span: (span.start, span.stage))),
             tuple(self._published),
@@ -221,6 +255,23 @@ class _Run:
     def _segment(self, index: int) -> Segment:
         return self._route[index].segment
 
+    def _admits(self, number: int, index: int) -> bool:
+        """Tell whether the task is ready; a forward may have to wait for another minibatch's last call."""
+        task = self._route[index]
+        order = self._orders.get(task.segment.index)
+        if order is None or task.work is Work.BACKWARD or not (task.call.again or task.call.ordinal):
+            return True
+        return order.admits(number, (number, index))
+
+    def _forwarded(self, now: float, number: int, index: int) -> None:
+        """The forward of the task is done: where it was the last call, the next minibatch is ready."""
+        task = self._route[index]
+        order = self._orders.get(task.segment.index)
+        if order is None or task.call.again or not task.call.ordinal:
+            return
+        if (following := order.close(number)) is not None:
+            self._ready(now, *following)
+
     def _ready(self, when: float, number: int, index: int) -> None:
         heapq.heappush(self._events, (when, next(self._order), number, index))
 
@@ -229,14 +280,16 @@ class _Run:
         if stage.busy or not stage.queue:
             return
         number, instruction = stage.queue.popleft()
-        work = self._route[instruction].work
-        times, factor = self.times[index], self._factor(index, work, number)
+        work, segment = self._route[instruction].work, self._segment(instruction).index
+        times, factor = self.times[segment], self._factor(segment, work, number)
         end = now + factor * times.of(work)
         forwarded = {Work.FORWARD: end, Work.BACKWARD: now}.get(work, now + factor * times.of(Work.FORWARD))
         stage.busy = True
         if work is not Work.BACKWARD:
-            stage.held += 1
-            stage.most = max(stage.most, stage.held)
+            stage.held[number] += 1
+            stage.most = max(stage.most, len(stage.held))
+            if self._orders:
+                heapq.heappush(self._events, (forwarded, next(self._order), number, ~instruction))
         self._spans.append(SimulatedTask(index, work, number, now, end, forwarded))
         heapq.heappush(self._ends, (end, next(self._order), number, instruction))
 
@@ -246,7 +299,9 @@ class _Run:
         stage = self._stages[here]
         stage.busy = False
         if instruction.work is not Work.FORWARD:
-            stage.held -= 1
+            stage.held[number] -= 1
+            if not stage.held[number]:
+                del stage.held[number]
         if index + 1 < len(self._route):
             self._ready(now, number, index + 1)
         else:
@@ -254,10 +309,10 @@ class _Run:
             self._publish()
         self._start(now, here)
 
-    def _factor(self, stage: int, work: Work, number: int) -> float:
+    def _factor(self, segment: int, work: Work, number: int) -> float:
         if not self.jitter:
             return 1.0
-        drawn = random.Random(f"{self.seed} {stage} {work.value} {number}").gauss(0.0, self.jitter)
+        drawn = random.Random(f"{self.seed} {segment} {work.value} {number}").gauss(0.0, self.jitter)
         return math.exp(drawn - self.jitter**2 / 2)
 
     def _publish(self) -> None:

@@ -42,7 +42,7 @@ def load(path: str | PathLike[str]) -> Profile:
         document.object("model", "microbatch", "gpus", "layers")
         return _profile(document, _SAILORS, {})
     document.version(VERSION)
-    document.object("schema_version", "model", "samples", "layers", "devices", "estimated")
+    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls")
     estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
     return _profile(document, _OURS, estimated)
 
@@ -60,6 +60,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
                 "kept_bytes": layer.kept,
                 "output_bytes": layer.output,
                 **({"input_bytes": layer.given} if layer.given else {}),
+                **({"changes_buffers": True} if layer.changes_buffers else {}),
             }
             for layer in profile.layers
         ],
@@ -73,6 +74,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
             for name, times in profile.times.items()
         },
         "estimated": dict(profile.estimated),
+        **({"calls": [list(call) for call in profile.calls]} if profile.calls else {}),
     }
 
 
@@ -92,15 +94,25 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
                 device["memory_bytes"].refuse(f"is {memory[name]} bytes, less than any device has; give bytes")
     if not times:
         document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
-    return Profile(document["model"].text(), document[keys["samples"]].whole(1), layers, times, memory, estimated)
+    samples = document[keys["samples"]].whole(1)
+    calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
+    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls)
 
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
     counted = [keys["parameters"], keys["kept"], keys["output"]]
-    entry.object("name", *counted, "input_bytes")
-    if "input_bytes" in entry:
-        counted.append("input_bytes")
-    return LayerBytes(entry["name"].text(), *(entry[key].whole() for key in counted))
+    entry.object("name", *counted, "input_bytes", "changes_buffers")
+    given = entry["input_bytes"].whole() if "input_bytes" in entry else 0
+    changes = entry["changes_buffers"].truth() if "changes_buffers" in entry else False
+    parameters, kept, output = (entry[key].whole() for key in counted)
+    return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes)
+
+
+def _call(entry: Document) -> tuple[int, int]:
+    layers = entry.entries()
+    if len(layers) != 2:
+        entry.refuse(f"has {len(layers)} entries, and must have two: the first layer, and the one behind the last")
+    return layers[0].whole(), layers[1].whole()
 
 
 def _times(entry: Document) -> Times:

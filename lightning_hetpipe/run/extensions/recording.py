@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import lightning as L
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -56,13 +56,12 @@ class Recording(ThreadSections):
     def discarded(self) -> None:
         self._recorder.forget(after=begun_minibatches(self._trainer)[0])
 
-    def timeline(self, stages: int, in_flight: int) -> Timeline:
-        """The timeline so far."""
-        recorder = self._recorder
+    def timeline(self, devices: Sequence[str], in_flight: int) -> Timeline:
+        """The timeline so far, of stages on ``devices``."""
+        recorder, worker = self._recorder, self._virtual_worker
         recorder.pause()
-        return Timeline(
-            recorder.spans(), stages, in_flight, self._virtual_worker, recorder.versions(), recorder.zero_date
-        )
+        versions, zero = recorder.versions(), recorder.zero_date
+        return Timeline(recorder.spans(), len(devices), in_flight, worker, versions, zero, tuple(devices))
 
     def show(self, timeline: Timeline) -> None:
         """Writes ``timeline`` where users look for it, unless that was done.

@@ -24,7 +24,10 @@ from tests.launch.launching.bare import (
 )
 
 GRACE = 0.5
-parent_watch.GRACE = GRACE
+"""Seconds until a process is forced to end that does not end by itself."""
+PATIENCE = 180.0
+"""Seconds for one that does, which may take it long on a busy machine."""
+parent_watch.GRACE = PATIENCE
 
 
 class Leave(Exception):
@@ -39,7 +42,7 @@ class Obedient:
         child = parent_watch.this_child()
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
-        self.grace = GRACE
+        self.grace = PATIENCE
         self.end_timeout: float | None = None
         self.before = 0
         self.role = Role.CHILD if self.number else Role.FIRST
@@ -122,15 +125,17 @@ class Obedient:
     def resist(self) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
+        parent_watch.GRACE = GRACE
         self.reply(did="resist")
 
-    def be_patient(self) -> None:
-        self.grace = 180.0
-        self.reply(did="be_patient")
+    def lose_patience(self) -> None:
+        """In the next launch, with children that do not end when told to."""
+        self.grace = GRACE
+        self.reply(did="lose_patience")
 
     def hurry(self) -> None:
         """At its end it waits for nobody any longer than this."""
-        self.end_timeout = GRACE
+        self.end_timeout = self.grace = GRACE
         self.reply(did="hurry")
 
     def speak_soon(self) -> None:

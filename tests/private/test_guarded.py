@@ -1,0 +1,35 @@
+"""Every private name of torch or Lightning that the package touches has a test in this folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import lightning_hetpipe
+from tests.private.guarding import GUARDED
+
+
+def names_in(file: str) -> set[str]:
+    """Private names of others in ``file``: imported ones, attributes and those in strings."""
+    path = Path(lightning_hetpipe.__file__).parent / file
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.update((node.module or "").split("."), (alias.name for alias in node.names))
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return {name for name in found - own if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("file", ["torch_private.py", "lightning_private.py"])
+def test_every_private_name_is_guarded(file: str) -> None:
+    for module in Path(__file__).parent.glob("test_*.py"):
+        importlib.import_module(f"{__package__}.{module.stem}")
+    assert names_in(file) - GUARDED == set(), "give these a test of their own"

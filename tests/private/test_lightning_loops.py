@@ -1,0 +1,175 @@
+"""Private names of Lightning for its loops, and for what decides where they stop, save and validate."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+
+from lightning_hetpipe import lightning_private as of_lightning
+from tests.private.guarding import guards
+from tests.support.small import Learner, Validated, batches
+from tests.support.trainers import quiet_trainer
+
+
+@guards("from_training_step_output", "closure_loss")
+def test_closure_results() -> None:
+    loss = torch.tensor(6.0, requires_grad=True)
+    broken = "the pipeline would differentiate another loss than Lightning"
+    for output in (loss, {"loss": loss, "extra": 1}):
+        found = of_lightning.closure_loss(output, 2)
+        assert found is not None, broken
+        assert (found.item(), found.requires_grad) == (3.0, True), broken
+    assert of_lightning.closure_loss(None, 2) is None, broken
+
+
+class Looks(L.Callback):
+    """Looks at what is private, where a step begins."""
+
+    def __init__(self) -> None:
+        self.progress: list[tuple[int, int]] = []
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.progress.append(of_lightning.begun_minibatches(trainer))
+        self.arguments.append(of_lightning.step_arguments(trainer, "batch", 3))
+
+
+class LooksAtCuts(L.Callback):
+    """State of the loop when a checkpoint or a validation could come."""
+
+    def __init__(self) -> None:
+        self.in_a_step: list[bool] = []
+        self.at_the_end: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        self.in_a_step.append(of_lightning.in_a_step(trainer))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.in_a_step.append(of_lightning.in_a_step(trainer))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.at_the_end.append(of_lightning.validates_at_the_end(trainer))
+
+
+@guards("batch_progress")
+@pytest.mark.parametrize(("interval", "at_the_end"), [(0.5, [False, True]), (2, [False, False]), (1.0, [True])])
+def test_where_checkpoints_and_validations_come(interval: float, at_the_end: list[bool]) -> None:
+    looks = LooksAtCuts()
+    trainer = quiet_trainer("auto", callbacks=[looks], val_check_interval=interval)
+    trainer.fit(Validated(), batches(4), batches(1))
+    assert looks.in_a_step == [True, False] * 4, "a checkpoint in the middle of a step would be taken for a cut"
+    assert looks.at_the_end == at_the_end, "virtual workers with other numbers of batches would validate alone"
+
+
+class Stops(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@guards("_can_stop_early")
+@pytest.mark.parametrize(("min_epochs", "at_the_end"), [(None, [True]), (1, [False, False])])
+def test_a_stop_validates_where_it_may_stop(min_epochs: int | None, at_the_end: list[bool]) -> None:
+    looks = LooksAtCuts()
+    settings = {"val_check_interval": 2, "min_epochs": min_epochs}
+    quiet_trainer("auto", callbacks=[Stops(), looks], **settings).fit(Validated(), batches(4), batches(1))
+    assert looks.at_the_end == at_the_end, "virtual workers would take a validation of mid-epoch for the last"
+
+
+@guards("_signal_connector", "_slurm_sigusr_handler_fn")
+def test_the_signal_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLURMEnvironment, "detect", staticmethod(lambda: False))
+    trainer = quiet_trainer("auto", plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], devices=1)
+    heard = []
+    redirect = of_lightning.on_requeue(trainer, lambda redirect, *args: heard.append(args[0]))
+    before = signal.getsignal(signal.SIGUSR2)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        trainer._signal_connector.teardown()
+        redirect.remove()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert heard == [signal.SIGUSR2], "a checkpoint would be saved in the middle of whatever runs, and hang"
+
+
+@guards("_every_n_train_steps", "_train_time_interval", "_duration", "_interval", "_val_check_time_interval")
+def test_what_decides_by_steps_or_by_time() -> None:
+    hour = timedelta(hours=1)
+    callbacks: list[L.Callback] = [
+        ModelCheckpoint(every_n_train_steps=2),
+        ModelCheckpoint(train_time_interval=hour),
+        ModelCheckpoint(),
+    ]
+    callbacks += [Timer(hour), Timer(hour, interval="epoch"), Timer(), L.Callback()]
+    by_steps, at_every_step = (
+        map(of_lightning.saves_by_steps, callbacks),
+        map(of_lightning.asks_at_every_step, callbacks),
+    )
+    broken = "what ties virtual workers to each other would go unnoticed"
+    assert [*by_steps] == [True, False, False, False, False, False, False], broken
+    assert [*at_every_step] == [False, True, False, True, False, False, False], broken
+    trainers = [quiet_trainer("auto", val_check_interval=interval) for interval in ("00:01:00:00", 3, 0.5)]
+    assert [*map(of_lightning.seconds_between_validations, trainers)] == [3600, None, None]
+
+
+@guards("_build_kwargs", "batch_progress")
+def test_progress_and_arguments_of_a_step() -> None:
+    looks = Looks()
+    quiet_trainer("auto", callbacks=[looks], max_epochs=2).fit(Learner(), batches(2))
+    assert looks.progress == [(1, 1), (2, 2), (3, 1), (4, 2)], "minibatches would be numbered otherwise"
+    assert looks.arguments == [("batch", 3)] * 4, "training_step would be given other arguments"
+
+
+@guards()
+def test_arguments_of_a_step_without_batch_idx() -> None:
+    class Short(Learner):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.net(batch[0]).sum()
+
+    looks = Looks()
+    quiet_trainer("auto", callbacks=[looks]).fit(Short(), batches(1))
+    assert looks.arguments == [("batch",)], "training_step(batch) would be given a batch_idx too"
+
+
+class Evaluates(Learner):
+    """Looks at the evaluating loop in its own step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 5) -> None:
+        loop = of_lightning.evaluating_loop(self.trainer)
+        hook = {"validate": "validation_step", "predict": "predict_step"}[self.trainer.state.fn or ""]
+        fetcher = of_lightning.fetcher_of(loop)
+        assert fetcher is not None
+        of_lightning.set_fetcher(loop, fetcher)
+        self.found.append((fetcher.done, of_lightning.evaluation_arguments(loop, hook, "batch", 3, 1)))
+
+    predict_step = validation_step
+
+
+@guards(
+    "_EvaluationLoop",
+    "_PredictionLoop",
+    "_build_kwargs",
+    "_build_step_args_from_hook_kwargs",
+    "_data_fetcher",
+    "_is_sequential",
+)
+@pytest.mark.parametrize("task", ["validate", "predict"])
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_fetcher_and_the_arguments_of_an_evaluation(task: str, loaders: int) -> None:
+    module = Evaluates()
+    given = [batches(2) for _ in range(loaders)]
+    getattr(quiet_trainer("auto"), task)(module, given if loaders > 1 else given[0])
+    args = ("batch", 3, 1) if loaders > 1 else ("batch", 3)
+    assert [a for _, a in module.found] == [args] * 2 * loaders, "the evaluation's step would be given other arguments"
+    assert [done for done, _ in module.found][-2:] == [False, True], "this would not be the loop's own fetcher"

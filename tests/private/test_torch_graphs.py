@@ -1,0 +1,118 @@
+"""Private names of torch for code that it compiles, and for graphs that it exports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hetpipe import torch_private
+from tests.private.guarding import guards
+
+
+@guards("_compiled_call_impl", "_call_impl")
+def test_modules_compiled_in_place() -> None:
+    module = nn.Linear(2, 2)
+    assert vars(module).get(torch_private.COMPILED_CALL) is None
+    expected = module(torch.ones(1, 2))
+    module.compile(backend="eager")
+    assert vars(module).get(torch_private.COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
+    assert torch.equal(torch_private.call_uncompiled(module, torch.ones(1, 2)), expected)
+
+
+@guards("_orig_mod", "_modules")
+def test_compiled_modules() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    assert list(torch_private.children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
+    compiled: Any = torch.compile(plain, backend="eager")
+    assert torch_private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
+    plain.compile(backend="eager")
+    assert torch_private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
+
+
+@guards("_dynamo")
+def test_graphs_of_compiled_code_are_checked() -> None:
+    seen: list[int] = []
+
+    def check(graph: fx.GraphModule) -> None:
+        torch_private.run_without_data(graph)
+        seen.append(1)
+
+    def compute(x: Tensor) -> Tensor:
+        return x * 2 + torch.arange(3)
+
+    function = torch_private.compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
+    assert torch.equal(function(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        function(torch.ones(3, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [1], "stages would compile anew whenever user code changes the default dtype"
+
+
+@guards("_dynamo")
+def test_errors_of_the_compiler() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    def refuse(graph: fx.GraphModule) -> None:
+        raise ArithmeticError("not this one")
+
+    # Else a layer that cannot be compiled would end training instead of running as it is.
+    for function, check in ((breaks, torch_private.run_without_data), (torch.tanh, refuse)):
+        compiled = torch_private.compiled(function, {"backend": "eager"}, check)
+        with pytest.raises(torch_private.CompilerError):
+            compiled(torch.ones(2))
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    compiled = torch_private.compiled(double, {"backend": "eager", "dynamic": False}, torch_private.run_without_data)
+    for count in range(2, 10):
+        compiled(torch.ones(count))
+    with pytest.raises(torch_private.CompilerLimit):
+        compiled(torch.ones(10))
+    torch.compiler.reset()
+
+
+@guards("_inductor", "_subclasses", "_TorchCompileInductorWrapper")
+def test_inductors_modes_and_its_compiler() -> None:
+    modes = torch_private.inductor_modes()
+    assert modes["default"] == {}
+    assert modes["reduce-overhead"].get("triton.cudagraphs"), "modes with CUDA graphs would not be refused"
+    assert torch_private.inductor_options_error({"max_autotune": True, "triton.cudagraphs": False}) is None
+    assert torch_private.inductor_options_error({"zzz": 1}) == "Unexpected optimization option zzz"
+    assert "got str should be bool" in str(torch_private.inductor_options_error({"max_autotune": "yes"}))
+    found = torch_private.cpp_compiler_error()
+    assert found is None or "compiler" in found
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.relu(x).mul_(scale) + shift, "x": x.view(-1)}
+
+
+@guards("_codegen", "_guards_fn", "_ops", "_schema")
+def test_exported_graphs() -> None:
+    x, one = torch.randn(3, 2), torch.ones(())
+    shapes = {"x": {0: torch.export.Dim("rows", max=8)}, "scale": None, "shift": None}
+    exported = torch.export.export(Branches(), (x,), {"shift": one, "scale": one}, dynamic_shapes=shapes, strict=False)
+    graph: Any = exported.module()
+    inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    assert inputs[1:] == torch_private.keywords_of(graph), "arguments by name would go to others' places"
+    nested = torch_private.pytree.tree_unflatten([1, 2], torch_private.outputs_of(graph))
+    assert nested == {"y": 1, "x": 2}, "the outputs of a captured model would be nested otherwise than its own"
+    getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
+    with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
+        getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+    aten = torch.ops.aten
+    broken = "a value that is changed in place could cross a cut"
+    assert isinstance(aten.relu_.default, torch_private.OperatorOverload), broken
+    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, torch_private.HigherOrderOperator), broken
+    assert torch_private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
+    assert torch_private.arguments_of(aten.view.default)[0] == ("self", True, False), broken

@@ -1,0 +1,184 @@
+"""Private names of torch for modules, their hooks, and modes under which they run."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetpipe import lightning_private as of_lightning
+from lightning_hetpipe import torch_private
+from tests.private.guarding import guards
+
+
+class Sees(TorchFunctionMode):
+    """Counts the functions that it sees."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_get_current_function_mode")
+def test_function_modes_can_be_left() -> None:
+    outer, inner = Sees(), Sees()
+    torch_private.enter_function_mode(outer)
+    try:
+        with inner:
+            assert not torch_private.leave_function_mode(outer), "a mode that is not the innermost one must stay"
+            assert torch_private.leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
+            torch.ones(1)
+            torch_private.enter_function_mode(inner)
+            torch.ones(1)
+    finally:
+        assert torch_private.leave_function_mode(outer)
+    assert (outer.count, inner.count) == (2, 1)
+
+
+class Counts(torch_private.ThreadDispatchMode):
+    """Counts the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_python_dispatch", "_push_mode", "_pop_mode", "_should_skip_dynamo")
+def test_dispatch_modes() -> None:
+    mode = Counts()
+    wrapped = "torch wraps each mode against torch.compile, which costs every operator of users' layers 6 us more"
+    assert "eval_frame" not in Counts.__torch_dispatch__.__code__.co_filename, wrapped
+    broken = "random operators of layers could not be given a generator of their own (law L7)"
+    with mode:
+        torch.zeros(1).add_(1)
+    torch.ones(1)
+    assert mode.seen == ["zeros.default", "add_.Tensor"], broken
+
+
+@guards()
+def test_dispatch_modes_belong_to_their_thread() -> None:
+    mode = Counts()
+    with mode:
+        thread = threading.Thread(target=lambda: torch.ones(1))
+        thread.start()
+        thread.join()
+    assert mode.seen == [], "a stage's mode would catch the random operators of other stages"
+
+
+@guards()
+def test_dispatch_modes_can_be_suspended() -> None:
+    outer, inner = Counts(), Counts()
+    with outer, inner:
+        assert not outer.suspend(), "a mode that is not the innermost one must stay"
+        assert inner.suspend()
+        torch.ones(1)
+        inner.__enter__()
+    assert (outer.seen, inner.seen) == (["ones.default"], []), "modules that draw nothing would run under the mode"
+
+
+@guards("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_of_modules(register: str) -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_private.has_hooks(module)
+    handle = getattr(module, register)(lambda *_: None)
+    assert torch_private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
+    handle.remove()
+    assert not torch_private.has_hooks(module)
+
+
+@guards("_parameters", "_buffers")
+def test_contents() -> None:
+    module = nn.BatchNorm1d(2)
+    before = torch_private.contents(module)
+    assert all(map(operator.is_, before, torch_private.contents(module)))
+    for change in (
+        lambda: setattr(module, "eps", 0.5),
+        lambda: setattr(module, "weight", nn.Parameter(torch.ones(2))),
+        lambda: setattr(module, "running_mean", torch.ones(2)),
+        lambda: module.register_module("child", nn.Linear(1, 1)),
+        lambda: module.register_forward_hook(lambda *_: None),
+        lambda: module.eval(),
+    ):
+        change()
+        after = torch_private.contents(module)
+        same = len(after) == len(before) and all(map(operator.is_, before, after))
+        assert not same, "stages would not follow a change of the live module"
+        before = after
+
+
+@guards("_forward_hooks", "_forward_pre_hooks")
+def test_hooks_taken_away_for_a_while() -> None:
+    normed: Any = nn.utils.weight_norm
+    module = normed(nn.Linear(2, 2))
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.ones(1, 2)
+    expected = module(x)
+    with torch_private.without_hooks(module):
+        module.register_forward_hook(lambda module, args, output: output * 100)
+        found = module(x) / 100
+    assert torch.allclose(found * 2, expected), "a graph would hold what hooks do, which the live module's call does"
+    assert torch.equal(module(x), expected), "a user's hooks would be lost"
+
+
+@guards()
+def test_hooks_of_torch_itself() -> None:
+    normed: Any = nn.utils.weight_norm
+    module = normed(nn.Linear(2, 2))
+    assert module._forward_pre_hooks, "this no longer tests anything: weight_norm has no hook any more"
+    assert not torch_private.has_hooks(module), "layers with weight norm would be refused"
+
+
+@guards("_has_any_global_hook")
+@pytest.mark.parametrize(
+    "register",
+    ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
+)
+def test_hooks_of_all_modules(register: str) -> None:
+    assert not torch_private.has_global_hooks()
+    handle = getattr(nn.modules.module, register)(lambda *_: None)
+    found = torch_private.has_global_hooks()
+    handle.remove()
+    assert found, "hooks on all modules would run in stages, at the same time as other user code"
+
+
+@guards("_post_accumulate_grad_hooks")
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(register: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not of_lightning.has_gradient_hooks(parameter)
+    getattr(parameter, register)(lambda *_: None)
+    assert of_lightning.has_gradient_hooks(parameter), "gradient hooks of the user would not run"
+
+
+@guards("_optimizer_step_post_hooks")
+def test_the_order_of_hooks_after_a_step() -> None:
+    optimizer, ran = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []
+    for name in ("first", "second"):
+        optimizer.register_step_post_hook(lambda *_, name=name: ran.append(name))
+    ours = optimizer.register_step_post_hook(lambda *_: ran.append("ours"))
+    of_lightning.run_first(optimizer, ours)
+    optimizer.step()
+    assert ran == ["ours", "first", "second"], "a user's hook would run while training_step runs (law L8)"
+    ours.remove()
+    optimizer.step()
+    assert ran[3:] == ["first", "second"], "our hook would stay in the user's optimizer"

@@ -1,0 +1,197 @@
+"""Private names of torch for tensors, and for the graphs that autograd makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_hetpipe import torch_private
+from tests.private.guarding import guards
+
+
+@guards("_foreach_copy_")
+def test_foreach_copy() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    torch_private.foreach_copy_(targets, sources)
+    same = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
+    assert same == [True, True], (
+        "weights would not reach their version's slot: copy them one by one in torch_private.py"
+    )
+    torch_private.foreach_copy_([], [])
+
+
+@guards("_version")
+def test_version_counter() -> None:
+    tensor = torch.zeros(2)
+    before = torch_private.version_counter(tensor)
+    tensor.add_(1)
+    after = torch_private.version_counter(tensor)
+    assert after == before + 1, "in-place changes of inputs, and of what lies outside the pieces, would go unnoticed"
+    tensor.detach().add_(1)
+    assert torch_private.version_counter(tensor) == after + 1, (
+        "in-place changes through a detached view would go unnoticed"
+    )
+
+
+@guards("_base")
+def test_viewed() -> None:
+    tensor = torch.zeros(2, requires_grad=True) * 1.0
+    assert torch_private.viewed(tensor[:1]) is tensor, (
+        "changes in place of what a tensor is a view of would go unnoticed"
+    )
+    assert torch_private.viewed(tensor) is tensor
+
+
+@guards("_unsafe_preserve_version_counter")
+def test_unseen_change() -> None:
+    tensor = torch.zeros(2)
+    before = torch_private.version_counter(tensor)
+    with torch_private.unseen_change(tensor):
+        tensor.add_(1)
+    assert torch_private.version_counter(tensor) == before, (
+        "views of a tensor changed in place could not be differentiated"
+    )
+
+
+@guards("_pytree")
+def test_pytree() -> None:
+    tree = {"b": [torch.ones(1), None], "a": (1, "text")}
+    leaves, spec = torch_private.pytree.tree_flatten(tree)
+    broken = "values could not be taken apart at a cut, and put together behind it"
+    assert torch_private.pytree.tree_unflatten(leaves, spec) == tree, broken
+    assert len(torch_private.pytree.tree_leaves(tree)) == len(leaves), broken
+    doubled = torch_private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
+    assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
+
+
+@guards("_indices", "_values")
+def test_parts_of_sparse_tensors() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad is not None
+    indices, values = torch_private.strided_parts(table.weight.grad)
+    broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
+    assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
+    assert torch_private.strided_parts(values) == (values,), broken
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+        parts = torch_private.strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
+        assert [part.layout for part in parts] == [torch.strided] * 3, "a GPU refuses such an input of a module"
+
+
+@guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
+@pytest.mark.parametrize("gpu", [False, True])
+def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    held: torch_private.Carried[str] = torch_private.Carried("test")
+    broken = "a GPU's hooks would not know their minibatch"
+    assert held.get() is None, broken
+    held.set("mine")
+    seen: list[str | None] = []
+    thread = threading.Thread(target=lambda: seen.append(held.get()))
+    thread.start()
+    thread.join(10)
+    assert (held.get(), seen) == ("mine", [None]), broken
+    held.set(None)
+    held.set(None)
+    assert held.get() is None, broken
+
+
+IN_ANOTHER_THREAD = """
+import os, threading, torch
+from lightning_hetpipe.torch_private import Carried
+
+torch.cuda.is_initialized = lambda: True  # as where a GPU is used
+held = Carried("test")
+seen = {}
+
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, further):
+        ctx.further = further
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        seen[threading.get_ident()] = held.get()
+        if ctx.further:
+            with torch.enable_grad():
+                Deep.apply(torch.ones((), requires_grad=True), ctx.further - 1).backward()
+        return gradient, None
+
+held.set("mine")
+Deep.apply(torch.ones((), requires_grad=True), 80).backward()
+held.set(None)
+print(list(seen.values()), flush=True)
+os._exit(0)  # such a thread of torch's ends no process in peace
+"""
+
+
+@pytest.mark.slow
+def test_what_is_carried_is_in_threads_of_autograds() -> None:
+    """Without a GPU it has threads of its own only for backward passes deep within one another."""
+    ran = subprocess.run([sys.executable, "-c", IN_ANOTHER_THREAD], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "['mine', 'mine']", ran.stderr
+
+
+@guards("_execution_engine")
+def test_run_backward() -> None:
+    x, w, other = (
+        torch.arange(3.0).requires_grad_(),
+        torch.ones(3, requires_grad=True),
+        torch.ones(1, requires_grad=True),
+    )
+    given = torch.tensor([1.0, -1.0, 2.0])
+    plain = torch.autograd.grad([x.sin() * w], [x, w, other], grad_outputs=[given], allow_unused=True)
+    y = x.sin() * w
+    for keep_graph in (True, False):
+        found = torch_private.run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
+        broken = "stages would compute other gradients: call torch.autograd.grad in torch_private.py instead"
+        assert found[2] is None, broken
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True) if a is not None), broken
+    assert x.grad is None, "gradients would be added to live parameters, by several threads at once"
+    with pytest.raises(RuntimeError, match="second time"):
+        torch_private.run_backward([y], [given], [x])
+
+
+@guards("_C", "_functorch")
+def test_tensors_that_torch_func_wraps() -> None:
+    weight, seen = nn.Parameter(torch.ones(2, 2)), []
+
+    def look(row: Tensor) -> Tensor:
+        seen.append(torch_private.behind_functorch(row))
+        return row.sum()
+
+    torch.vmap(look)(weight)
+    torch.func.grad(look)(weight)
+    assert all(found is weight for found in seen), "training_step would read live weights through torch.func"
+    assert len(seen) == 2
+    assert torch_private.behind_functorch(weight) is None
+
+
+@guards("variable")
+def test_leaves_of_a_graph() -> None:
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    frozen = torch.ones(2)
+    broken = "parameters that the loss reaches outside the pieces would be dropped silently"
+    graph = torch_private.graph_start((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    found = torch_private.graph_leaves([graph])
+    assert [id(leaf) for leaf in found] == [id(used)], broken
+    assert list(torch_private.graph_leaves([torch_private.graph_start(torch.ones(1))])) == []
+    assert next(torch_private.graph_leaves([torch_private.graph_start(used)])) is used, broken
+
+
+@guards()
+def test_leaves_of_a_graph_up_to_its_seams() -> None:
+    inside, outside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    hidden = outside * 3 * inside
+    for graph, found in ((hidden.sum(), []), (hidden.sum() + inside.sum(), [inside])):
+        leaves = torch_private.graph_leaves([graph.grad_fn], [hidden.grad_fn])
+        assert list(map(id, leaves)) == list(map(id, found))
