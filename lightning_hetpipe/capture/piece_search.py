@@ -45,7 +45,7 @@ class TakenApart:
     timed_out: bool
 
     def explanation(self) -> str:
-        """What is pipelined and what is not, for people."""
+        """Tell what is pipelined and what is not, for people."""
         name, *others = self.modules
         also = f" ({len(others)} more are taken apart, too)" if others else ""
         pieces = [f"'{piece}'" for piece in self.pieces]
@@ -58,7 +58,7 @@ class TakenApart:
         )
 
     def timeout_warning(self, seconds: float) -> str:
-        """Says that not everything was tried."""
+        """Say that not everything was tried."""
         return (
             f"taking '{next(iter(self.modules))}' apart took more than capture_timeout={seconds:g} seconds, so that"
             " the modules in it that were not tried by then are not pipelined; set capture_timeout to more, or name the"
@@ -118,7 +118,7 @@ class PieceSearch:
         return next((place for place, found in enumerate(self._found) if found is piece), -1)
 
     def taken_apart(self, seconds: float) -> TakenApart | None:
-        """What is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
+        """Tell what is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
         left = [call for call in self._calls if self._place(call.piece) < 0]
         if not left:
             return None

@@ -114,6 +114,7 @@ class FirstMinibatch(Extension):
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._compiled = look_through(module, stages_compile=settings.compile is not None)
         self._watched: tuple[TrainingWatch, OutsideParameters] | None = None
+        self._apart: TakenApart | None = None
         self._asked: str | None = None  # of the other virtual workers
         self._samples = 1
 
@@ -161,20 +162,19 @@ class FirstMinibatch(Extension):
         self._watched = None
         with noting_where():
             yield
-            decision = self._decide(watch.pieces, watch.called)
-            if watch.apart is not None and self._is_in_vain(watch.apart, watch.pieces, decision):
-                self._single = self._stay()
+            self._apart = watch.apart
+            decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
+            if self._single is not None:
                 return
-            in_flight = self._agree(watch.called, decision)
             apart = {} if watch.apart is None else watch.apart.modules
             self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
 
-    def _is_in_vain(self, apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> bool:
+    def _is_in_vain(self, pieces: Sequence[Piece], decision: Decision) -> bool:
         """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
 
         Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
         """
-        if (why := without_gain(apart, pieces, decision)) is None:
+        if self._apart is None or (why := without_gain(self._apart, pieces, decision)) is None:
             return False
         asked = (self._settings.stages, self._settings.in_flight) != ("auto", "auto")
         if asked or self._synchroniser is not None or decision.emulated:
@@ -189,23 +189,28 @@ class FirstMinibatch(Extension):
         for redirect in self._compiled:
             redirect.remove()
 
-    def _decide(self, pieces: Sequence[Piece], called: Sequence[int]) -> Decision:
-        """Decide what is to be run.
+    def decide(
+        self, pieces: Sequence[Piece], called: Sequence[int], synchroniser: Synchroniser | None
+    ) -> tuple[Decision, int]:
+        """Decide what is to be run, and on the Nm that all virtual workers agree on.
+
+        Where a pipeline is not worth it, all other minibatches run as this one.
 
         Args:
             pieces: What is to be divided into stages.
             called: Which of these a step calls, in order.
+            synchroniser: Of several virtual workers.
 
         Raises:
             SettingError: where what was asked for cannot be done with these layers.
         """
+        settings = self._settings
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
-        assert self._settings.decide is not None
-        return self._settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
-
-    def _agree(self, called: Sequence[int], decision: Decision) -> int:
-        """The Nm that all virtual workers agree on; says what was decided."""
-        settings, synchroniser = self._settings, self._synchroniser
+        assert settings.decide is not None
+        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
+        if self._is_in_vain(pieces, decision):
+            self._single = self._stay()
+            return decision, 1
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
@@ -219,7 +224,7 @@ class FirstMinibatch(Extension):
         check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.split_points) == len(called) == 1:
             nothing_to_recompute()
-        return in_flight
+        return decision, in_flight
 
     @contextmanager
     def _own_random_numbers(self, minibatch: int) -> Iterator[None]:

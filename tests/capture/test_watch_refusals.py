@@ -371,15 +371,11 @@ class Borrows(nn.Module):
         return y
 
 
-def test_a_layer_that_computes_with_the_parameter_of_another_module() -> None:
-    """The parameter got no gradient, and the layer's copies had a weight of their own."""
+@pytest.mark.parametrize(("sequential", "piece"), [(False, "net.linear"), (True, "net.0.linear")])
+def test_a_module_that_computes_with_the_parameter_of_another_one(sequential: bool, piece: str) -> None:
+    """It is taken apart: user code sees the minibatch's version of the parameter, which copies of it would not."""
     other = nn.Linear(4, 4)
-    net = nn.Sequential(Borrows(other))
-    refused("layer 'net.0' computes with the parameter 'other.weight', which is not its own", net=net, other=other)
-
-
-def test_a_module_that_computes_with_the_parameter_of_another_module() -> None:
-    """It is taken apart: user code sees the minibatch's version of the parameter."""
-    other = nn.Linear(4, 4)
-    (piece,) = watch(Watched(run_net, net=Borrows(other), other=other), X)
-    assert piece.name == "net.linear"
+    borrows = Borrows(other)
+    net = nn.Sequential(borrows) if sequential else borrows
+    assert [each.name for each in watch(Watched(run_net, net=net, other=other), X)] == [piece]
+    refused("layer 'net' computes with the parameter 'other.weight'", names=["net"], net=net, other=other)

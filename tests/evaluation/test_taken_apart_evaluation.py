@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.evaluation.evaluating import Evaluates, evaluated, pipeline, same
-from tests.exact.running import make_trainer
+from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
+from tests.support.equality import assert_same
 from tests.support.models import vectors
 from tests.support.refused_models import Checks
+from tests.support.trainers import quiet_trainer
 
 
 def made() -> Evaluates:
@@ -24,7 +25,7 @@ def test_what_is_inside_is_pipelined() -> None:
         UserWarning, match=r"the evaluation of 'task.model' does not run in the pipeline: .* \(4 of the mod"
     ):
         ours = evaluated(made(), vectors(20, 4), pipeline(2))
-    assert same(ours, evaluated(made(), vectors(20, 4), "auto"))
+    assert_same(evaluated(made(), vectors(20, 4), "auto"), ours)
 
 
 def test_stages_compute_batches_of_what_is_inside() -> None:
@@ -36,7 +37,7 @@ def test_stages_compute_batches_of_what_is_inside() -> None:
     strategy = pipeline(2)
     strategy._before_pass = before
     with pytest.warns(UserWarning, match="'task.model' does not run in the pipeline"):
-        make_trainer(strategy=strategy).validate(made(), vectors(20, 4), verbose=False)
+        quiet_trainer(strategy=strategy).validate(made(), vectors(20, 4), verbose=False)
     assert seen == {(stage, batch) for stage in (0, 1) for batch in range(2, 6)}
 
 
@@ -52,7 +53,7 @@ class Trains(Checks):
 def trained(strategy: Any) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(7)
     module = Trains(2)
-    trainer = make_trainer(strategy=strategy, max_epochs=1)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
     trainer.fit(module, vectors(12, 4), vectors(20, 4))
     return module, dict(trainer.callback_metrics)
 

@@ -1,4 +1,4 @@
-"""Whether a pipeline is worth its hand-overs, where a model was taken apart."""
+"""Hand-overs of a model that was taken apart: is a pipeline worth them?"""
 
 from __future__ import annotations
 
