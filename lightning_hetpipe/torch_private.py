@@ -332,7 +332,7 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
 
 
 def graph_start(tensor: Tensor) -> Node | Tensor | None:
-    """Start of autograd's graph of ``tensor`` as it is now: its node, or itself if it is a leaf; None if it has none."""
+    """Start of autograd's graph of ``tensor`` as it is now: its node; itself, if it is a leaf; None if there is none."""
     return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
 
 

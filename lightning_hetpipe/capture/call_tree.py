@@ -67,7 +67,8 @@ class WatchedCall:
 
     def end(self, gave: Value) -> None:
         """Note that the call is over, and ``gave`` this."""
-        self.gave, self.counters = gave, self._count()
+        self.gave = gave
+        self.counters = self._count()
 
     @property
     def was_changed(self) -> bool:

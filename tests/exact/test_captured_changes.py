@@ -196,7 +196,8 @@ class Quantized(nn.Module):
     ],
 )
 def test_what_no_graph_can_do(model: Callable[[], nn.Module], fragments: list[str]) -> None:
-    assert_refused(Whole(model()), *fragments, strategy=Pinned((0,), 3), loader=vectors(20, 4))
+    strategy = Pinned((0,), 3, module="model")  # else it is taken apart
+    assert_refused(Whole(model()), *fragments, strategy=strategy, loader=vectors(20, 4))
 
 
 @pytest.mark.parametrize("model", [Quantized, Hidden, Decides])
