@@ -38,7 +38,7 @@ def words(length: int = 9) -> Tensor:
 
 def next_words() -> Batch:
     ids = words()
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    return {"input_ids": ids, "labels": ids}
 
 
 def masked_words() -> Batch:
@@ -47,7 +47,7 @@ def masked_words() -> Batch:
 
 
 def translation() -> Batch:
-    return {"input_ids": words(), "labels": words(7), "use_cache": False}
+    return {"input_ids": words(), "labels": words(7)}
 
 
 def images() -> Batch:
@@ -55,7 +55,7 @@ def images() -> Batch:
 
 
 def speech() -> Batch:
-    return {"input_features": torch.randn(4, 8, 40), "labels": words(7), "use_cache": False}
+    return {"input_features": torch.randn(4, 8, 40), "labels": words(7)}
 
 
 def sound() -> Batch:

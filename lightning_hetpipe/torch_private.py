@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 __all__ = [
     "COMPILED_CALL",
     "GRAPH_GUARDS",
+    "READ_VALUE",
     "Carried",
     "CompilerError",
     "CompilerLimit",
@@ -49,10 +50,10 @@ __all__ = [
     "has_hooks",
     "inductor_modes",
     "inductor_options_error",
-    "keywords_of",
     "outputs_of",
     "pytree",
     "run_without_data",
+    "split_outputs",
     "strided_parts",
     "unseen_change",
     "version_counter",
@@ -67,9 +68,16 @@ GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
 
 
-def keywords_of(graph: fx.GraphModule) -> list[str]:
-    """The keyword arguments of an exported graph, in the order of its inputs."""
-    return list(_tree_of(graph).in_spec.child(1).context)
+def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """Leave an exported graph that gives a pair only the first of it; return the nodes of the second."""
+    tree = _tree_of(graph)
+    kept, taken = (tree.out_spec.child(number) for number in (0, 1))
+    graph.graph._codegen.pytree_info = tree._replace(out_spec=kept)  # type: ignore[attr-defined]  # as it is one of pytrees
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    nodes = list(output.args[0])
+    output.args = (tuple(nodes[: kept.num_leaves]),)
+    graph.recompile()
+    return nodes[kept.num_leaves : kept.num_leaves + taken.num_leaves]
 
 
 def outputs_of(graph: fx.GraphModule) -> Any:
@@ -79,6 +87,9 @@ def outputs_of(graph: fx.GraphModule) -> Any:
 
 OperatorOverload = torch._ops.OpOverload
 """One operator of torch, as graphs call it."""
+
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+"""Operator by which Python reads the value of a tensor."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
 """One that is given a region of the graph."""
@@ -332,7 +343,7 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
 
 
 def graph_start(tensor: Tensor) -> Node | Tensor | None:
-    """Start of autograd's graph of ``tensor`` as it is now: its node; itself, if it is a leaf; None if there is none."""
+    """Start of autograd's graph of ``tensor`` as it is now: its node, itself if it is a leaf, or None."""
     return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
+from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues, Values
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import on_one_device
@@ -19,11 +20,14 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, keywords_of, pytree
+from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
+from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, pytree
 
 VARIANTS = 8
 """Most graphs of one piece: one for each kind of input that needs one of its own."""
+
+DECISIONS = 8
+"""Most graphs that are made for one call to find the answers by which its module decides."""
 
 FITTED = 256
 """Combinations of sizes that are remembered to fit a graph."""
@@ -116,15 +120,8 @@ class Captured:
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         again, gradients = bool(self._of_this_mode()), torch.is_grad_enabled()
-        with (
-            self.exclusive(),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
-            self._autocast.opened(),
-            on_one_device(self._module, self.device),
-        ):
-            graph = graph_of(self._name, self._module, args, kwargs, images_vary=again)
-        variant = _Variant(graph, args, kwargs, (self._module.training, gradients))
+        graph, checks = self._decided(args, kwargs, again)
+        variant = _Variant(graph, args, kwargs, (self._module.training, gradients), checks)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
@@ -137,7 +134,7 @@ class Captured:
         for layer, part in zip(self.layers, found, strict=True):
             held = graph_layer(layer)
             tensors = self._tensors(part, graph)
-            if self._variants and any(held.held(path) is not tensor for path, tensor in tensors.items()):
+            if self._variants and not all(self._is_held(held, path, tensor) for path, tensor in tensors.items()):
                 raise SettingError(
                     f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
                     f" '{self._name}' in the same way in every minibatch"
@@ -147,9 +144,43 @@ class Captured:
             held.code.add_graph(part.graph, part.own, part.changes)
         self._variants.append(variant)
 
-    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
+    def _decided(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool
+    ) -> tuple[fx.GraphModule, DataChecks]:
+        """The graph whose decisions by values of data are those for this call."""
+        known: Answers = ()
+        gradients = torch.is_grad_enabled()
+        for _ in range(DECISIONS):
+            decisions = Decisions(known, self.frozen.answers)
+            with (
+                self.exclusive(),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
+                self._autocast.opened(),
+                on_one_device(self._module, self.device),
+            ):
+                graph, checks = graph_of(self._name, self._module, args, kwargs, decisions, images_vary=images_vary)
+            found = checks.of(pytree.tree_leaves((args, kwargs)))
+            if found == checks.answers:
+                return graph, checks
+            first = next(n for n, (one, other) in enumerate(zip(found, checks.answers, strict=True)) if one != other)
+            known = found[: first + 1]
+        raise decides(self._name, f" at {checks.lines[first]}")
+
+    def _is_held(self, layer: GraphLayer, path: str, tensor: Tensor) -> bool:
+        """Tell whether ``layer`` has ``tensor`` at ``path``; of a constant, each graph has its own copy."""
+        held = layer.held(path)
+        if held is None or held is tensor or path in self._live():
+            return held is tensor
+        return held.dtype == tensor.dtype and equal(held, tensor.to(held.device))
+
+    def _live(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         live.update(self._module.named_buffers(remove_duplicate=False))
+        return live
+
+    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
+        live = self._live()
         return {path: live[path] if path in live else at(graph, path) for path in part.own}
 
 
@@ -194,14 +225,20 @@ class _Variant:
     """
 
     def __init__(
-        self, graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], mode: tuple[bool, bool]
+        self,
+        graph: fx.GraphModule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: tuple[bool, bool],
+        checks: DataChecks,
     ) -> None:
         self.mode = mode
         self.held: Values | None = None
         self.way: Way | None = None
-        self._keywords = keywords_of(graph)
+        self._keywords = [*kwargs]
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
+        self._checks = checks
         self._guards = getattr(graph, GRAPH_GUARDS, None)
         self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
 
@@ -224,7 +261,7 @@ class _Variant:
             if len(self._fitted) == FITTED:
                 del self._fitted[next(iter(self._fitted))]
             self._fitted[sizes] = None
-        return leaves
+        return leaves if self._checks.of(leaves) == self._checks.answers else None
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))

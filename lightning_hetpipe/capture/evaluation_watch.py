@@ -18,7 +18,7 @@ from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
-from lightning_hetpipe.capture.opaque_containers import opaque_in
+from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
@@ -101,7 +101,7 @@ class EvaluationWatch(Watch):
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         frozen = FrozenValues(piece.module) if piece.captured is None else piece.captured.frozen
-        with frozen.noted():
+        with frozen.answers.noted(), frozen.noted():
             output = piece.run(self.generators, self._batch, args, kwargs)
         apart = False
         try:
@@ -115,23 +115,26 @@ class EvaluationWatch(Watch):
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
-            if (opaque := opaque_in((args, kwargs, output))) is not None:
-                raise SettingError(f"a {type(opaque).__name__} that holds tensors goes in or out")
+            if (opaque := opaque_in((args, kwargs))) is not None:
+                raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")
             if type(piece.module) in self._refused or self._is_late():
                 raise SettingError("another one could not be captured, or there was no time left to try")
             if piece.module not in self._known:
                 _find_layers(piece, own_args, own_kwargs, frozen)
             value = piece.value(own_args, own_kwargs)
-            self._compare(piece, value, output)
+            handed_on = without_opaque(piece.name, output) if piece.captured is not None else output
+            if (opaque := opaque_in(handed_on)) is not None:
+                raise SettingError(f"it gives a {type(opaque).__name__} that holds tensors")
+            self._compare(piece, value, handed_on)
             if piece.captured is not None:
                 piece.captured.take_equal(value)
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = str(error).strip() or type(error).__name__
             if apart:
                 self._take_apart(call)
-        else:
-            self.pieces.append(piece)
-        return output
+            return output
+        self.pieces.append(piece)
+        return handed_on
 
     def _take_apart(self, call: ModuleCall) -> None:
         """Try the calls that a module makes which cannot be captured, by running it again."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
+from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
+from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import pytree, without_hooks
@@ -30,35 +32,49 @@ _OURS = str(Path(__file__).parent.parent)
 
 
 def graph_of(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, images_vary: bool = False
-) -> fx.GraphModule:
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decisions: Decisions | None = None,
+    *,
+    images_vary: bool = False,
+) -> tuple[fx.GraphModule, DataChecks]:
     """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
 
-    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. The module is left as
-    it was.
+    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. Its inputs are the
+    leaves of ``(args, kwargs)``, in order. The module is left as it was.
 
     Args:
         name: The module's path in the LightningModule, for messages.
         module: The live module, in the mode in which it is to be run.
         args: What it is given; only shapes, dtypes and devices of tensors matter.
         kwargs: The same.
+        decisions: Answers what the module decides by values of its data; by default always False.
         images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
             for models that cut images into windows.
+
+    Returns:
+        The graph, and the part of it that computes what the module decides by.
 
     Raises:
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
+    decisions = decisions or Decisions((), SeenAnswers())
+    if (unknown := unknown_in((args, kwargs))) is not None:
+        raise SettingError(
+            f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
+            " it out of the call, or give the tensors and numbers in it"
+        )
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     states = (random.getstate(), _numpy_state())
     try:
-        with _left_alone(name, module), _silently():
-            program = export(
-                module, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(module, args, kwargs), strict=False
-            )
-            graph = program.module(check_guards=True)
+        with _as_one_call(name, module, decisions), _left_alone(name, module), _silently():
+            dynamic = shapes.dynamic_shapes(module, (args, kwargs))
+            graph = export(module, (args, kwargs), dynamic_shapes=dynamic, strict=False).module(check_guards=True)
     except SettingError:
         raise
     except Exception as error:
@@ -69,7 +85,10 @@ def graph_of(
             " them with torch, or in training_step"
         )
     assert isinstance(graph, fx.GraphModule)
-    return graph
+    try:
+        return graph, DataChecks(graph, module, decisions)
+    except Undecidable as error:
+        raise decides(name, f" at {error}") from None
 
 
 def _refusal(name: str, error: Exception) -> SettingError:
@@ -77,13 +96,18 @@ def _refusal(name: str, error: Exception) -> SettingError:
     where = f" at {line}" if line else ""
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        return SettingError(
-            f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the"
-            " same for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
-        )
+        return decides(name, where)
     return SettingError(
         f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way, or"
         " let training_step itself run the module, by naming the ones to pipeline (module=[...])"
+    )
+
+
+def decides(name: str, where: str = "") -> SettingError:
+    """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
+    return SettingError(
+        f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
+        " for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
     )
 
 
@@ -114,6 +138,35 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
     with attributes_restored(module), without_hooks(module):
         module.register_forward_hook(check)
         yield
+
+
+@contextmanager
+def _as_one_call(name: str, module: nn.Module, decisions: Decisions) -> Iterator[None]:
+    """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
+
+    It gives what the pipeline hands on, and the tensors that it has decided by.
+    """
+
+    held, forward = vars(module), module.forward
+    before = held.get("forward")
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held["forward"] = forward
+        try:
+            with decisions:
+                output = without_opaque(name, forward(*args, **kwargs))
+            return output, decisions.asked
+        finally:
+            held["forward"] = call
+
+    held["forward"] = call
+    try:
+        yield
+    finally:
+        if before is None:
+            del held["forward"]
+        else:
+            held["forward"] = before
 
 
 @contextmanager

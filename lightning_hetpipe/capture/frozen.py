@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, same
 from lightning_hetpipe.torch_private import version_counter
 
@@ -84,6 +85,8 @@ class FrozenValues:
     """The values outside ``module``, a live captured module, that its graphs have frozen."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.answers = SeenAnswers()
+        """Answers to its decisions by values of data, when it was last watched."""
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
         self._names: frozenset[str] = frozenset()

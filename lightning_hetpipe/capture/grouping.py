@@ -141,6 +141,21 @@ def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
         yield from (str(value.target) for value in _written_and_viewed(node)[0] if value.op == "get_attr")
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that ``node`` changes in place."""
+    return _written_and_viewed(node)[0] if node.op == "call_function" else []
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node that has made the memory in which the value of ``node`` lies."""
+    while node.op == "call_function" and (isinstance(node.target, OperatorOverload) or _is_a_look(node)):
+        viewed = _written_and_viewed(node)[1]
+        if not viewed:
+            break
+        node = viewed[0]
+    return node
+
+
 def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, int]]:
     """Ranges of groups that belong together, as one changes in place what another has made."""
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}

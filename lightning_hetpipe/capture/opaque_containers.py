@@ -1,4 +1,4 @@
-"""Objects that hold tensors: dataclasses, which are registered with pytree, and opaque ones, which are refused."""
+"""Objects that hold tensors: dataclasses, which are registered with pytree, and opaque ones, which do not cross."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_hetpipe.capture.plain_attributes import PLAIN
+from lightning_hetpipe.pipeline.left_out import LeftOut
 from lightning_hetpipe.torch_private import pytree
+
+_INPUTS = (Tensor, *PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, nn.Module)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes, while a graph is made
 
 
 def opaque_in(value: Any) -> Any | None:
@@ -19,13 +24,31 @@ def opaque_in(value: Any) -> Any | None:
     Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as
     Hugging Face's outputs are). Dataclasses are registered here, if their fields are all that there is of them.
     """
+    return next(filter(_is_opaque, _leaves(value)), None)
+
+
+def unknown_in(value: Any) -> Any | None:
+    """The first object in ``value`` of which torch.export makes no input, whether it holds tensors or not; None if
+    there is none."""
+    return next((leaf for leaf in _leaves(value) if not isinstance(leaf, _INPUTS)), None)
+
+
+def without_opaque(name: str, output: Any) -> Any:
+    """``output`` of the module ``name``, with a placeholder for each object such as :func:`opaque_in` finds."""
+    if not any(map(_is_opaque, _leaves(output))):
+        return output
+    return pytree.tree_map(lambda leaf: LeftOut(type(leaf).__name__, name) if _is_opaque(leaf) else leaf, output)
+
+
+def _leaves(value: Any) -> list[Any]:
     while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
         for each in classes:
             torch.export.register_dataclass(each)
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, Tensor) and _holds_tensors(leaf, set()):
-            return leaf
-    return None
+    return pytree.tree_leaves(value)
+
+
+def _is_opaque(leaf: Any) -> bool:
+    return not isinstance(leaf, (Tensor, *_SYMBOLS)) and _holds_tensors(leaf, set())
 
 
 def _is_plain_dataclass(item: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
 from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
 from lightning_hetpipe.errors import SettingError
@@ -93,6 +94,7 @@ def compare(
                     for path, buffer in module.named_buffers():
                         if not equal(buffer, buffers[path]):  # to write what it has would count as a change of it
                             buffer.copy_(buffers[path])
+            gave = without_opaque(piece.name, gave)
             return Value.of(gave), Way.of(inputs, gave)
 
         gave, way = run()

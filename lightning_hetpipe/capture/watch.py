@@ -23,6 +23,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
+from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.errors import SettingError
@@ -214,8 +215,11 @@ class TrainingWatch(Watch):
                 stack.enter_context(call.aside())
                 stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
+            stack.enter_context(frozen.answers.noted())
             stack.enter_context(frozen.noted())
             output = self._timed(node, call, run)
+        if len(self._open) == 1:
+            output = without_opaque(name, output)
         observation.end(output)
         graph.end(Value.of(output))
         node.check(partial(refuse_opaque, f"the pipelined module '{name}' is given", given))

@@ -45,8 +45,8 @@ _SWITCHES: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a job has come to.
+class JobResult:
+    """Figures and score that a job has come to.
 
     Attributes:
         figures: Its row in the table of a sweep, by column.
@@ -76,7 +76,7 @@ def _application(config: DictConfig) -> float | None:
     return outcome.score
 
 
-def _job(config: DictConfig) -> Outcome:
+def _job(config: DictConfig) -> JobResult:
     """Run, and leave none of the processes that this has started to the next job of a sweep."""
     try:
         outcome = run(config)
@@ -87,7 +87,7 @@ def _job(config: DictConfig) -> Outcome:
     return outcome
 
 
-def run(config: DictConfig) -> Outcome:
+def run(config: DictConfig) -> JobResult:
     """Check the configuration, train, test the best checkpoint and print the summary.
 
     Raises:
@@ -134,7 +134,7 @@ def run(config: DictConfig) -> Outcome:
     figures |= dict(results(metrics))
     if score is not None:
         figures[f"best {checkpoint.monitor}"] = f"{score:.4g}"
-    return Outcome(figures, score)
+    return JobResult(figures, score)
 
 
 def _lists(config: DictConfig) -> dict[str, Any]:

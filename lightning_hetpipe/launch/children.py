@@ -20,7 +20,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers, say
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.server_process import how
 
-UNTIL_SAID = 10.0
+NOTICE_AFTER = 10.0
 """Seconds that this process, at its end, waits for children before it says so."""
 
 OnEnd = Callable[[int, int], None]
@@ -29,7 +29,7 @@ OnEnd = Callable[[int, int], None]
 # Errors that follow from another process's, or from somebody's wish, explain nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
 
-_LOOK = 0.05  # seconds between looks at what children that are to end have said
+_LOOK = 0.05  # seconds between looks at the messages of children that are to end
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Child:
         worker: Its number among all.
         arrived: It has come as far as `Launcher.launch`; before, an interrupt would print a traceback.
         error: The exception that ends it, in words that are the same in every process.
-        said: The text to print of that.
+        text: The text to print of that.
         leaving: Its program is over.
     """
 
@@ -51,7 +51,7 @@ class Child:
     link: socket.socket
     arrived: bool = False
     error: str | None = None
-    said: str = ""
+    text: str = ""
     leaving: bool = False
     unread: bytes = b""
 
@@ -62,7 +62,7 @@ class Child:
     def name(self) -> str:
         return f"virtual worker {self.worker}"
 
-    def tell(self, signum: int) -> None:
+    def send(self, signum: int) -> None:
         """Send it a signal; SIGINT to all processes of its session, as a terminal does.
 
         A process that is interrupted while it waits for a DataLoader worker does not end that one in good time, as its
@@ -80,13 +80,13 @@ class Child:
             while part := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
                 self.unread += part
         *lines, self.unread = self.unread.split(b"\n")
-        for said in map(json.loads, lines):
-            if "leaving" in said:
+        for message in map(json.loads, lines):
+            if "leaving" in message:
                 self.leaving = True
-            elif "arrived" in said:
-                self.arrived, self.error, self.said = True, None, ""
+            elif "arrived" in message:
+                self.arrived, self.error, self.text = True, None, ""
             else:  # what comes after an error, while that ends the process, follows from it
-                self.error, self.said = self.error or said["error"], self.said or said["said"]
+                self.error, self.text = self.error or message["error"], self.text or message["text"]
 
 
 class Children:
@@ -112,7 +112,7 @@ class Children:
         """Return codes of all that have ended."""
         self.ended = False
         self._on_end: OnEnd | None = None
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._shown: set[str] = set()
         self._changed = threading.Condition()
         self._all: list[Child] = []
@@ -171,7 +171,7 @@ class Children:
         code = child.process.wait()
         with self._changed:
             child.listen()
-            failed = code != 0 and child.local not in self._told
+            failed = code != 0 and child.local not in self._signalled
             if failed:
                 self.failures[child.local] = code
         try:
@@ -182,7 +182,7 @@ class Children:
             with self._changed:
                 self.over[child.local] = code
                 child.link.close()
-                on_end = self._on_end if child.local not in self._told else None
+                on_end = self._on_end if child.local not in self._signalled else None
             if on_end is not None:
                 on_end(child.local, code)
             elif failed:
@@ -214,13 +214,13 @@ class Children:
                 self._shown.add(child.error)
                 say(f"{child} failed")
                 with contextlib.suppress(OSError):
-                    print((child.said or child.error).rstrip("\n"), file=sys.stderr, flush=True)
+                    print((child.text or child.error).rstrip("\n"), file=sys.stderr, flush=True)
 
     def kill(self, signum: int) -> None:
         """Send a signal to those that run, if they are not about to end."""
         for child in self._still():
             if not child.leaving:
-                self._tell(child, signum)
+                self._signal(child, signum)
 
     def wait(self, end_timeout: float | None, grace: float) -> None:
         """Wait until all have ended by themselves, however long their own code takes; a person is told once.
@@ -229,7 +229,7 @@ class Children:
             end_timeout: Seconds after which they are ended, and the program fails; None: never.
             grace: As of ``end``.
         """
-        soon = UNTIL_SAID if end_timeout is None else min(end_timeout, UNTIL_SAID)
+        soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))
             say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
@@ -254,7 +254,7 @@ class Children:
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         with self._changed:
-            before = set(self._told)
+            before = set(self._signalled)
         self._ask(signum, lambda child: child.local not in before)
         if before and not self._gone(grace / 3):
             self._ask(signum, lambda child: child.local in before)
@@ -280,12 +280,12 @@ class Children:
             with self._changed:
                 child.listen()
             if child.error is None and not child.leaving:
-                self._tell(child, signum if child.arrived else signal.SIGTERM)
+                self._signal(child, signum if child.arrived else signal.SIGTERM)
 
-    def _tell(self, child: Child, signum: int) -> None:
+    def _signal(self, child: Child, signum: int) -> None:
         with self._changed:
-            self._told.add(child.local)
-        child.tell(signum)
+            self._signalled.add(child.local)
+        child.send(signum)
 
     def _still(self) -> list[Child]:
         with self._changed:

@@ -47,28 +47,28 @@ class LostWorkers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: set[int] = set()
-        self._untold: dict[int, str] = {}
+        self._unnamed: dict[int, str] = {}
         """Those that the end of the run is still to name, in words."""
         self._exits = False
         self._failed = False
         self._uncaught: Uncaught | None = None
 
-    def note(self, vw: int, who: str, how: str, said: str) -> None:
+    def note(self, vw: int, who: str, how: str, sentence: str) -> None:
         """Note that virtual worker ``vw`` is lost.
 
         Args:
             who: Its name.
             how: How it ended, such as "died by SIGKILL".
-            said: A sentence that is printed now; empty where that was done.
+            sentence: Printed now; empty where that was done.
         """
         with self._lock:
             if vw in self._known or self._failed:
                 return
             self._known.add(vw)
             self._exits = True
-            self._untold[vw] = f"{who}, which {how}"
-        if said:
-            say(said)
+            self._unnamed[vw] = f"{who}, which {how}"
+        if sentence:
+            say(sentence)
 
     def exit_with_one(self) -> None:
         """Have the program exit with 1, for another failure that this process has told of and gone on from."""
@@ -77,16 +77,16 @@ class LostWorkers:
     def name(self) -> None:
         """End a run: name those that it has gone on without."""
         with self._lock:
-            untold, self._untold = self._untold, {}
+            unnamed, self._unnamed = self._unnamed, {}
             self._known.clear()
-        if untold:
-            say(f"this run went on without {', '.join(untold[vw] for vw in sorted(untold))}")
+        if unnamed:
+            say(f"this run went on without {', '.join(unnamed[vw] for vw in sorted(unnamed))}")
 
     def forget(self) -> None:
         """Forget all, as the run has failed: an exception has told the program, which has an exit code for it."""
         with self._lock:
             self._known.clear()
-            self._untold.clear()
+            self._unnamed.clear()
             self._exits, self._failed = False, True
 
     def watch(self) -> None:

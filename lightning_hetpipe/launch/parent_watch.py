@@ -5,7 +5,7 @@ Until then each sends few messages, a line of JSON each:
 
     launcher  {"NAME": "value", ...}              variables beside the environment, once, when all of them are known
     child     {"arrived": true}                   it has come as far as `Launcher.launch`
-    child     {"error": "...", "said": "..."}     an exception ends it; and, once more, with the text to print of it
+    child     {"error": "...", "text": "..."}     an exception ends it; and, once more, with the text to print of it
     child     {"leaving": true}                   its program is over, only its interpreter is still to be taken down
 """
 
@@ -47,7 +47,7 @@ class LaunchedChild:
     Attributes:
         local: The number of this virtual worker among those of its node.
         per_node: Virtual workers of its node.
-        told: Variables from the launcher. A secret is among them, so that they are no part of the environment, which
+        variables: From the launcher. A secret is among them, so that they are no part of the environment, which
             programs inherit that this one starts.
         orphaned: The launcher has ended.
         given_up: A run in this process has ended with an exception.
@@ -59,8 +59,8 @@ class LaunchedChild:
         self.orphaned = False
         self.given_up = False
         self._link = link
-        self.told: dict[str, str] = {}
-        self._is_told = threading.Event()
+        self.variables: dict[str, str] = {}
+        self._has_variables = threading.Event()
 
     def watch(self) -> None:
         """End this process with the launcher, from now on."""
@@ -70,11 +70,11 @@ class LaunchedChild:
         """Tell the launcher that this process takes part from here on; waits for the launcher's variables."""
         self.given_up = False
         self._say(arrived=True)
-        self._is_told.wait()  # where the launcher ends meanwhile, `_watch` ends this process
+        self._has_variables.wait()  # where the launcher ends meanwhile, `_watch` ends this process
 
-    def failed(self, error: BaseException, said: str = "") -> bool:
+    def failed(self, error: BaseException, text: str = "") -> bool:
         """Tell the launcher which error ends this process, and the text to print; False if that was impossible."""
-        return self._say(error=named(error), said=said[-LONGEST:])
+        return self._say(error=named(error), text=text[-LONGEST:])
 
     def leaves(self) -> None:
         """Tell the launcher that this process needs nothing more.
@@ -99,13 +99,13 @@ class LaunchedChild:
         with contextlib.suppress(OSError):  # reset, where the launcher ended without having read all
             while part := self._link.recv(4096):
                 heard += part
-                if heard.endswith(b"\n") and not self._is_told.is_set():
-                    self.told = json.loads(heard)
-                    self._is_told.set()
+                if heard.endswith(b"\n") and not self._has_variables.is_set():
+                    self.variables = json.loads(heard)
+                    self._has_variables.set()
         self.orphaned = True
         with contextlib.suppress(OSError):  # whoever read stderr may be gone too
-            said = f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended."
-            print(said, file=sys.stderr)
+            text = f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended."
+            print(text, file=sys.stderr)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(GRACE)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -138,10 +138,10 @@ def this_child() -> LaunchedChild | None:
     The import of the package calls it, as a program may fail before it makes a Trainer, too. The variable is taken out
     of the environment, lest a program that this one starts believes the same of itself.
     """
-    told = os.environ.pop(VARIABLE, None)
-    if told is None:
+    description = os.environ.pop(VARIABLE, None)
+    if description is None:
         return None
-    place, _, descriptor = told.partition("@")
+    place, _, descriptor = description.partition("@")
     local, _, per_node = place.partition("/")
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
@@ -154,10 +154,10 @@ def this_child() -> LaunchedChild | None:
     return child
 
 
-def told() -> Mapping[str, str]:
+def launcher_variables() -> Mapping[str, str]:
     """The launcher's variables; empty where our launcher has not started this process, or has not sent them yet."""
     child = this_child()
-    return {} if child is None else child.told
+    return {} if child is None else child.variables
 
 
 def _uncaught(

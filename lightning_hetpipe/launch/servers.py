@@ -118,7 +118,7 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
         coordinator, _ = _over_nodes(rank, environment, given)
         variables = {COORDINATOR: coordinator, TOKEN: given.token or ""}
     elif rank.role is Role.CHILD:
-        variables = parent_watch.told()
+        variables = parent_watch.launcher_variables()
     else:
         variables = local_rendezvous.ask(_launch_of(environment), timeout)
     security = replace(given if over_nodes else Security(), token=variables[TOKEN])
@@ -189,7 +189,7 @@ def _launch_here() -> str:
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
     """The launch id, the same in all processes of a launch, whoever started them."""
     if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
-        return parent_watch.told().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
+        return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # nobody needs these where all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs, evaluated
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -28,30 +29,25 @@ T = TypeVar("T")
 
 @dataclass
 class Layout:
-    """Layers of each stage, its device, and its measured time.
-
-    Attributes:
-        layers: All layers of all pieces, in order.
-        split_points: The first layer of each stage.
-        devices: The device of each stage.
-        times: Seconds of each stage per minibatch, as profiled.
-        names: Of each stage's device, for people, where others were declared than torch's.
-        emulated: Whether stages take as long as those devices, which are not here.
-    """
+    """Layers of all pieces, in order, on the stages and devices of a decision."""
 
     layers: list[Layer]
-    split_points: tuple[int, ...]
-    devices: list[torch.device]
-    times: list[float]
-    names: Sequence[str] | None = None
-    emulated: bool = False
+    decision: Decision
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], decision: Decision) -> Layout:
         """Layers of ``pieces`` as ``decision`` has them."""
-        layers = [layer for piece in pieces for layer in piece.layers]
-        devices = list(decision.devices)
-        return cls(layers, decision.split_points, devices, decision.times, decision.names, decision.emulated)
+        return cls([layer for piece in pieces for layer in piece.layers], decision)
+
+    @property
+    def split_points(self) -> tuple[int, ...]:
+        """The first layer of each stage."""
+        return self.decision.split_points
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """The device of each stage."""
+        return self.decision.devices
 
     def is_spread(self) -> bool:
         """Tell whether stages lie on different devices."""
@@ -65,12 +61,14 @@ class Layout:
 
         Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
         """
-        value = piece.value(args, kwargs)
         captured = piece.captured
+        if captured is not None and unknown_in((args, kwargs)) is not None:  # such as a cache, which it fills
+            return move_data_to_device(evaluated(piece, args, kwargs), self.devices[-1])
+        value = piece.value(args, kwargs)
         trained = any(part.training for part in piece.module.modules())  # then its buffers change
         if captured is None or trained or captured.changed(value) is None:
             return self._run_across_devices(piece.layers, value)
-        gave = evaluated(piece, args, kwargs)
+        gave = without_opaque(piece.name, evaluated(piece, args, kwargs))
         with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             found = self._run_across_devices(piece.layers, value)
         if equal_outputs(Value.of(found), Value.of(gave)):
@@ -85,7 +83,7 @@ class Layout:
         return move_data_to_device(value, self.devices[-1])
 
     def report(self, engine: Engine, meter: Meter) -> RunReport:
-        seconds = max(meter.seconds, 1e-9)
+        seconds, decision = max(meter.seconds, 1e-9), self.decision
         memories = [stage.memory for stage in engine.stages]
         return RunReport(
             in_flight=engine.in_flight,
@@ -93,10 +91,10 @@ class Layout:
             samples_per_second=meter.samples / seconds,
             stages=[
                 StageReport(
-                    device=device_name(device) if self.names is None else self.names[index],
+                    device=device_name(device) if decision.names is None else decision.names[index],
                     layers=[layer.name for layer in self.stage_layers(index)],
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
-                    time_s=self.times[index],
+                    time_s=decision.times[index],
                     busy=min(1.0, engine.stages[index].stream.busy_seconds() / seconds),
                     parameters=sum(p.numel() for p in engine.live[index].parameters),
                     versions_bytes=memories[index].versions.most,
@@ -109,7 +107,7 @@ class Layout:
                 )
                 for index, device in enumerate(self.devices)
             ],
-            emulated=self.emulated,
+            emulated=decision.emulated,
         )
 
 

@@ -50,7 +50,7 @@ class Timeline:
         return cls(ordered, len(stages), in_flight, versions=versions, devices=tuple(devices))
 
     def __str__(self) -> str:
-        """What it is of: "virtual worker 0, minibatches 2 to 64, Nm = 5 (measured)"."""
+        """Its subject: "virtual worker 0, minibatches 2 to 64, Nm = 5 (measured)"."""
         kept = self.minibatches
         which = f"minibatches {kept.start} to {kept.stop - 1}" if kept else "no minibatches"
         clock = "simulated" if self.zero is None else "measured"

@@ -25,6 +25,7 @@ from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
+from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.planning.search.split_points import stage_times
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
@@ -99,7 +100,7 @@ class Evaluation:
         threads, around = torch.get_num_threads(), self._run
         torch.set_num_threads(self.settings.torch_threads)
         # A BatchSizeFinder runs the loop within that loop's own start.
-        with nullcontext() if around is None else around.resting():
+        with nullcontext() if around is None else around.suspended():
             self._run = run = EvaluationRun(self)
             try:
                 return original()
@@ -118,17 +119,16 @@ class Evaluation:
 
     def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
-        layers = [layer for piece in pieces for layer in piece.layers]
-        devices, asked = self.settings.devices, self.settings.stages
-        stages = min(len(devices) if asked == "auto" else asked, len(layers))
+        devices, wanted = self.settings.devices, self.settings.stages
+        stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
         times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
         first = self.settings.choose_split_points(times, stages)
-        layout = Layout(layers, first, place(stages, devices), stage_times(times, first))
+        in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight
+        layout = Layout.of(pieces, Decision(first, place(stages, devices), in_flight, stage_times(times, first)))
         move_to_devices(layout, None)
         for piece in pieces:
             piece.inputs.clear()
-        asked_in_flight = self.settings.in_flight
-        self.take_over(pieces, layout, stages + 1 if asked_in_flight == "auto" else asked_in_flight)
+        self.take_over(pieces, layout, in_flight)
 
     def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
         settings = self.settings

@@ -63,8 +63,8 @@ class EvaluationRun:
                 stack.callback(ahead.close)
             self._driver.close()
 
-    def resting(self) -> AbstractContextManager[None]:
-        """Let another run of the loop, within it, not go through this one."""
+    def suspended(self) -> AbstractContextManager[None]:
+        """Suspend this run, for another run of the loop within it."""
         return self._reset.aside()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:

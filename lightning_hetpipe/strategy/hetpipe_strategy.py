@@ -246,19 +246,19 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        asked, seed = self._fit_settings(), self._agreed(settings.run_seed())
+        wanted, seed = self._fit_settings(), self._agreed(settings.run_seed())
         self._resumed = None
         if not fitting:
             loop = evaluating_loop(trainer)
-            asked = replace(asked, before_pass=self._before_pass, decide=None, planned=False)
-            self._evaluation = Evaluation(trainer, loop, self.precision_plugin, asked, seed)
+            wanted = replace(wanted, before_pass=self._before_pass, decide=None, planned=False)
+            self._evaluation = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
             self._evaluation.open()
         else:
-            if is_single_stage(asked) and self._group is None:
-                run_settings.check_resumed(asked.resumed, 1)
+            if is_single_stage(wanted) and self._group is None:
+                run_settings.check_resumed(wanted.resumed, 1)
             else:
                 run_settings.check_pipelined(trainer.lightning_module)
-            self._fit = Fit(trainer, self.precision_plugin, asked, seed, self._synchroniser(trainer))
+            self._fit = Fit(trainer, self.precision_plugin, wanted, seed, self._synchroniser(trainer))
             self._evaluation = self._fit.evaluation
             self._fit.open()
 

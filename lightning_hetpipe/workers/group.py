@@ -31,7 +31,7 @@ from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.workers.join_handshake import UNTIL_SAID, JoinHandshake
+from lightning_hetpipe.workers.join_handshake import NOTICE_AFTER, JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 
 SESSIONS = "HETPIPE_SESSIONS"
@@ -41,7 +41,7 @@ SESSIONS = "HETPIPE_SESSIONS"
 @functools.cache
 def _sessions() -> dict[str, int]:
     """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
-    return {"talk": 0, "fit": 0, **json.loads(parent_watch.told().get(SESSIONS, "{}"))}
+    return {"talk": 0, "fit": 0, **json.loads(parent_watch.launcher_variables().get(SESSIONS, "{}"))}
 
 
 def sessions_so_far() -> dict[str, str]:
@@ -317,7 +317,7 @@ class Group:
             bound = self.settings.lease if self._failed else self.settings.end_timeout
             if not left or (bound is not None and waited > bound):
                 return
-            if waited > UNTIL_SAID and not told:
+            if waited > NOTICE_AFTER and not told:
                 told = True
                 say(f"virtual worker {self.index} has ended, and waits for virtual worker {', '.join(left)} to end")
             again.wait(0.1)

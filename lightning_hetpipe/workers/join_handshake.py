@@ -34,7 +34,7 @@ from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
 
-UNTIL_SAID = 15.0
+NOTICE_AFTER = 15.0
 """Seconds after which a person is told of a wait for other processes."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
@@ -191,7 +191,7 @@ class JoinHandshake:
             what = f"for {missing}" if missing else f"until all {self.size} have come"
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
-        timer = threading.Timer(UNTIL_SAID, tell)
+        timer = threading.Timer(NOTICE_AFTER, tell)
         timer.daemon = True
         timer.start()
         try:

@@ -15,7 +15,7 @@ IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
 
 
 def blocks(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> list[str | None]:
-    return [group.block for group in groups(graph_of("model", module, args, kwargs).graph, module)]
+    return [group.block for group in groups(graph_of("model", module, args, kwargs)[0].graph, module)]
 
 
 def test_blocks_are_the_modules_that_hold_no_list_of_others() -> None:

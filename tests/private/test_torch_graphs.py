@@ -97,22 +97,45 @@ class Branches(nn.Module):
         return {"y": torch.relu(x).mul_(scale) + shift, "x": x.view(-1)}
 
 
-@guards("_codegen", "_guards_fn", "_ops", "_schema")
+class Pairs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
+        return {"y": x * 2}, [-x]
+
+
+@guards("_codegen", "_replace", "_guards_fn", "_ops", "_schema")
 def test_exported_graphs() -> None:
     x, one = torch.randn(3, 2), torch.ones(())
     shapes = {"x": {0: torch.export.Dim("rows", max=8)}, "scale": None, "shift": None}
     exported = torch.export.export(Branches(), (x,), {"shift": one, "scale": one}, dynamic_shapes=shapes, strict=False)
     graph: Any = exported.module()
-    inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    assert inputs[1:] == torch_private.keywords_of(graph), "arguments by name would go to others' places"
     nested = torch_private.pytree.tree_unflatten([1, 2], torch_private.outputs_of(graph))
     assert nested == {"y": 1, "x": 2}, "the outputs of a captured model would be nested otherwise than its own"
     getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
     with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
         getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+    pair: Any = torch.export.export(Pairs(), (x,), strict=False).module()
+    assert [node.target for node in torch_private.split_outputs(pair)] == [torch.ops.aten.neg.default]
+    assert torch.equal(pair(x)["y"], x * 2), "what a module decides by would be an output of its"
     aten = torch.ops.aten
     broken = "a value that is changed in place could cross a cut"
     assert isinstance(aten.relu_.default, torch_private.OperatorOverload), broken
     assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, torch_private.HigherOrderOperator), broken
     assert torch_private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
     assert torch_private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
+
+
+class Notes(torch_private.ThreadDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_local_scalar_dense")
+def test_the_operator_that_reads_a_value() -> None:
+    with Notes() as notes:
+        assert bool(torch.tensor(True))
+    assert notes.seen[-1] is torch_private.READ_VALUE, "a module's decisions would be answered with False at first"

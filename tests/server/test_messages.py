@@ -91,12 +91,12 @@ def test_a_message_with_a_byte_changed_is_a_message_or_one_kind_of_error(data: s
 
 def test_an_enum_is_sent_as_its_value() -> None:
     codec = Codec((Answer,), 1000)
-    sent = codec.encode(Answer(Outcome.UNSEEN, 3))
-    assert json.loads(sent) == {"Answer": {"outcome": "unseen", "size": 3, "place": None}}
-    assert codec.decode(sent) == Answer(Outcome.UNSEEN, 3)
+    sent = codec.encode(Answer(Outcome.PLACE_UNREADABLE, 3))
+    assert json.loads(sent) == {"Answer": {"outcome": "place_unreadable", "size": 3, "place": None}}
+    assert codec.decode(sent) == Answer(Outcome.PLACE_UNREADABLE, 3)
     for other in (b'"mood"', b"[]"):
         with pytest.raises(Malformed, match=r"Answer\.outcome is none of its choices"):
-            codec.decode(sent.replace(b'"unseen"', other))
+            codec.decode(sent.replace(b'"place_unreadable"', other))
 
 
 def test_what_would_not_be_understood_is_not_sent() -> None:

@@ -14,7 +14,7 @@ from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignat
 from lightning_hetpipe.server.transport.frames import Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
-from lightning_hetpipe.server.transport.grpc_server import BEARER, ONE, SERVICE, TOKEN, GrpcServer
+from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN, GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.rejections import EVERY, MOST, Rejections, host_of
 from lightning_hetpipe.server.transport.security import Security
@@ -72,6 +72,15 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(caplog: pyte
         "hetpipe server: turned away 127.0.0.1: this is not an opening of this version; client and server must be of"
         " one release",
     ]
+
+
+def test_a_call_that_ended_before_its_first_message_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    """An interrupted virtual worker made one, and a line about it followed the line about the interrupt."""
+    with GrpcServer(Sessions(30.0)) as server, grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{MANY}")(iter(()), timeout=PATIENCE)
+        with pytest.raises(grpc.RpcError, match="an opening of 0 bytes is cut off"):
+            next(call)
+    assert caplog.messages == []
 
 
 def test_who_is_of_another_launch_or_differs_otherwise(caplog: pytest.LogCaptureFixture) -> None:

@@ -256,7 +256,7 @@ def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, mon
 def test_nobody_at_the_coordinators_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(join_handshake, "UNTIL_SAID", 0.05)
+    monkeypatch.setattr(join_handshake, "NOTICE_AFTER", 0.05)
     found = FoundServers("127.0.0.1:1", (), Security())
     group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
     with pytest.raises(ServersSilent) as silent:

@@ -85,7 +85,7 @@ def do(what: str) -> None:
                 os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
             until(lambda: not others(), "the others do not end")
         case "garbage":
-            told = parent_watch.told()
+            told = parent_watch.launcher_variables()
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
         case _:
             raise ValueError(what)

@@ -147,7 +147,7 @@ def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Lin
     return found
 
 
-class Room:
+class MemoryBound:
     """Memory bound of stages: how far each may reach before its device is full.
 
     Args:

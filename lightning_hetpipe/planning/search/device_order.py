@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room, Ticks
+from lightning_hetpipe.planning.model.costs import NEVER, Costs, MemoryBound, Ticks
 
 State: TypeAlias = tuple[Any, int]
 """Remaining devices, as its rules have them, and the group of the kind that was placed last."""
@@ -159,34 +159,34 @@ class DeviceOrders:
             if sum(map(len, self._depths)) * (costs.layers + 1) > MOST:
                 raise TooMany
 
-    def find(self, most: int, room: Room) -> OrderedKinds | None:
+    def find(self, most: int, bound: MemoryBound) -> OrderedKinds | None:
         """Stages, as few as there can be, that take ``most`` ticks each at the most; None if none do."""
         n = self.costs.layers
         own = np.full((len(self._depths[0]), n + 1), NEVER)
         for kind, row in self._last:
             before = self.costs.before_last[kind]
             take = before[-1] - before
-            reach = room.reach(kind, 0)
+            reach = bound.reach(kind, 0)
             fits = take <= most if reach is None else (take <= most) & (reach == n)
             own[row] = np.minimum(own[row], np.where(fits, take, NEVER))
         own[:, n] = NEVER
         found = [own]
         for depth in range(len(self._depths)):
             if self.stages in (None, depth + 1) and (found[-1][:, 0] <= most).any():
-                return self._trace(found, most, room)
+                return self._trace(found, most, bound)
             if depth == len(self._placements) or not (found[-1] <= most).any():
                 return None
-            found.append(self._placed(found[-1], depth, most, room))
+            found.append(self._placed(found[-1], depth, most, bound))
         return None
 
-    def _placed(self, behind: Ticks, depth: int, most: int, room: Room) -> Ticks:
+    def _placed(self, behind: Ticks, depth: int, most: int, bound: MemoryBound) -> Ticks:
         costs = self.costs
         own = np.full((len(self._depths[depth + 1]), costs.layers + 1), NEVER)
         for each in self._placements[depth]:
             hops = self._hops[self._groups[each.kind]][each.groups]
             take = np.where(behind[each.behind] <= most - hops, costs.before[each.kind] + hops, NEVER)
             ends = np.minimum.reduceat(take, each.first)
-            starts = self._starts(ends, each.kind, depth + 1, most, room)
+            starts = self._starts(ends, each.kind, depth + 1, most, bound)
             own[each.after] = np.minimum(own[each.after], starts)
         return own
 
@@ -207,10 +207,10 @@ class DeviceOrders:
             placements.append(_Placements(kind, behind, groups, first, np.array(targets)))
         return placements, after
 
-    def _starts(self, ends: Ticks, kind: int, distance: int, most: int, room: Room) -> Ticks:
+    def _starts(self, ends: Ticks, kind: int, distance: int, most: int, bound: MemoryBound) -> Ticks:
         """Least ticks of a stage by its start, over all ends that it may have."""
         before = self.costs.before[kind]
-        reach = room.reach(kind, distance)
+        reach = bound.reach(kind, distance)
         least = np.full_like(ends, NEVER)
         longest = np.searchsorted(before, before + most, side="right") - 1
         if reach is None or (reach >= longest).all():
@@ -221,7 +221,7 @@ class DeviceOrders:
         take[take > most] = NEVER
         return take
 
-    def _trace(self, found: Sequence[Ticks], most: int, room: Room) -> OrderedKinds:
+    def _trace(self, found: Sequence[Ticks], most: int, bound: MemoryBound) -> OrderedKinds:
         """The way to a state whose foremost stage starts at 0."""
         row, start = int(np.argmin(found[-1][:, 0])), 0
         kinds, splits = [], [0]
@@ -232,7 +232,7 @@ class DeviceOrders:
                 for state, source in self._depths[depth - 1].items()
                 for kind, left in self._rules.next(state)
                 if (left, self._groups[kind]) == here
-                for end in [self._end(found[depth - 1][source], kind, state[1], start, depth, take, most, room)]
+                for end in [self._end(found[depth - 1][source], kind, state[1], start, depth, take, most, bound)]
                 if end is not None
             )
             kinds.append(kind)
@@ -244,10 +244,10 @@ class DeviceOrders:
         return OrderedKinds(tuple(kinds), bottleneck)
 
     def _end(
-        self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, room: Room
+        self, behind: Ticks, kind: int, group: int, start: int, distance: int, take: int, most: int, bound: MemoryBound
     ) -> int | None:
         """End of the stage before ``behind``, if it starts at ``start`` and takes ``take`` ticks."""
-        reach, before = room.reach(kind, distance), self.costs.before[kind]
+        reach, before = bound.reach(kind, distance), self.costs.before[kind]
         hop = self.costs.hop(self.costs.kinds[kind].group, group)
         last = self.costs.layers if reach is None else int(reach[start])
         window = slice(start + 1, last + 1)
@@ -272,7 +272,7 @@ def _least_within(values: Ticks, last: Ticks, least: Ticks) -> None:
         level, width = level + 1, 2 * width
 
 
-def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> OrderedKinds | None:
+def least_bottleneck(orders: DeviceOrders, bound: MemoryBound, at_least: int = 0) -> OrderedKinds | None:
     """Find the order with the least T_max, by bisection; None if no stages have room.
 
     Whenever an order is found, its own least T_max is looked for first, which is 30 times cheaper than all orders. The
@@ -280,30 +280,30 @@ def least_bottleneck(orders: DeviceOrders, room: Room, at_least: int = 0) -> Ord
 
     Args:
         orders: Those to choose from.
-        room: Memory of each device.
+        bound: Memory of each device.
         at_least: Ticks known as a lower bound.
     """
     low = max(at_least, _bound(orders.costs)) - 1  # nothing is as fast as this
-    found, best, halve = orders.find(ANY, room), None, False
+    found, best, halve = orders.find(ANY, bound), None, False
     while True:
         if found is not None:
-            best = _best_of_order(orders, room, low, found)
+            best = _best_of_order(orders, bound, low, found)
         if best is None or low + 1 >= best.bottleneck:
             return best
         middle = (low + best.bottleneck) // 2
         halve = best.bottleneck - low > low // NEAR or not halve
         most = middle if halve else best.bottleneck - 1
-        found = orders.find(most, room)
+        found = orders.find(most, bound)
         if found is None:
             low = most
 
 
-def _best_of_order(orders: DeviceOrders, room: Room, low: int, best: OrderedKinds) -> OrderedKinds:
+def _best_of_order(orders: DeviceOrders, bound: MemoryBound, low: int, best: OrderedKinds) -> OrderedKinds:
     """Lower the T_max of ``best`` as far as its own order allows, where more than ``low`` ticks are needed."""
     own = DeviceOrders(orders.costs, FixedOrder(best.kinds), orders.stages)
     while low + 1 < best.bottleneck:
         middle = (low + best.bottleneck) // 2
-        found = own.find(middle, room)
+        found = own.find(middle, bound)
         low, best = (middle, best) if found is None else (low, found)
     return best
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.costs import NEVER, Costs, Room
+from lightning_hetpipe.planning.model.costs import NEVER, Costs, MemoryBound
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search.device_order import (
     AnyOrder,
@@ -94,11 +94,11 @@ class Divider:
             limited: Whether the memory of the devices is a limit.
         """
         orders = self._device_orders
-        room = self._problem.room(orders.costs, in_flight, loads, limited)
-        found = least_bottleneck(orders, room, at_least)
+        bound = self._problem.memory_bound(orders.costs, in_flight, loads, limited)
+        found = least_bottleneck(orders, bound, at_least)
         if found is None:
             return None
-        division = _in_order(orders.costs, found.kinds, room)
+        division = _in_order(orders.costs, found.kinds, bound)
         assert division is not None
         assert division.ticks == found.bottleneck, "the least of this order is the least of all"
         return division
@@ -107,9 +107,9 @@ class Divider:
         self, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True
     ) -> Iterator[Division]:
         """Yield for each order of each subset the stages with the least T_max; nothing where there are too many."""
-        room = self._problem.room(self.costs, in_flight, loads, limited)
+        bound = self._problem.memory_bound(self.costs, in_flight, loads, limited)
         for kinds in self._orders:
-            if (found := _in_order(self.costs, kinds, room)) is not None:
+            if (found := _in_order(self.costs, kinds, bound)) is not None:
                 yield found
 
     @cached_property
@@ -130,12 +130,12 @@ class Divider:
         return found
 
 
-def _in_order(costs: Costs, kinds: Sequence[int], room: Room) -> Division | None:
+def _in_order(costs: Costs, kinds: Sequence[int], bound: MemoryBound) -> Division | None:
     """The stages with the least T_max on ``kinds`` of devices, in this order; None if they have no room."""
     takes = []
     for index, kind in enumerate(kinds):
         take = costs.stage(kinds, index)
-        if (reach := room.reach(kind, len(kinds) - 1 - index)) is not None:
+        if (reach := bound.reach(kind, len(kinds) - 1 - index)) is not None:
             take[np.arange(len(reach))[None, :] > reach[:, None]] = NEVER
         takes.append(take)
     splits = best_split_points(takes)

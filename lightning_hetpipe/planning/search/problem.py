@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, Room, kinds_of
+from lightning_hetpipe.planning.model.costs import Costs, MemoryBound, kinds_of
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
@@ -43,11 +43,13 @@ class PlanningProblem:
         """Times of the layers on each kind of device; ``apart`` makes each device a kind of its own."""
         return Costs(self.profile, self.cluster, kinds_of(self.cluster, self.slots, apart), self.recompute)
 
-    def room(self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True) -> Room:
-        """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`Room`."""
+    def memory_bound(
+        self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True
+    ) -> MemoryBound:
+        """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`MemoryBound`."""
         layers = self.profile.layers
         whole = first_minibatch(layers, self.state) if self.watched else 0
-        return Room(layers, costs.kinds, in_flight, self.state, self.recompute, loads, whole, limited)
+        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, whole, limited)
 
     def estimate(self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int) -> Estimate:
         """Simulate stages on ``slots`` that start at the layers ``splits``."""

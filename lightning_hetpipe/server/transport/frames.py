@@ -24,7 +24,7 @@ with 4 MiB the same body takes a third more of CPU time."""
 OVERHEAD = 4096
 """Bytes that a frame may have beside its header."""
 
-_MAGIC = b"HPT\x03"  # the last byte is the version of all that is sent, the protocol's messages included
+_MAGIC = b"HPT\x04"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
 
 
@@ -33,9 +33,9 @@ class Outcome(Enum):
 
     REPLY = "reply"
     REFUSED = "refused"
-    UNSEEN = "unseen"
+    PLACE_UNREADABLE = "place_unreadable"
     """The server cannot see where the body lies, for the reason in the header; the handler was not called."""
-    UNPLACED = "unplaced"
+    REPLY_WITHOUT_PLACE = "reply_without_place"
     """The handler has run, but its reply's body does not lie in shared memory: call again with chunks. Only calls that
     change nothing when they are repeated may be made like that."""
 
@@ -48,14 +48,14 @@ class Opening:
         size: bytes of the request's body.
         room: bytes that the caller has reserved for the reply's body.
         place: where the request's body lies, if it does not follow.
-        sees: whether the reply may say where its body lies.
+        accepts_place: whether the reply may give the place of its body instead of the body.
     """
 
     method: str
     size: int
     room: int
     place: Place | None = None
-    sees: bool = False
+    accepts_place: bool = False
 
     def pack(self, header: bytes) -> bytes:
         """Encode, with ``header`` behind. Raises ValueError for a method or a header that is too long."""

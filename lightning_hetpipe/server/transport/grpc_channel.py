@@ -114,12 +114,12 @@ class GrpcChannel:
         if place is not None:
             placed = replace(opening, place=place)
             call = self._stream(placed, header, [], into, deadline) if into else self._ask(placed, header, deadline)
-            if call[0].outcome is not Outcome.UNSEEN:
+            if call[0].outcome is not Outcome.PLACE_UNREADABLE:
                 return call
             self._give_up(call[1].decode(errors="replace"))
         elif not opening.size and (not opening.room or (self._shares and opening.room >= LEAST)):
-            answer, said = self._ask(replace(opening, sees=opening.room > 0), header, deadline)
-            if answer.outcome is not Outcome.UNPLACED and self._filled(answer, into):
+            answer, said = self._ask(replace(opening, accepts_place=opening.room > 0), header, deadline)
+            if answer.outcome is not Outcome.REPLY_WITHOUT_PLACE and self._filled(answer, into):
                 return answer, said
         return self._stream(opening, header, body, into, deadline)
 

@@ -144,7 +144,7 @@ class GrpcServer:
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         opening, header = self._opening(message, context)
-        if bool(opening.size) != bool(opening.place) or (opening.room and not opening.sees):
+        if bool(opening.size) != bool(opening.place) or (opening.room and not opening.accepts_place):
             _malformed(context, "a call of one message cannot carry a body, only the place where one lies")
         return next(self._answers(opening, header, None, context), b"")
 
@@ -159,7 +159,8 @@ class GrpcServer:
         except Malformed as error:
             why = str(error)
         if why:
-            self._rejections.note(context.peer(), why)
+            if message:  # none came where a caller, interrupted perhaps, ended its call at once
+                self._rejections.note(context.peer(), why)
             _malformed(context, why)
         return opened
 
@@ -170,7 +171,7 @@ class GrpcServer:
         try:
             yield from self._served(opening, header, messages, context)
         except NoBlock as no:
-            yield Answer(Outcome.UNSEEN).pack(str(no).encode())
+            yield Answer(Outcome.PLACE_UNREADABLE).pack(str(no).encode())
         except Malformed as error:
             _malformed(context, str(error))
         except CallRefused as no:
@@ -238,9 +239,9 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
     size = total(body)
     if size != opening.room:
         raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {opening.room}")
-    place = place_of(body) if opening.sees else None
+    place = place_of(body) if opening.accepts_place else None
     if messages is None and size and place is None:
-        yield Answer(Outcome.UNPLACED).pack(b"the reply's body does not lie in shared memory")
+        yield Answer(Outcome.REPLY_WITHOUT_PLACE).pack(b"the reply's body does not lie in shared memory")
         return
     yield Answer(Outcome.REPLY, size, place).pack(reply.header)
     for portion in portions(body, CHUNK) if place is None else ():

@@ -105,7 +105,7 @@ class Obedient:
             name for name in {*os.environ, *self.environment} if os.environ.get(name) != self.environment.get(name)
         }
         own = {name: os.environ.get(name) for name in ("A_SERVER", "LOCAL_RANK", parent_watch.VARIABLE)}
-        told = dict(parent_watch.told())
+        told = dict(parent_watch.launcher_variables())
         flags = [sys.flags.dont_write_bytecode, sys.flags.isolated, sys.warnoptions]
         self.reply(changed=sorted(changed), own=own, told=told, argv=sys.argv, flags=flags, folder=os.getcwd())
 
@@ -139,7 +139,7 @@ class Obedient:
         self.reply(did="hurry")
 
     def speak_soon(self) -> None:
-        children.UNTIL_SAID = GRACE
+        children.NOTICE_AFTER = GRACE
         self.reply(did="speak_soon")
 
     def be_started_elsewhere(self) -> None:
