@@ -164,8 +164,8 @@ class PieceSearch:
             # Its random numbers would be named by the call, unlike those in a graph of the whole.
             raise SettingError(f"'{piece.name}' is called several times inside another module")
         parts = set(piece.module.modules())
-        if any(not parts.isdisjoint(other.module.modules()) for other in self._found):
-            raise SettingError(f"'{piece.name}' shares a module with another pipelined module")
+        if any(other.module in parts or piece.module in other.module.modules() for other in self._found):
+            raise SettingError(f"'{piece.name}' is a part of another pipelined module, or that of it")
         graphs = [call.graph for call in calls if call.graph is not None]
         if not graphs:
             return

@@ -227,6 +227,8 @@ class TrainingWatch(Watch):
         if observation.mutates:
             node.refusal = node.refusal or changes_input(name, name)
         node.check(observation.refuse_custom_function)
+        if self.names is not None and node.refusal is not None:
+            raise node.refusal
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
         return output
 
