@@ -141,9 +141,9 @@ class Captured:
             self._calls = [part.call for part in found]
         tensors = [self._tensors(part, graph) for part in found]
         if not self._variants:
-            for layer, own in zip(self.layers, tensors, strict=True):
-                graph_layer(layer).take(own)
-        owns = [self._own(layer, own) for layer, own in zip(self.layers, tensors, strict=True)]
+            for layer, taken in zip(self.layers, tensors, strict=True):
+                graph_layer(layer).take(taken)
+        owns = [self._own(layer, taken) for layer, taken in zip(self.layers, tensors, strict=True)]
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)

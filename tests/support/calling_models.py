@@ -92,7 +92,8 @@ class Scales(nn.Module):
         y = torch.relu(self.one(x)) * alpha
         if is_scaled:
             y = y * 2
-        return self.two(y).square().mean() + (1 - alpha) * y.mean()
+        loss: Tensor = self.two(y).square().mean() + (1 - alpha) * y.mean()
+        return loss
 
 
 class Rebinds(Learner):
@@ -131,7 +132,7 @@ class Checkpoints(Learner):
             "num_attention_heads": 2,
             "intermediate_size": 8,
         }
-        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=WORDS))
+        self.model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=WORDS))
         self.model.get_input_embeddings().requires_grad_(False)
         self.model.gradient_checkpointing_enable()
         self.model.enable_input_require_grads()
