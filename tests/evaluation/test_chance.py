@@ -57,6 +57,26 @@ def test_draws_belong_to_the_batch(sequential: bool) -> None:
     assert difference(first[1], first[2]) is not None
 
 
+class Again(Model):
+    """Calls its network twice, on the same input."""
+
+    def step(self, x: Tensor, batch_idx: int) -> Any:
+        return torch.stack([self.net(x), self.net(x)])
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_each_call_draws_by_itself(sequential: bool) -> None:
+    """In the first batch, which is watched, and in the pipeline; whatever the stages."""
+    found: list[Any] = []
+    for cuts, in_flight in (((0, 1), 2), ((0, 1, 2), 4)):
+        torch.manual_seed(6)
+        net = nn.Sequential(Noisy(), Noisy(), Noisy()) if sequential else Captured()
+        torch.manual_seed(6)
+        found.append(quiet_trainer(Pinned(cuts, in_flight)).predict(Again(net), vectors(23, 4)))
+    assert_same(*found)
+    assert not any(torch.equal(one, other) for one, other in found[0])
+
+
 def test_the_process_does_not_notice() -> None:
     class Looks(Draws):
         def on_predict_start(self) -> None:

@@ -9,54 +9,21 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, delayed
 from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.captured_models import Backbone, Views
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, SGD, Learner, vectors
-
-
-class Encoder(nn.Module):
-    """A backbone that is run as a graph."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(6, width), nn.BatchNorm1d(width)
-        self.drop, self.last = nn.Dropout(0.3), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.drop(torch.relu(self.norm(self.first(x)))))
-        return y
 
 
 def sequential() -> nn.Sequential:
     """A backbone whose layers are run as they are."""
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 8)]
     return nn.Sequential(*layers)
-
-
-def contrastive(one: Tensor, other: Tensor) -> Tensor:
-    """NT-Xent of two views."""
-    both = F.normalize(torch.cat([one, other]))
-    scores = (both @ both.T / 0.5).masked_fill(torch.eye(len(both), dtype=torch.bool), float("-inf"))
-    return F.cross_entropy(scores, torch.arange(len(both)).roll(len(one)))
-
-
-class SimCLR(Learner):
-    """Two views of each sample go through backbone and head."""
-
-    def __init__(self, backbone: nn.Module, recipe: Recipe = SGD) -> None:
-        super().__init__(recipe)
-        self.backbone = backbone
-        self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-
-    def compute(self, batch: Batch) -> Outputs:
-        x, _ = batch
-        views = self.head(self.backbone(x + 0.1)), self.head(self.backbone(x * 1.1))
-        return {"loss": contrastive(*views), "one": views[0].detach(), "other": views[1].detach()}
 
 
 CUTS = [(0,), (0, 2), (0, 1, 3), (0, 3, 5)]
@@ -73,18 +40,18 @@ def check(task: Learner, cuts: Sequence[int], in_flight: int, **settings: Any) -
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
-@pytest.mark.parametrize("backbone", [Encoder, sequential])
+@pytest.mark.parametrize("backbone", [Backbone, sequential])
 def test_two_views(backbone: Any, cuts: Sequence[int], in_flight: int) -> None:
     """Statistics, masks and sums of gradients are those of a plain loop."""
     torch.manual_seed(0)
-    check(SimCLR(backbone(), ADAMW), cuts, in_flight)
+    check(Views(backbone()), cuts, in_flight)
 
 
-@pytest.mark.parametrize("backbone", [Encoder, sequential])
+@pytest.mark.parametrize("backbone", [Backbone, sequential])
 def test_with_one_in_flight_it_is_the_plain_trainer(backbone: Any) -> None:
     """But for masks, which are those of each minibatch."""
     torch.manual_seed(0)
-    task = SimCLR(backbone())
+    task = Views(backbone())
     for module in task.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -121,7 +88,7 @@ class Siamese(Learner):
     def __init__(self, recipe: Recipe = SGD) -> None:
         super().__init__(recipe)
         self.lift = nn.Linear(6, 6)
-        self.encoder = Encoder()
+        self.encoder = Backbone()
 
     def compute(self, batch: Batch) -> Outputs:
         x, _ = batch
@@ -169,7 +136,7 @@ class Shapes(Learner):
 
     def __init__(self, recipe: Recipe = SGD) -> None:
         super().__init__(recipe)
-        self.encoder = Encoder()
+        self.encoder = Backbone()
 
     def compute(self, batch: Batch) -> Outputs:
         x, _ = batch
@@ -183,7 +150,7 @@ class BYOL(Learner):
 
     def __init__(self, recipe: Recipe = SGD) -> None:
         super().__init__(recipe)
-        self.online = Encoder()
+        self.online = Backbone()
         self.predictor = nn.Linear(8, 8)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
 
@@ -230,7 +197,7 @@ def test_a_target_that_follows(cuts: Sequence[int]) -> None:
     assert_equal(expected, fit(task, loader, [Momentum()], strategy=strategy))
 
 
-@pytest.mark.parametrize("task", [lambda: SimCLR(sequential()), Recurrent, Siamese])
+@pytest.mark.parametrize("task", [lambda: Views(sequential()), Recurrent, Siamese])
 def test_forwards_that_are_computed_again(task: Any) -> None:
     """Each from the buffers that its call started from, and with its call's masks."""
     torch.manual_seed(0)
@@ -239,7 +206,7 @@ def test_forwards_that_are_computed_again(task: Any) -> None:
 
 def test_accumulation_and_clipping() -> None:
     torch.manual_seed(0)
-    task, loader = SimCLR(Encoder()), vectors(26, 4)
+    task, loader = Views(Backbone()), vectors(26, 4)
     expected = expect(task, loader, 3, accumulate=2, clip_norm=0.1)
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     assert_equal(expected, fit(task, loader, strategy=Pinned((0, 2), 3), **settings))
@@ -249,6 +216,6 @@ def test_accumulation_and_clipping() -> None:
 def test_whatever_the_timing(seed: int) -> None:
     """Stages that dawdle change nothing: statistics neither."""
     torch.manual_seed(0)
-    task, loader = SimCLR(sequential()), vectors(26, 4)
+    task, loader = Views(sequential()), vectors(26, 4)
     expected = expect(task, loader, 4)
     assert_equal(expected, fit(task, loader, strategy=delayed(Pinned((0, 3, 5), 4), seed)))

@@ -23,6 +23,7 @@ from tests.support.captured_models import (
     UNet,
     Varies,
     VariesBetween,
+    Views,
     Whole,
     Words,
 )
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
     "towers": (Towers, vectors(22, 4), 4),
     "pieces": (Autoencodes, vectors(22, 4), 5),
     "vae": (Varies, vectors(22, 4), 2),
+    "views": (Views, vectors(22, 4), 6),
     "noise between": (VariesBetween, vectors(22, 4), 5),
 }
 
@@ -84,7 +86,7 @@ def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
-@pytest.mark.parametrize("name", slow_except(["resnet", "gpt", "translator"], "resnet", "translator"))
+@pytest.mark.parametrize("name", slow_except(["resnet", "gpt", "translator", "views"], "resnet", "translator", "views"))
 def test_mixed_precision(name: str, in_flight: int) -> None:
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, in_flight, autocast=torch.bfloat16)

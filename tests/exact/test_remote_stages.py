@@ -121,10 +121,14 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Rem
 @pytest.mark.parametrize("index", slow_except([0, 1], 1))
 @pytest.mark.parametrize(
     "name",
-    ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "resnet", "translator", "towers", "vae"))],
+    [
+        "dropout",
+        "views",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "resnet", "translator", "towers", "vae")),
+    ],
 )
 def test_a_stage_in_another_process(name: str, index: int, remote: Callable[[int], list[RemoteStage]]) -> None:
-    """Among them buffers, dropout, weights that are tied across stages, several pieces and several inputs."""
+    """Among them buffers, dropout, tied weights, several pieces and inputs, and modules that are called again."""
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, 2)
     made_remote = remote(index)

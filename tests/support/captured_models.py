@@ -324,3 +324,43 @@ class Towers(Learner):
         logits = self.temperature.exp() * self.image(x[:, :4]) @ self.text(x[:, 4:]).T
         order = torch.arange(len(x))
         return {"loss": (F.cross_entropy(logits, order) + F.cross_entropy(logits.T, order)) / 2}
+
+
+class Backbone(nn.Module):
+    """BatchNorm and Dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+        return y
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(F.relu(self.norm(self.first(x))))
+        return y
+
+
+class Views(Learner):
+    """Two views of each sample go through backbone and head, as in SimCLR."""
+
+    def __init__(self, backbone: nn.Module | None = None, recipe: Recipe = ADAMW) -> None:
+        super().__init__(recipe)
+        self.backbone = backbone or Backbone()
+        self.head = Projection()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        one, other = self.head(self.backbone(x + 0.1)), self.head(self.backbone(x * 1.1))
+        both = F.normalize(torch.cat([one, other]))
+        scores = (both @ both.T / 0.5).masked_fill(torch.eye(len(both), dtype=torch.bool), float("-inf"))
+        loss = F.cross_entropy(scores, torch.arange(len(both)).roll(len(one)))
+        return {"loss": loss, "one": one.detach(), "other": other.detach()}
