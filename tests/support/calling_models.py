@@ -132,10 +132,11 @@ class Checkpoints(Learner):
             "num_attention_heads": 2,
             "intermediate_size": 8,
         }
-        self.model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=WORDS))
-        self.model.get_input_embeddings().requires_grad_(False)
-        self.model.gradient_checkpointing_enable()
-        self.model.enable_input_require_grads()
+        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=WORDS))
+        model.get_input_embeddings().requires_grad_(False)
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        self.model = model
 
     def compute(self, batch: Batch) -> Outputs:
         return {"loss": self.model(input_ids=batch[0], labels=batch[0]).loss}
