@@ -123,9 +123,12 @@ def _refusal(name: str, error: Exception) -> SettingError:
 
 def decides(name: str, where: str = "") -> SettingError:
     """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
+    way_out = "use torch.where, or decide in training_step, outside the pipelined module"
+    if "distribution.py:" in where:  # torch.distributions checks its arguments
+        way_out = "give the distribution validate_args=False, or make it in training_step"
     return SettingError(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
-        " for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
+        f" for every minibatch; {way_out}"
     )
 
 
