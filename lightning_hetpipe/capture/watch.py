@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
@@ -213,6 +214,7 @@ class TrainingWatch(Watch):
             run = call.run  # in the generators of the outermost call
             if len(self._open) == 1:
                 stack.enter_context(call.aside())
+                stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
                 stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
             stack.enter_context(frozen.answers.noted())
@@ -222,6 +224,9 @@ class TrainingWatch(Watch):
             output = without_opaque(name, output)
         observation.end(output)
         graph.end(Value.of(output))
+        for path, buffer in module.named_buffers():
+            if path not in graph.buffers or graph.buffers[path].shape != buffer.shape:
+                graph.buffers[path] = buffer.clone()  # it is made in the first forward
         node.check(partial(refuse_opaque, f"the pipelined module '{name}' is given", given))
         node.check(partial(observation.check, self.root))
         if observation.mutates:

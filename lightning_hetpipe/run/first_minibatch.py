@@ -162,10 +162,13 @@ class FirstMinibatch(Extension):
         self._watched = None
         with noting_where():
             yield
-            self._apart = watch.apart
-            decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
-            if self._single is not None:
-                return
+            self._go_on(watch, outside)
+
+    def _go_on(self, watch: TrainingWatch, outside: OutsideParameters) -> None:
+        """Begin the pipeline for what ``watch`` has found, unless it is not worth it."""
+        self._apart = watch.apart
+        decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
+        if self._single is None:
             apart = {} if watch.apart is None else watch.apart.modules
             self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
 
@@ -220,6 +223,11 @@ class FirstMinibatch(Extension):
         if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
+            )
+        if any(layer.recompute for piece in pieces for layer in piece.layers):
+            rank_zero_info(
+                "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
+                " the backward, as recompute=True does, and not by torch.utils.checkpoint"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.split_points) == len(called) == 1:

@@ -218,7 +218,7 @@ class Fit:
     def _stay(self) -> SingleStage:
         """The first minibatch has shown that a pipeline is not worth it: the device that has run it trains on."""
         root: torch.device = self._trainer.strategy.root_device
-        self.evaluation.take_over([], Layout([], (0,), [root], [0.0]), 1)
+        self.evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
         return self._single_stage(replace(self._settings, stages=1, devices=[root]))
 
     def _pipeline(
