@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class Checked(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
         x = self.stem(x)
         for block in self.blocks:
-            if x.isnan().any():
-                raise ValueError("the input is not a number")
+            if not math.isfinite(x.sum().item()):
+                raise ValueError("the input is not finite")
             x = block(x * self.scale)
         x = self.dropout(x)
         self.largest = x.abs().max().item()
