@@ -74,7 +74,7 @@ def compared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
 
 
 def row(model: Model) -> dict[str, str]:
-    """What becomes of one model.
+    """Row of one model in the table, by what becomes of it.
 
     Returns:
         "outcome" (captured, partly, refused, or error where the plain run fails), "said" of the strategy, "equal".

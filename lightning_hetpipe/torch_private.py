@@ -57,6 +57,7 @@ __all__ = [
     "unseen_change",
     "version_counter",
     "viewed",
+    "without_checkpoint_hooks",
     "without_hooks",
 ]
 
@@ -257,9 +258,22 @@ def has_hooks(module: nn.Module) -> bool:
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """Within it, ``module`` itself has no hooks of a user's; those that are added are gone afterwards."""
+    with _without(module, _is_users):
+        yield
+
+
+@contextmanager
+def without_checkpoint_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it, ``module`` itself has no hooks by which Hugging Face lets checkpoints begin at frozen weights."""
+    with _without(module, _is_for_checkpoints):
+        yield
+
+
+@contextmanager
+def _without(module: nn.Module, is_meant: Callable[[Any], bool]) -> Iterator[None]:
     before = [(hooks, dict(hooks)) for hooks in _hooks(module)]
     for hooks, all_hooks in before:
-        for key in [key for key, hook in all_hooks.items() if _is_users(hook)]:
+        for key in [key for key, hook in all_hooks.items() if is_meant(hook)]:
             del hooks[key]
     try:
         yield
@@ -274,7 +288,11 @@ def _hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def _is_users(hook: Any) -> bool:
-    return not type(hook).__module__.startswith("torch.nn.utils")
+    return not type(hook).__module__.startswith("torch.nn.utils") and not _is_for_checkpoints(hook)
+
+
+def _is_for_checkpoints(hook: Any) -> bool:
+    return getattr(hook, "__name__", None) in ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 def contents(module: nn.Module) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
@@ -103,7 +104,11 @@ def compare(
         def run() -> tuple[Value, Way]:
             args, kwargs = inputs.tree(inputs.leaves(captured.device))
             try:
-                with generators.watch({piece.name: module}, minibatch, call), captured.frozen.noted():
+                with (
+                    generators.watch({piece.name: module}, minibatch, call),
+                    captured.frozen.noted(),
+                    without_checkpoints(module),
+                ):
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
                 with torch.no_grad():

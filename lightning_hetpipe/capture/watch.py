@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
 from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
@@ -171,7 +172,8 @@ class TrainingWatch(Watch):
 
         def call(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             args, kwargs = given
-            return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
+            with without_checkpoints(module):  # whose backward would draw random numbers of its own
+                return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
 
         calls = self._calls.setdefault(name, [])
         frozen = calls[0].frozen if calls else FrozenValues(module)
@@ -181,6 +183,9 @@ class TrainingWatch(Watch):
             frozen.noted(),
         ):
             output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
+        for path, buffer in module.named_buffers():
+            if path not in buffers or buffers[path].shape != buffer.shape:
+                buffers[path] = buffer.clone()  # it is made in the first forward
         if layer.mutates_input:
             raise _changes_input(name, name)
         if (function := _custom_function(tensors_of(output), tensors_of(given))) is not None:

@@ -165,6 +165,11 @@ class FirstMinibatch(Extension):
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
+        if any(layer.recompute for piece in pieces for layer in piece.layers):
+            rank_zero_info(
+                "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
+                " the backward, as recompute=True does, and not by torch.utils.checkpoint"
+            )
         check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.split_points) == len(called) == 1:
             nothing_to_recompute()

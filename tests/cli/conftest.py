@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 from lightning_hetpipe.cli.hetpipe_train import main
 
@@ -60,6 +61,12 @@ strategy:
 
 Train = Callable[..., None]
 Ends = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra composes all of the configuration twice, first for hydra.mode alone, which no test here sets."""
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ class Mutation(NamedTuple):
         fragment: Source text that occurs there exactly once.
         replacement: Text that takes its place.
         tests: Arguments of pytest that select the tests; at least one of them must fail.
+        hangs: A test that does not end counts as one that fails.
     """
 
     rule: str
@@ -23,6 +24,7 @@ class Mutation(NamedTuple):
     fragment: str
     replacement: str
     tests: tuple[str, ...]
+    hangs: bool = False
 
 
 _ENGINE = "tests/pipeline/test_engine.py"
@@ -323,6 +325,7 @@ MUTATIONS = (
             if for_good:
                 self._pipeline.lock.release()""",
         (_ENGINE, "-k", "user_code_is_never_concurrent or pieces_with_user_code"),
+        hangs=True,
     ),
     Mutation(
         "L8",

@@ -40,8 +40,10 @@ def describe(value: Any, folder: Path | None = None) -> Any:
 
 def digest(tensor: Tensor) -> str:
     """Differs where a bit, the shape or the type of ``tensor`` does."""
-    data = tensor.detach().to_dense().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return f"{tensor.dtype}{list(tensor.shape)}{hashlib.blake2b(data, digest_size=6).hexdigest()}"
+    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    if plain.dtype is torch.bfloat16:  # which numpy does not know
+        plain = plain.view(torch.int16)
+    return f"{tensor.dtype}{(*tensor.shape,)}{hashlib.blake2b(plain.numpy().tobytes(), digest_size=6).hexdigest()}"
 
 
 def chance() -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,22 @@ from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
 from tests.support.small import Learner, batches, pipeline
 from tests.support.trainers import quiet_trainer
 
-SAVES = """
-import os, sys
-import torch
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
 
 class Dies:
-    def __reduce__(self):
-        os.kill(os.getpid(), 9)
+    """Kills the process that saves it."""
 
-ReplacingCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "late": Dies()}, sys.argv[1])
-"""
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
     ReplacingCheckpointIO().save_checkpoint({"step": 1}, path)
-    killed = subprocess.run([sys.executable, "-c", SAVES, str(path)], check=False, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
+    late = {"weights": torch.ones(1000), "late": Dies()}
+    killed = get_context("fork").Process(target=ReplacingCheckpointIO().save_checkpoint, args=(late, path))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     assert torch.load(path) == {"step": 1}
     ReplacingCheckpointIO().save_checkpoint({"step": 2}, path)
     assert torch.load(path) == {"step": 2}
