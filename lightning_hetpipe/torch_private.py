@@ -44,6 +44,7 @@ __all__ = [
     "foreach_copy_",
     "graph_leaves",
     "graph_nodes",
+    "graph_start",
     "has_any_hooks",
     "has_global_hooks",
     "has_hooks",
@@ -57,6 +58,7 @@ __all__ = [
     "unseen_change",
     "version_counter",
     "viewed",
+    "without_checkpoint_hooks",
     "without_hooks",
 ]
 
@@ -257,9 +259,22 @@ def has_hooks(module: nn.Module) -> bool:
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """Within it, ``module`` itself has no hooks of a user's; those that are added are gone afterwards."""
+    with _without(module, _is_users):
+        yield
+
+
+@contextmanager
+def without_checkpoint_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it, ``module`` itself has no hooks by which Hugging Face lets checkpoints begin at frozen weights."""
+    with _without(module, _is_for_checkpoints):
+        yield
+
+
+@contextmanager
+def _without(module: nn.Module, is_meant: Callable[[Any], bool]) -> Iterator[None]:
     before = [(hooks, dict(hooks)) for hooks in _hooks(module)]
     for hooks, all_hooks in before:
-        for key in [key for key, hook in all_hooks.items() if _is_users(hook)]:
+        for key in [key for key, hook in all_hooks.items() if is_meant(hook)]:
             del hooks[key]
     try:
         yield
@@ -274,7 +289,11 @@ def _hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def _is_users(hook: Any) -> bool:
-    return not type(hook).__module__.startswith("torch.nn.utils")
+    return not type(hook).__module__.startswith("torch.nn.utils") and not _is_for_checkpoints(hook)
+
+
+def _is_for_checkpoints(hook: Any) -> bool:
+    return getattr(hook, "__name__", None) in ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 def contents(module: nn.Module) -> tuple[Any, ...]:
@@ -341,31 +360,18 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
         pending.extend(following for following, _ in node.next_functions)
 
 
-def graph_leaves(output: Tensor, boundaries: Mapping[Any, Sequence[Tensor]] | None = None) -> list[Tensor]:
-    """The leaves that the autograd graph of ``output`` reaches (autograd keeps them as ``AccumulateGrad.variable``).
+def graph_start(tensor: Tensor) -> Node | Tensor | None:
+    """Start of autograd's graph of ``tensor`` as it is now: its node, itself if it is a leaf, or None."""
+    return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
 
-    At a node of ``boundaries`` the search goes on at the tensors given for it instead.
-    """
-    leaves: list[Tensor] = []
-    seen: set[Any] = set()
-    starts = [output]
-    while starts:
-        start = starts.pop()
-        if start.grad_fn is None and start.requires_grad and not any(start is leaf for leaf in leaves):
-            leaves.append(start)
-        pending: list[Any] = [start.grad_fn] if start.grad_fn is not None else []
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if boundaries and node in boundaries:
-                starts.extend(boundaries[node])
-                continue
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-            pending.extend(following for following, _ in node.next_functions if following is not None)
-    return leaves
+
+def graph_leaves(starts: Iterable[Node | Tensor | None], barred: Iterable[Node | None] = ()) -> Iterator[Tensor]:
+    """The leaves that ``starts`` lead to on ways that pass no ``barred`` (``AccumulateGrad.variable`` has them)."""
+    starts = [*starts]
+    yield from (start for start in starts if isinstance(start, Tensor))
+    for node in graph_nodes((start for start in starts if not isinstance(start, Tensor)), barred):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
 
 
 def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues, Values
+from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
+from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, pytree
 
 VARIANTS = 8
@@ -67,6 +68,7 @@ class Captured:
         self._autocast = autocast
         self._example = (args, kwargs)
         self._variants: list[_Variant] = []
+        self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
         self.device = device_of(module)
         self._capture(args, kwargs)
@@ -83,7 +85,8 @@ class Captured:
                 " pad them to the same shapes, or let training_step itself run it, by naming the modules to pipeline"
                 " (module=[...])"
             )
-        self._capture(args, kwargs)
+        changing = (variant.changing_floats(args, kwargs) for _, variant in of_this_mode)
+        self._capture(args, kwargs, next(filter(None, changing), frozenset()))
         return self.value(args, kwargs)
 
     def changed(self, value: tuple[Any, ...]) -> str | None:
@@ -118,10 +121,11 @@ class Captured:
         mode = (self._module.training, torch.is_grad_enabled())
         return [(n, variant) for n, variant in enumerate(self._variants) if variant.mode == mode]
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], floats: frozenset[int] = frozenset()) -> None:
         again, gradients = bool(self._of_this_mode()), torch.is_grad_enabled()
-        graph, checks = self._decided(args, kwargs, again)
-        variant = _Variant(graph, args, kwargs, (self._module.training, gradients), checks)
+        floats = self._inputs(args, kwargs, again, floats)
+        graph, checks = self._decided(args, kwargs, again, floats)
+        variant = _Variant(graph, args, kwargs, (self._module.training, gradients), checks, floats)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
@@ -129,23 +133,36 @@ class Captured:
                 " same way in every minibatch"
             )
         if not self.layers:
-            self.layers = [Layer(part.name, GraphLayer(self.device), kind=part.kind) for part in found]
+            blocks = [self._module.get_submodule(part.block) for part in found]
+            self.layers = [
+                Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=is_checkpointed(block))
+                for part, block in zip(found, blocks, strict=True)
+            ]
             self._calls = [part.call for part in found]
-        for layer, part in zip(self.layers, found, strict=True):
-            held = graph_layer(layer)
-            tensors = self._tensors(part, graph)
-            if self._variants and not all(self._is_held(held, path, tensor) for path, tensor in tensors.items()):
-                raise SettingError(
-                    f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
-                    f" '{self._name}' in the same way in every minibatch"
-                )
-            if not self._variants:
-                held.take(tensors)
-            held.code.add_graph(part.graph, part.own, part.changes)
+        tensors = [self._tensors(part, graph) for part in found]
+        if not self._variants:
+            for layer, taken in zip(self.layers, tensors, strict=True):
+                graph_layer(layer).take(taken)
+        owns = [self._own(layer, taken) for layer, taken in zip(self.layers, tensors, strict=True)]
+        for layer, part, own in zip(self.layers, found, owns, strict=True):
+            graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
 
+    def _inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: frozenset[int]
+    ) -> frozenset[int]:
+        """Those of ``floats`` that may be inputs: by others it decides, or gives them where graphs take constants."""
+        found = frozenset[int]()
+        for number in sorted(floats - self._constants):
+            try:
+                self._decided(args, kwargs, images_vary, {number})
+                found |= {number}
+            except SettingError:
+                self._constants |= {number}
+        return found
+
     def _decided(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: Collection[int]
     ) -> tuple[fx.GraphModule, DataChecks]:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
@@ -159,7 +176,9 @@ class Captured:
                 self._autocast.opened(),
                 on_one_device(self._module, self.device),
             ):
-                graph, checks = graph_of(self._name, self._module, args, kwargs, decisions, images_vary=images_vary)
+                graph, checks = graph_of(
+                    self._name, self._module, args, kwargs, decisions, images_vary=images_vary, floats=floats
+                )
             found = checks.of(pytree.tree_leaves((args, kwargs)))
             if found == checks.answers:
                 return graph, checks
@@ -167,12 +186,18 @@ class Captured:
             known = found[: first + 1]
         raise decides(self._name, f" at {checks.lines[first]}")
 
-    def _is_held(self, layer: GraphLayer, path: str, tensor: Tensor) -> bool:
-        """Tell whether ``layer`` has ``tensor`` at ``path``; of a constant, each graph has its own copy."""
-        held = layer.held(path)
-        if held is None or held is tensor or path in self._live():
-            return held is tensor
-        return held.dtype == tensor.dtype and equal(held, tensor.to(held.device))
+    def _own(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[str | Tensor]:
+        """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
+        live, own = self._live(), list[str | Tensor]()
+        for path, tensor in tensors.items():
+            held = graph_layer(layer).held(path)
+            if path in live and held is not tensor:
+                raise SettingError(
+                    f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
+                    f" '{self._name}' in the same way in every minibatch"
+                )
+            own.append(path if held is tensor else tensor.detach())
+        return own
 
     def _live(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
@@ -231,6 +256,7 @@ class _Variant:
         kwargs: dict[str, Any],
         mode: tuple[bool, bool],
         checks: DataChecks,
+        floats: frozenset[int],
     ) -> None:
         self.mode = mode
         self.held: Values | None = None
@@ -239,6 +265,7 @@ class _Variant:
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
         self._checks = checks
+        self._floats = floats
         self._guards = getattr(graph, GRAPH_GUARDS, None)
         self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
 
@@ -249,8 +276,7 @@ class _Variant:
         leaves, spec = self._flat(args, kwargs)
         if spec != self._spec:
             return None
-        kinds = [_kind(leaf) for leaf in leaves]
-        if kinds != self._kinds:
+        if not self._others([_kind(leaf) for leaf in leaves]) <= self._floats:
             return None
         sizes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         if self._guards is not None and sizes not in self._fitted:
@@ -263,8 +289,25 @@ class _Variant:
             self._fitted[sizes] = None
         return leaves if self._checks.of(leaves) == self._checks.answers else None
 
+    def changing_floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
+        if set(kwargs) != set(self._keywords):
+            return frozenset()
+        leaves, spec = self._flat(args, kwargs)
+        others = self._others([_kind(leaf) for leaf in leaves]) if spec == self._spec else frozenset()
+        return others | self._floats if all(isinstance(leaves[number], float) for number in others) else frozenset()
+
+    def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
+        """The places of inputs of other ``kinds`` than this graph's; a number of another class has no place."""
+        pairs = enumerate(zip(kinds, self._kinds, strict=True))
+        return frozenset(n if _both_floats(one, other) else -1 for n, (one, other) in pairs if one != other)
+
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+
+
+def _both_floats(one: Any, other: Any) -> bool:
+    return one[0] is float and other[0] is float
 
 
 def _kind(leaf: Any) -> Any:

@@ -1,11 +1,14 @@
 """Finds out, on one step of an evaluation, which of the modules that it calls a pipeline can run.
 
-A call that a pipeline would not answer exactly as the module does is left to the module: nothing is refused here.
+A call that a pipeline would not answer exactly as the module does is left to the module: nothing is refused here. A
+module that cannot be captured is taken apart, as in training: the calls that it makes are tried instead.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,12 +20,14 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
+from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.torch_private import pytree, version_counter
 
@@ -34,9 +39,11 @@ class EvaluationWatch(Watch):
         root, names, generators: As :class:`Watch` takes them.
         batch: Names the batch, for its random numbers.
         known: The pieces of the training that goes on; then no others are looked for.
+        capture_timeout: Seconds after which nothing more is taken apart.
 
     Attributes:
         reasons: Why a pipeline cannot run the others, by their names.
+        apart: Modules that were taken apart, by their names.
     """
 
     def __init__(
@@ -46,12 +53,17 @@ class EvaluationWatch(Watch):
         generators: RandomGenerators,
         batch: str,
         known: Sequence[Piece] = (),
+        capture_timeout: float = CAPTURE_TIMEOUT,
     ) -> None:
         super().__init__(root, names, generators)
         self.reasons: dict[str, str] = {}
+        self.apart: dict[str, nn.Module] = {}
         self._batch = batch
         self._known = {piece.module: piece for piece in known}
         self._called: list[nn.Module] = []
+        self._capture_timeout = capture_timeout
+        self._apart_since: float | None = None
+        self._refused: set[type[nn.Module]] = set()
 
     def candidates(self) -> Iterator[tuple[str, nn.Module]]:
         modules = ((name, module) for name, module in self.root.named_modules() if module is not self.root)
@@ -71,7 +83,7 @@ class EvaluationWatch(Watch):
         if overlaps:  # it is left to user code, which may run it while stages run the other
             return call.run()
         with call.aside():
-            return self._try(self._known.get(module) or Piece.of(call.name, module), call.args, call.kwargs)
+            return self._try(self._known.get(module) or Piece.of(call.name, module), call)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._known:
@@ -80,8 +92,9 @@ class EvaluationWatch(Watch):
             return False
         return any(True for _ in module.parameters())
 
-    def _try(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _try(self, piece: Piece, call: ModuleCall) -> Any:
         """Run the module of ``piece`` as it is, then try whether its layers do the same one by one."""
+        args, kwargs = call.args, call.kwargs
         parts, buffers = list(piece.module.modules()), list(piece.module.buffers())
         counters = [_counter(buffer) for buffer in buffers]
         attributes = [attributes_with_contents(part) for part in parts]
@@ -90,6 +103,7 @@ class EvaluationWatch(Watch):
         frozen = FrozenValues(piece.module) if piece.captured is None else piece.captured.frozen
         with frozen.answers.noted(), frozen.noted():
             output = piece.run(self.generators, self._batch, args, kwargs)
+        apart = False
         try:
             if torch.is_grad_enabled():
                 raise SettingError("it is called with gradients")
@@ -97,11 +111,14 @@ class EvaluationWatch(Watch):
                 raise SettingError("it is in training mode")
             if counters != [_counter(buffer) for buffer in buffers]:
                 raise SettingError("it changes its buffers")
+            apart = self.names is None and not self._known and piece.needs_graph()
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
             if (opaque := opaque_in((args, kwargs))) is not None:
                 raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")
+            if type(piece.module) in self._refused or self._is_late():
+                raise SettingError("another one could not be captured, or there was no time left to try")
             if piece.module not in self._known:
                 _find_layers(piece, own_args, own_kwargs, frozen)
             value = piece.value(own_args, own_kwargs)
@@ -113,9 +130,38 @@ class EvaluationWatch(Watch):
                 piece.captured.take_equal(value)
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = str(error).strip() or type(error).__name__
+            if apart:
+                self._take_apart(call)
             return output
         self.pieces.append(piece)
         return handed_on
+
+    def _take_apart(self, call: ModuleCall) -> None:
+        """Try the calls that a module makes which cannot be captured, by running it again."""
+        outermost, before = self._apart_since is None, len(self.pieces)
+        if outermost:
+            self._apart_since = time.perf_counter()
+        self._refused.add(type(call.module))
+        self._called.remove(call.module)
+        self.apart[call.name] = call.module
+        # What it was given may not be as it was, and what it gives is of no use.
+        with (
+            own_state(ProcessState.seeded(0, 0, "capture")),
+            attributes_restored(call.module),
+            call.intercepting(),
+            suppress(Exception),
+        ):
+            call.run()
+        if outermost:
+            self._apart_since = None
+            inner = [name for name in self.reasons if name.startswith(f"{call.name}.")]
+            self.reasons = {name: why for name, why in self.reasons.items() if name not in inner}
+            if found := len(self.pieces) - before:
+                self.reasons[call.name] += f" ({found} of the modules in it {'do' if found > 1 else 'does'})"
+
+    def _is_late(self) -> bool:
+        """Tell whether the time for taking a module apart is over."""
+        return self._apart_since is not None and time.perf_counter() - self._apart_since > self._capture_timeout
 
     def _compare(self, piece: Piece, value: Any, output: Any) -> None:
         inputs: list[Value] = []

@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
 from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
@@ -39,6 +40,7 @@ def graph_of(
     decisions: Decisions | None = None,
     *,
     images_vary: bool = False,
+    floats: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
     """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
 
@@ -53,6 +55,7 @@ def graph_of(
         decisions: Answers what the module decides by values of its data; by default always False.
         images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
             for models that cut images into windows.
+        floats: The places, among its inputs, of numbers that may be others in other calls.
 
     Returns:
         The graph, and the part of it that computes what the module decides by.
@@ -61,6 +64,10 @@ def graph_of(
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
     decisions = decisions or Decisions((), SeenAnswers())
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
+    given = [torch.tensor(each, dtype=torch.float64) if n in floats else each for n, each in enumerate(leaves)]
+    args, kwargs = pytree.tree_unflatten(given, spec)
     if (unknown := unknown_in((args, kwargs))) is not None:
         raise SettingError(
             f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
@@ -72,7 +79,12 @@ def graph_of(
             shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     states = (random.getstate(), _numpy_state())
     try:
-        with _as_one_call(name, module, decisions), _left_alone(name, module), _silently():
+        with (
+            _as_one_call(name, module, decisions, floats),
+            without_checkpoints(module),
+            _left_alone(name, module),
+            _silently(),
+        ):
             dynamic = shapes.dynamic_shapes(module, (args, kwargs))
             graph = export(module, (args, kwargs), dynamic_shapes=dynamic, strict=False).module(check_guards=True)
     except SettingError:
@@ -85,6 +97,12 @@ def graph_of(
             " them with torch, or in training_step"
         )
     assert isinstance(graph, fx.GraphModule)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    for number in floats:
+        for user in list(inputs[number].users):
+            if user.target is torch.ops.aten.item.default:
+                user.replace_all_uses_with(inputs[number])
+                graph.graph.erase_node(user)
     try:
         return graph, DataChecks(graph, module, decisions)
     except Undecidable as error:
@@ -105,9 +123,12 @@ def _refusal(name: str, error: Exception) -> SettingError:
 
 def decides(name: str, where: str = "") -> SettingError:
     """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
+    way_out = "use torch.where, or decide in training_step, outside the pipelined module"
+    if "distribution.py:" in where:  # torch.distributions checks its arguments
+        way_out = "give the distribution validate_args=False, or make it in training_step"
     return SettingError(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
-        " for every minibatch; use torch.where, or decide in training_step, outside the pipelined module"
+        f" for every minibatch; {way_out}"
     )
 
 
@@ -141,7 +162,7 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_one_call(name: str, module: nn.Module, decisions: Decisions) -> Iterator[None]:
+def _as_one_call(name: str, module: nn.Module, decisions: Decisions, floats: Collection[int]) -> Iterator[None]:
     """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
 
     It gives what the pipeline hands on, and the tensors that it has decided by.
@@ -151,6 +172,10 @@ def _as_one_call(name: str, module: nn.Module, decisions: Decisions) -> Iterator
     before = held.get("forward")
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for number in floats:
+            leaves[number] = leaves[number].item()
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
         held["forward"] = forward
         try:
             with decisions:

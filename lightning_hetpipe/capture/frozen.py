@@ -94,36 +94,37 @@ class FrozenValues:
         self._seen: set[int] = set()
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._replaced = False  # a value that may hold others
+        self._stale = False  # what to watch is to be found anew
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the module itself runs, and what it may read is noted; not where somebody profiles this thread."""
-        if sys.getprofile() is not None:
+        """Within it the module itself runs, and what it may read is noted; not where somebody profiles this thread.
+
+        Others may be noted within.
+        """
+        outer = sys.getprofile()
+        if outer is not None and not isinstance(outer, _Called):
             yield
             return
-        # Functions of two files whose lines are the same have codes that are equal.
-        called: dict[tuple[CodeType, int], dict[str, Any]] = {}
-
-        def note(frame: FrameType, event: str, _: Any) -> None:
-            if event == "call":
-                called.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
-
-        collects = gc.isenabled()
+        called, collects = _Called(), gc.isenabled()
         gc.disable()  # what it calls is no part of forward: finalisers, and gc.callbacks that keep times
-        sys.setprofile(note)
+        sys.setprofile(called)
         try:
             yield
         finally:
-            sys.setprofile(None)
+            sys.setprofile(outer)
             if collects:
                 gc.enable()
+            if outer is not None:
+                outer.update(called)
             new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
-            if new or self._replaced:
-                self._called |= new
-                self._find()
+            self._stale |= bool(new) or self._replaced
+            self._called |= new
 
     def now(self) -> Values:
         """The values as they are; first of all, which ones are watched."""
+        if self._stale:
+            self._find()
         return [(self._sources,), *[source.read() for source in self._sources]]
 
     def changed(self, before: Values) -> str | None:
@@ -153,7 +154,7 @@ class FrozenValues:
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
         self._sources, self._seen = [], {id(part) for part in parts.values()}
-        self._replaced = False
+        self._replaced = self._stale = False
         codes = {id(code): code for code, _ in self._called}
         self._names = frozenset(name for code in codes.values() for name in _names(code))
         for globals_ in {id(names): names for names in self._called.values()}.values():
@@ -252,6 +253,17 @@ class FrozenValues:
         self._add(path, lambda: (*dict.__iter__(value), *items()) if kind is dict else items())
         followed = [item for item in items() if not isinstance(item, PLAIN)]
         self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
+
+
+class _Called(dict[tuple[CodeType, int], dict[str, Any]]):
+    """Functions that are called while this profiles: their codes, with their globals.
+
+    By both, as functions of two files whose lines are the same have codes that are equal.
+    """
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
 
 
 def _is_users(code: CodeType) -> bool:

@@ -28,12 +28,15 @@ class ModuleCall:
         args, kwargs: What its ``forward`` is given.
     """
 
-    def __init__(self, name: str, redirect: Redirect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, redirect: Redirect, calls: _Calls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.name = name
         self.module: nn.Module = redirect.owner
         self.args = args
         self.kwargs = kwargs
         self._redirect = redirect
+        self._calls = calls
 
     def aside(self) -> AbstractContextManager[None]:
         """Within it, the module has its own ``forward``."""
@@ -43,13 +46,22 @@ class ModuleCall:
         """Run the module's own ``forward``; modules that it calls are not intercepted."""
         return self._redirect.original(*self.args, **self.kwargs)
 
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        """Within it, calls of modules are intercepted, as they are outside of every call."""
+        self._calls.handling = False
+        try:
+            yield
+        finally:
+            self._calls.handling = True
+
 
 class Interceptor:
     """Hands calls of ``modules`` to ``handler``, until it is removed or its ``with`` block ends.
 
-    Only outermost calls are intercepted: what ``handler`` itself calls, in its own thread, runs as it is. Where it
-    returns ``NOT_TAKEN``, the module runs, and the modules that it calls are intercepted in turn. Any number of threads
-    may call modules at once.
+    Only outermost calls are intercepted: what ``handler`` itself calls, in its own thread, runs as it is, except within
+    :meth:`ModuleCall.intercepting`. Where it returns ``NOT_TAKEN``, the module runs, and the modules that it calls are
+    intercepted in turn. Any number of threads may call modules at once.
 
     Args:
         modules: Modules by their names; each of them once.
@@ -91,7 +103,7 @@ class Interceptor:
         if not self._calls.handling:
             self._calls.handling = True
             try:
-                output = self._handler(ModuleCall(name, redirect, args, kwargs))
+                output = self._handler(ModuleCall(name, redirect, self._calls, args, kwargs))
             finally:
                 self._calls.handling = False
             if output is not NOT_TAKEN:

@@ -24,6 +24,7 @@ class LayerFunction:
     Attributes:
         call: What its group is called.
         name: Its path in the LightningModule; the second layer of that path is marked with ":2".
+        block: The path in the captured module.
         kind: The class of the module at that path.
         own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
         changes: Those of them that it changes in place.
@@ -32,6 +33,7 @@ class LayerFunction:
 
     call: str | None
     name: str
+    block: str
     kind: str
     own: Sequence[str]
     changes: Sequence[str]
@@ -86,6 +88,7 @@ def parts(
             LayerFunction(
                 group.call,
                 path if names[path] == 1 else f"{path}:{names[path]}",
+                group.block,
                 kind,
                 maker.own,
                 list(changed_buffers(group.nodes)),

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import refuse_scripted
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.values import tensors_of
-from lightning_hetpipe.torch_private import graph_leaves
+from lightning_hetpipe.torch_private import graph_leaves, graph_start
 
 
-def refuse_leaves(
-    root: nn.Module, allowed: Collection[int], loss: Tensor, boundaries: Mapping[Any, Sequence[Tensor]] | None = None
-) -> None:
+def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_inside: bool = False) -> None:
     """Refuses a leaf that ``loss`` reaches, in ``root`` or not, whose gradient would be of another version or lost.
 
     Args:
         root: The LightningModule, which names parameters.
         allowed: Leaves, by ``id``.
         loss: What is differentiated.
-        boundaries: Nodes of the graph where pieces gave their outputs. The search goes on at what each piece was given.
+        made_inside: Whether modules that run as user code make leaves, whose gradients nobody wants, themselves.
 
     Raises:
         SettingError: which names the parameter.
     """
-    reached = next((leaf for leaf in graph_leaves(loss, boundaries) if id(leaf) not in allowed), None)
+    leaves = (leaf for leaf in graph_leaves([graph_start(loss)]) if id(leaf) not in allowed)
+    reached = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or not made_inside), None)
     if reached is None:
         return
     name = next((name for name, parameter in root.named_parameters() if parameter is reached), None)
@@ -47,22 +44,15 @@ def refuse_leaves(
     )
 
 
-def refuse_foreign_leaves(
-    layer: str, root: nn.Module, output: Any, given: Sequence[Tensor], own: Collection[nn.Parameter]
-) -> None:
-    """Refuses a leaf from which ``layer`` has computed ``output``, and which is none of ``given`` and its ``own``.
+def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
+    """Refuses ``leaf``, from which ``layer`` has computed its output, and which is none of its inputs and weights.
 
     Raises:
-        SettingError: which names it, if it is a parameter of ``root``.
+        SettingError: which names the leaf, if it is a parameter of ``root``.
     """
-    known = {id(tensor) for tensor in (*given, *own)}
-    ends: dict[Any, Sequence[Tensor]] = {tensor.grad_fn: () for tensor in given if tensor.grad_fn is not None}
-    leaves = (leaf for tensor in tensors_of(output) for leaf in graph_leaves(tensor, ends))
-    if (other := next((leaf for leaf in leaves if id(leaf) not in known), None)) is None:
-        return
-    found = next((f"the parameter '{name}'" for name, parameter in root.named_parameters() if parameter is other), None)
+    found = next((f"the parameter '{name}'" for name, parameter in root.named_parameters() if parameter is leaf), None)
     what = found or (
-        f"a tensor of shape {tuple(other.shape)} that requires a gradient (as with torch.func.functional_call)"
+        f"a tensor of shape {tuple(leaf.shape)} that requires a gradient (as with torch.func.functional_call)"
     )
     raise SettingError(
         f"layer '{layer}' computes with {what}, which is not its own, so that its stage would neither follow nor train"

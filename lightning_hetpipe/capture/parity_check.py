@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
@@ -32,23 +32,6 @@ IN_VAIN = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
-@dataclass(frozen=True)
-class WatchedCall:
-    """The watched call of a piece.
-
-    Attributes:
-        given: What it was given: (args, kwargs).
-        buffers: Copies of its buffers from before.
-        gave: What it gave.
-        frozen: What it may have read of Python outside itself.
-    """
-
-    given: Value
-    buffers: dict[str, Tensor]
-    gave: Value
-    frozen: FrozenValues
-
-
 def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int) -> None:
     """Give ``piece`` its layers, and the input of each of them in each of the watched ``calls``.
 
@@ -62,13 +45,15 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
             piece.layers = piece.captured.layers
         value = piece.value(args, kwargs)
         found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
-        if not equal_outputs(found, call.gave):
+        piece.inputs.append(inputs)
+        if call.was_changed:  # what it was given or gave is not there any more: the next minibatch compares them
+            continue
+        if call.gave is None or not equal_outputs(found, call.gave):
             raise SettingError(
                 f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so"
                 " that the module depends on something that the graph does not see, such as an attribute that forward"
                 " reads and others set; make it a buffer or an argument, or call the module's parts from training_step"
             )
-        piece.inputs.append(inputs)
         piece.captured.take_equal(value)
 
 
@@ -103,7 +88,11 @@ def compare(
         def run() -> tuple[Value, Way]:
             args, kwargs = inputs.tree(inputs.leaves(captured.device))
             try:
-                with generators.watch({piece.name: module}, minibatch, call), captured.frozen.noted():
+                with (
+                    generators.watch({piece.name: module}, minibatch, call),
+                    captured.frozen.noted(),
+                    without_checkpoints(module),
+                ):
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
                 with torch.no_grad():

@@ -1,35 +1,39 @@
-"""Finds the pieces of a LightningModule and their layers, by watching one ordinary step of the user's.
+"""Watches one ordinary step of the user's, to find the pieces of a LightningModule and their layers.
 
-The watched step runs as it would without us, so nothing is guessed: which modules are called, in which order, with what
-inputs, whether a layer changes its input in place, and what no stage could do as it does.
+The watched step runs once, and as it would without us, so nothing is guessed: which modules are called, in which order
+and by which others, with what inputs, whether a layer changes its input in place, and what no stage could do as it
+does. What follows from that is decided when the step is over.
 """
 
 from __future__ import annotations
 
-import random
-import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
-from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_compiled, refuse_scripted
+from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
+from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
-from lightning_hetpipe.capture.leaves import refuse_foreign_leaves, refuse_leaves
-from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
-from lightning_hetpipe.capture.parity_check import WatchedCall, capture
-from lightning_hetpipe.capture.pieces import Piece, class_of, never_called, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
+from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
+from lightning_hetpipe.capture.opaque_containers import without_opaque
+from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
+from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
-from lightning_hetpipe.pipeline.values import Value, blocks, equal, tensors_of
-from lightning_hetpipe.torch_private import behind_compile, graph_nodes, has_global_hooks, version_counter
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
+from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
 
 
 class Watch:
@@ -68,13 +72,20 @@ class Watch:
 
 
 class TrainingWatch(Watch):
-    """Watches one ``training_step``, and refuses what cannot be pipelined.
+    """Watches one ``training_step``, and finds the pieces that a pipeline can run.
+
+    Modules that were named are pieces, or refused. Otherwise these are the outermost calls that can be captured: of a
+    module that cannot be, those that its ``forward`` makes, while its own code runs as user code.
 
     Args:
         root, names, generators: As :class:`Watch` takes them.
         minibatch: The number of the watched minibatch.
         frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
             named one always is.)
+        capture_timeout: Seconds after which nothing more is taken apart.
+
+    Attributes:
+        apart: What was taken apart, once :meth:`check` was called; None if nothing was.
     """
 
     def __init__(
@@ -84,21 +95,32 @@ class TrainingWatch(Watch):
         generators: RandomGenerators,
         minibatch: int,
         frozen_too: bool = False,
+        capture_timeout: float = CAPTURE_TIMEOUT,
     ) -> None:
         super().__init__(root, names, generators)
+        self.apart: TakenApart | None = None
         self._minibatch = minibatch
         self._frozen_too = frozen_too
-        self._boundaries: dict[Any, list[Tensor]] = {}
-        self._calls: dict[str, list[WatchedCall]] = {}
+        self._capture_timeout = capture_timeout
+        self._calls: list[CallNode] = []
+        self._open: list[CallNode] = []
+        self._thread = 0
+        self._observing = 0.0
         self._counters: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
+        self._made_inside: set[int] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         self._counters = {name: version_counter(weight) for name, weight in self.root.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
+        self._copies = {id(buffer): self._buffers[name] for name, buffer in self.root.named_buffers()}
+        self._thread = threading.get_ident()
         with super().watching():
+            began = time.perf_counter()
             yield
+            self._seconds = time.perf_counter() - began - self._observing
 
     def candidates(self) -> Iterator[tuple[str, nn.Module]]:
         left_out: set[nn.Module] = {self.root}
@@ -109,11 +131,11 @@ class TrainingWatch(Watch):
         return ((name, module) for name, module in self.root.named_modules() if module not in left_out)
 
     def check(self, loss: Tensor) -> None:
-        """Refuses what cannot be pipelined, after the watched step has given ``loss``."""
-        called = [piece.name for piece in self.pieces]
+        """Finds the pieces, after the watched step has given ``loss``; refuses what cannot be pipelined."""
+        called = [call.piece.name for call in self._calls]
         if missing := [name for name in self.names or () if name not in called]:
             raise never_called(self.names or (), missing[0])
-        if not any(p.requires_grad for piece in self.pieces for p in piece.module.parameters()):
+        if not any(p.requires_grad for call in self._calls for p in call.piece.module.parameters()):
             asked = f" (of module={list(self.names)!r})" if self.names else ""
             raise SettingError(
                 f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
@@ -121,11 +143,15 @@ class TrainingWatch(Watch):
         for name, weight in self.root.named_parameters():
             if version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
-        refuse_leaves(self.root, {id(parameter) for parameter in self.root.parameters()}, loss, self._boundaries)
-        self._boundaries.clear()
-        for piece in self.pieces:
-            if (calls := self._calls.pop(piece.name, None)) is not None:
-                capture(piece, calls, self.generators, self._minibatch)
+        refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
+        self._made_inside.clear()
+        search = PieceSearch(self._calls, self.generators, self._minibatch, self._capture_timeout)
+        with own_state(ProcessState.seeded(0, 0, "capture")):
+            self.pieces = search.pieces(whole=self.names is not None)
+        self.called = search.called()
+        self.apart = search.taken_apart(self._seconds)
+        self._calls.clear()
+        self._copies.clear()
 
     def changed_buffers(self) -> set[int]:
         """The ``id`` of each buffer that the watched step has changed."""
@@ -135,153 +161,137 @@ class TrainingWatch(Watch):
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
+        if self._open:
+            # Several threads of a module's could make calls at once, which would be in no order.
+            if threading.get_ident() != self._thread or not self._has_work(module):
+                return NOT_TAKEN
+            return self._run(call)
         if not self._is_wanted(name, module):
             return NOT_TAKEN
-        place = next((place for place, piece in enumerate(self.pieces) if piece.module is module), len(self.pieces))
-        if place == len(self.pieces):
-            self._add(name, module)
-        piece, ordinal = self.pieces[place], self.called.count(place)
-        self.called.append(place)
-        if piece.needs_graph():
-            return self._run_whole(piece, (call.args, call.kwargs), ordinal)
-        return self._run_layers(piece, piece.value(call.args, call.kwargs), ordinal)
-
-    def _add(self, name: str, module: nn.Module) -> None:
-        if (part := next((piece for piece in self.pieces if piece.module in module.modules()), None)) is not None:
-            raise SettingError(
-                f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the whole,"
-                " or its parts"
-            )
-        refuse_scripted(name, module)
-        self.pieces.append(Piece.of(name, module))
+        if all(each.piece.module is not module for each in self._calls):
+            pieces = [each.piece for each in self._calls]
+            if (part := next((piece for piece in pieces if piece.module in module.modules()), None)) is not None:
+                raise SettingError(
+                    f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the"
+                    " whole, or its parts"
+                )
+            refuse_scripted(name, module)
+        _refuse_global_hooks()
+        return self._run(call)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self.names is not None:
             return name in self.names
-        if any(module is not piece.module and module in piece.module.modules() for piece in self.pieces):
+        if any(module is not each.piece.module and module in each.piece.module.modules() for each in self._calls):
             return False  # if the loss depends on it so, it is refused as used beside the piece
+        return self._has_work(module)
+
+    def _has_work(self, module: nn.Module) -> bool:
         return any(p.requires_grad or self._frozen_too for p in module.parameters())
 
-    def _run_whole(self, piece: Piece, given: tuple[tuple[Any, ...], dict[str, Any]], ordinal: int) -> Any:
-        """Runs a module of which stages will run a graph."""
-        _refuse_global_hooks()
-        _refuse_opaque(f"the pipelined module '{piece.name}' is given", given)
-        name, module = piece.name, piece.module
-        buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
+    def _run(self, call: ModuleCall) -> Any:
+        """Run the module that is called, once and as it is, and note what the call shows."""
+        began, before = _now(), self._observing
+        earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
+        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module))
+        (self._open[-1].inner if self._open else self._calls).append(node)
+        self._open.append(node)
+        try:
+            if node.piece.needs_graph():
+                return self._run_whole(node, call, earlier)
+            return self._run_layers(node, call, len(earlier))
+        finally:
+            self._open.pop()
+            self._observing = before + _now() - began - node.seconds
 
-        def call(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            args, kwargs = given
-            return module.forward(*args, **kwargs)  # not through __call__, whose hooks are running already
+    def _run_whole(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
+        """Run a module of which stages may run a graph, after ``earlier`` calls of it."""
+        name, module, given = call.name, call.module, (call.args, call.kwargs)
+        before = [each.graph.frozen for each in earlier if each.graph is not None]
+        frozen, observation = before[0] if before else FrozenValues(module), Observation(name, module, given)
+        graph = node.graph = WatchedCall(Value.of(given), self._copied(module), frozen)
+        with ExitStack() as stack:
+            run = call.run  # in the generators of the outermost call
+            if len(self._open) == 1:
+                stack.enter_context(call.aside())
+                stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
+                stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
+                run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
+            stack.enter_context(frozen.answers.noted())
+            stack.enter_context(frozen.noted())
+            output = self._timed(node, call, run)
+        if len(self._open) == 1:
+            output = without_opaque(name, output)
+        observation.end(output)
+        graph.end(Value.of(output))
+        for path, buffer in module.named_buffers():
+            if path not in graph.buffers or graph.buffers[path].shape != buffer.shape:
+                graph.buffers[path] = buffer.clone()  # it is made in the first forward
+        node.check(partial(refuse_opaque, f"the pipelined module '{name}' is given", given))
+        node.check(partial(observation.check, self.root))
+        if observation.mutates:
+            node.refusal = node.refusal or changes_input(name, name)
+        node.check(observation.refuse_custom_function)
+        if self.names is not None and node.refusal is not None:
+            raise node.refusal
+        self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
+        return output
 
-        calls = self._calls.setdefault(name, [])
-        frozen = calls[0].frozen if calls else FrozenValues(module)
-        with (
-            self.generators.watch({name: module}, self._minibatch, ordinal),
-            frozen.answers.noted(),
-            frozen.noted(),
-        ):
-            output, layer = _run_observed(self.root, name, module, call, given, is_graph=True)
-        if layer.mutates_input:
-            raise _changes_input(name, name)
-        if (function := _custom_function(tensors_of(output), tensors_of(given))) is not None:
-            raise SettingError(
-                f"'{name}' has a backward pass of its own, the torch.autograd.Function {function}, which torch.export"
-                " does not keep; write it with torch's operators, or call it in training_step between two modules"
-            )
-        calls.append(WatchedCall(Value.of(given), buffers, Value.of(output), frozen))
-        return self._joined(tensors_of(given), output)
-
-    def _run_layers(self, piece: Piece, value: Any, ordinal: int) -> Any:
-        _refuse_global_hooks()
-        _refuse_opaque(f"the pipelined module '{piece.name}' is given", value)
-        given = tensors_of(value)
-        before = [version_counter(tensor) for tensor in given]
-        found, inputs, layers = piece.modules_of_layers(), list[Value](), list[Layer]()
-        with self.generators.watch(dict(found), self._minibatch, ordinal) as calls:
+    def _run_layers(self, node: CallNode, call: ModuleCall, ordinal: int) -> Any:
+        """Run a module whose layers can be seen without a graph, layer by layer; it has been called so often before."""
+        piece, value = node.piece, node.piece.value(call.args, call.kwargs)
+        node.check(partial(refuse_opaque, f"the pipelined module '{piece.name}' is given", value))
+        found, given, outermost = piece.modules_of_layers(), tensors_of(value), len(self._open) == 1
+        before, inputs, layers = [version_counter(tensor) for tensor in given], list[Value](), list[Layer]()
+        watch: Any = nullcontext(dict(found))
+        if outermost:
+            watch = self.generators.watch(dict(found), self._minibatch, ordinal)
+        with watch as calls:
             for name, module in found:
-                refuse_compiled(name, module)
+                if outermost and node.refusal is not None:
+                    raise node.refusal
                 inputs.append(Value.of(value))
-                value, layer = _run_observed(self.root, name, module, calls[name], value)
-                layers.append(layer)
+                observation = Observation(name, module, value)
+                value = self._timed(node, call, partial(calls[name], value))
+                observation.end(value)
+                node.check(partial(_add_layer, layers, observation, self.root))
                 if before != [version_counter(tensor) for tensor in given]:
-                    raise _changes_input(name, piece.name)
-        piece.inputs.append(inputs)
-        piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
-        return self._joined(given, value)
+                    node.refusal = node.refusal or changes_input(name, piece.name)
+        if outermost and node.refusal is not None:
+            raise node.refusal
+        if node.refusal is None:
+            piece.inputs.append(inputs)
+            piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
+        return value
 
-    def _joined(self, given: list[Tensor], output: Any) -> Any:
-        """``output``, behind a boundary in the graph where a search for leaves goes on at ``given``."""
-        value = Value.of(output)
-        outputs = tensors_of(output)
-        joined = {id(tensor): tensor for tensor in outputs if tensor.requires_grad}
-        if not joined or not torch.is_grad_enabled():
-            return output
-        join: Any = _WatchedBoundary.apply  # torch has no types here
-        joined = dict(zip(joined, join(*joined.values()), strict=True))
-        self._boundaries[next(iter(joined.values())).grad_fn] = given
-        return value.tree([joined.get(id(tensor), tensor) for tensor in outputs])
+    def _timed(self, node: CallNode, call: ModuleCall, run: Callable[[], Any]) -> Any:
+        """Call ``run``, with the calls of modules in it intercepted unless ``node`` is a single layer or was named."""
+        began, before = _now(), self._observing
+        try:
+            if self.names is not None or node.piece.single is not None:
+                return run()
+            with call.intercepting():
+                return run()
+        finally:
+            node.seconds += _now() - began - (self._observing - before)
 
-
-class _WatchedBoundary(torch.autograd.Function):
-    """The identity: the user's graph ends here in the watched step as it will in the pipeline."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
+    def _copied(self, module: nn.Module) -> dict[str, Tensor]:
+        """Copies of the buffers of ``module`` as they are now: earlier ones, where these have not changed since."""
+        for buffer in module.buffers():
+            if id(buffer) not in self._copies or not equal(self._copies[id(buffer)], buffer):
+                self._copies[id(buffer)] = buffer.clone()
+        return {path: self._copies[id(buffer)] for path, buffer in module.named_buffers()}
 
 
-def _run_observed(
-    root: nn.Module, name: str, module: nn.Module, call: Callable[..., Any], value: Any, is_graph: bool = False
-) -> tuple[Any, Layer]:
-    """Runs a layer, tells what it did, and refuses what its copies in stages could not do as it does.
-
-    Whether a graph may stand for a module that sets attributes is seen when it is captured.
-    """
-    refuse_hooks(name, module)
-    if owner := next((part for part in module.modules() if _holds_generator(part)), None):
-        raise SettingError(
-            f"layer '{name}' keeps a random generator of its own (in {type(owner).__name__}), which the copies of the"
-            " layer would not share; draw without it, then every minibatch has its own random numbers"
-        )
-    given, parameters, parts = tensors_of(value), list(module.parameters()), list(module.modules())
-    before = [version_counter(tensor) for tensor in given]
-    weights = [version_counter(parameter) for parameter in parameters]
-    attributes = [attributes_with_contents(part) for part in parts]
-    output = call(value)
-    refuse_foreign_leaves(name, root, output, given, parameters)
-    if weights != [version_counter(parameter) for parameter in parameters]:
-        raise SettingError(
-            f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only its"
-            " copies would see; change them in a callback, after the optimizer's step"
-        )
-    if is_graph:
-        output = without_opaque(name, output)
-    else:
-        for part, earlier in zip(parts, attributes, strict=True):
-            refuse_changes(name, part, earlier)
-        _refuse_opaque(f"layer '{name}' gives", output)
-    mutates = before != [version_counter(tensor) for tensor in given]
-    aliases = not blocks(given).keys().isdisjoint(blocks(tensors_of(output)))
-    return output, Layer(name, module, mutates, aliases, class_of(module))
+def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module) -> None:
+    layers.append(observation.layer(root))
 
 
-def _custom_function(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
-    """Name a ``torch.autograd.Function`` between ``inputs`` and ``outputs``; None if there is none."""
-    nodes: Iterator[Any] = graph_nodes([tensor.grad_fn for tensor in outputs], [tensor.grad_fn for tensor in inputs])
-    found = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
-    return None if found is None else type(found).__name__.removesuffix("Backward")
-
-
-def _changes_input(layer: str, piece: str) -> SettingError:
-    return SettingError(
-        f"layer '{layer}' changes the input of the pipelined module '{piece}' in place, which training_step could not"
-        " see; make it work out of place (inplace=False)"
-    )
+def _now() -> float:
+    """Seconds of a clock, once all that was started has been computed."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _refuse_global_hooks() -> None:
@@ -290,18 +300,3 @@ def _refuse_global_hooks() -> None:
             "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
             " the same time as other user code; remove it before fit"
         )
-
-
-def _refuse_opaque(what: str, value: Any) -> None:
-    if (opaque := opaque_in(value)) is not None:
-        raise SettingError(
-            f"{what} a {type(opaque).__name__} that holds tensors, whose gradients would be lost on the way through"
-            " the pipeline; put tensors into tuples, lists, dicts or plain dataclasses"
-        )
-
-
-def _holds_generator(module: nn.Module) -> bool:
-    kinds = [torch.Generator, random.Random]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kinds += [numpy.random.Generator, numpy.random.RandomState]
-    return any(isinstance(value, tuple(kinds)) for value in vars(module).values())

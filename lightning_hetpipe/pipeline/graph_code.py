@@ -80,7 +80,7 @@ def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
         "changes": [own_path(name) for name in sorted(module.code.changes)],
         "variants": [
             {
-                "own": [own_path(name) for name in own],
+                "own": [own_path(name) if isinstance(name, str) else name for name in own],
                 "graph": _graph(graph.module),
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,

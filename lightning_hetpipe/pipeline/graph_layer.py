@@ -78,13 +78,14 @@ class Code:
     """Code that a layer and its copies run.
 
     Attributes:
-        variants: For each variant of the graph the function, and the names of the layer's tensors that it takes.
+        variants: For each variant of the graph the function, and the names of the layer's tensors that it takes; a
+            constant that only this variant has is there itself.
         changes: The names of the buffers that one of them changes in place.
         graphs: What each variant computes, where that is a graph.
     """
 
     def __init__(self) -> None:
-        self.variants: list[tuple[Run, Sequence[str]]] = []
+        self.variants: list[tuple[Run, Sequence[str | Tensor]]] = []
         self.changes: set[str] = set()
         self.graphs: list[LayerGraph] = []
 
@@ -93,14 +94,14 @@ class Code:
         self.changes.clear()
         self.graphs.clear()
 
-    def add_graph(self, graph: LayerGraph, own: Sequence[str], changes: Sequence[str]) -> None:
-        """Adds a variant; paths are those in the captured module."""
+    def add_graph(self, graph: LayerGraph, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
+        """Adds a variant; paths are those in the captured module, and a tensor is a constant."""
         self.graphs.append(graph)
         self.add(graph.run(), own, changes)
 
-    def add(self, run: Run, own: Sequence[str], changes: Sequence[str]) -> None:
+    def add(self, run: Run, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
         """Adds one that is a function."""
-        self.variants.append((run, [own_name(path) for path in own]))
+        self.variants.append((run, [own_name(each) if isinstance(each, str) else each for each in own]))
         self.changes.update(own_name(path) for path in changes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -140,7 +141,8 @@ class GraphLayer(nn.Module):
         if not torch.compiler.is_dynamo_compiling():  # whoever runs compiled code has seen to it
             _here.device = self.device
         run, names = self.code.variants[variant]
-        return run(variant, self.device, *(getattr(self, name) for name in names), *given)
+        own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
+        return run(variant, self.device, *own, *given)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here

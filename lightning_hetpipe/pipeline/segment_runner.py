@@ -67,6 +67,7 @@ class SegmentRunner:
     ) -> None:
         self.layers = list(layers)
         copies = list(stash.layers[start : start + len(layers)])
+        self._recompute = settings.recompute or any(layer.recompute for layer in layers)
         self.buffers = Buffers(copies, settings.in_flight, device)
         self.computed = Computed(settings.in_flight)
         self._parameters = list(nn.ModuleList(copies).parameters())
@@ -110,7 +111,7 @@ class SegmentRunner:
         self._stash.bind(task.version)
         inputs = task.value.leaves(self._device)
         self.buffers.before_forward(number, self._places, task.call)
-        again = self._settings.recompute and not task.last  # else its backward follows at once: nothing is gained
+        again = self._recompute and not task.last  # else its backward follows at once: nothing is gained
         buffers = self.buffers.copied(number) if again else ()
         kept = self.counter.known(inputs)
         if kept is not None:

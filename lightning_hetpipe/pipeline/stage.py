@@ -51,6 +51,7 @@ class Layer:
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
         aliases_input: Whether its output shares memory with its input, as a view does.
         kind: What it is, for people; by default its class.
+        recompute: Whether stages with it keep only the inputs of forwards, and compute these again for the backward.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Layer:
     mutates_input: bool = False
     aliases_input: bool = False
     kind: str = ""
+    recompute: bool = False
 
     def joined(self, other: Layer) -> Layer:
         """The same layer, as this and another call of it were seen to treat their inputs."""

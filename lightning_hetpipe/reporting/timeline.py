@@ -116,10 +116,11 @@ class Timeline:
 
     def waits(self, stage: int) -> Iterator[Span]:
         """The time between what ``stage`` computed, as spans whose work is IDLE or TURN, before the minibatch named."""
+        turns = next((span.row for span in self.spans if span.work == LOSS), self.stages - 1)
         for before, after in pairwise(self.row(stage)):
             if before.end < after.start:
                 turn = before.work in (FORWARD, LOSS) and after.work in (LOSS, BACKWARD)
-                turn = turn and stage == self.stages - 1 and before.minibatch == after.minibatch
+                turn = turn and stage == turns and before.minibatch == after.minibatch
                 yield Span(stage, TURN if turn else IDLE, after.minibatch, before.end, after.start)
 
     def utilisation(self, stage: int, start: float, end: float) -> float:

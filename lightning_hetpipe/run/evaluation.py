@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
@@ -45,6 +46,7 @@ class Evaluation:
     Attributes:
         pieces: What a pipeline may run, once it is known.
         layout: The stages that they lie on.
+        parts: Modules around these pieces that were taken apart, and run as user code.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Evaluation:
         self.pieces: Sequence[Piece] = ()
         self.layout: Layout | None = None
         self.in_flight = 1
+        self.parts: Sequence[nn.Module] = ()
         self._run: EvaluationRun | None = None
         self._redirects: list[Redirect] = []
         self._warned: set[str] = set()

@@ -28,6 +28,7 @@ from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSecti
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
+from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.lifecycle import Extension
@@ -87,11 +88,18 @@ class EvaluationRun:
                 output = self._driver.step_inline(1, native, args)
             else:
                 watch = EvaluationWatch(
-                    evaluation.module, evaluation.names, evaluation.generators, self._tag(1), pieces
+                    evaluation.module,
+                    evaluation.names,
+                    evaluation.generators,
+                    self._tag(1),
+                    pieces,
+                    evaluation.settings.capture_timeout,
                 )
                 with watch.watching():
                     output = self._driver.step_inline(1, native, args)
                 pieces = watch.pieces
+                if watch.apart:
+                    evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
                 evaluation.warn(watch.reasons)
         waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
@@ -172,7 +180,8 @@ class EvaluationRun:
             UnchangedWeights(evaluation.pieces),
             RandomStates(self._state),
             Replay(evaluation.module, partial(evaluation.context, self._hook)),
-            Attributes(evaluation.module, evaluation.in_flight, 1),  # after the stand-ins of Replay, which all see
+            # After the stand-ins of Replay, which all see.
+            *[Attributes(part, evaluation.in_flight, 1) for part in (evaluation.module, *evaluation.parts)],
         )
         self._driver.start(evaluator)
 

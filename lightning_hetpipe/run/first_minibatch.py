@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +15,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import look_through
+from lightning_hetpipe.capture.piece_search import TakenApart
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
+from lightning_hetpipe.run.single_stage import SingleStage
 from lightning_hetpipe.run.staleness_warning import check_staleness
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
@@ -64,16 +68,22 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[[Sequence[Piece], Sequence[int], Decision, int, OutsideParameters, set[int]], None]
+Begin = Callable[
+    [Sequence[Piece], Sequence[int], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None
+]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, which of them ``training_step`` calls in which order, the decision on stages, Nm,
-what the module has besides the pieces, and the ``id`` of each live buffer that forwards change.
+Called with the pieces that it runs, which of them ``training_step`` calls in which order, the modules that were taken
+apart, the decision on stages, Nm, what the module has besides the pieces, and the ``id`` of each live buffer that
+forwards change.
 """
 
 
 class FirstMinibatch(Extension):
-    """Watches the first minibatch of a fit in Lightning's own thread; once its gradients are there, calls ``begin``."""
+    """Watches the first minibatch of a fit in Lightning's own thread; once its gradients are there, calls ``begin``.
+
+    Where hand-overs would eat the gain of a pipeline, ``stay`` is called instead: all minibatches run as the first one.
+    """
 
     def __init__(
         self,
@@ -85,6 +95,7 @@ class FirstMinibatch(Extension):
         user_step: UserStep,
         synchroniser: Synchroniser | None,
         begin: Begin,
+        stay: Callable[[], SingleStage],
     ) -> None:
         callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
         module: L.LightningModule = trainer.lightning_module
@@ -97,17 +108,26 @@ class FirstMinibatch(Extension):
         self._user_step = user_step
         self._synchroniser = synchroniser
         self._begin = begin
+        self._stay = stay
+        self._single: SingleStage | None = None
         self._names = named_pieces(module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._compiled = look_through(module, stages_compile=settings.compile is not None)
         self._watched: tuple[TrainingWatch, OutsideParameters] | None = None
+        self._apart: TakenApart | None = None
         self._asked: str | None = None  # of the other virtual workers
         self._samples = 1
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
-        watch = TrainingWatch(self._module, self._names, self._generators, minibatch, frozen_too=self._finetuned)
+        if self._single is not None:
+            with self._own_random_numbers(minibatch), self._single.inline_step(minibatch):
+                yield
+            return
+        watch = TrainingWatch(
+            self._module, self._names, self._generators, minibatch, self._finetuned, settings.capture_timeout
+        )
         self._watched = watch, OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         if settings.first_memory is not None:
@@ -118,23 +138,57 @@ class FirstMinibatch(Extension):
         self._asked = settings.asked()
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
+        if self._single is not None:
+            self._single.inline_output(minibatch, args, output)
+            return
         assert self._watched is not None
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
             self._watched[0].check(loss)
+        if (apart := self._watched[0].apart) is not None:
+            rank_zero_info(apart.explanation())
+            if apart.timed_out:
+                warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
         self._samples = batch_size(args[0] if args else None)
 
     @contextmanager
     def inline_backward(self, minibatch: int) -> Iterator[None]:
+        if self._single is not None:
+            with self._single.inline_backward(minibatch):
+                yield
+            return
         assert self._watched is not None
         watch, outside = self._watched
         self._watched = None
         with noting_where():
             yield
-            decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
-            self._begin(watch.pieces, watch.called, decision, in_flight, outside, watch.changed_buffers())
+            self._go_on(watch, outside)
+
+    def _go_on(self, watch: TrainingWatch, outside: OutsideParameters) -> None:
+        """Begin the pipeline for what ``watch`` has found, unless it is not worth it."""
+        self._apart = watch.apart
+        decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
+        if self._single is None:
+            apart = {} if watch.apart is None else watch.apart.modules
+            self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
+
+    def _is_in_vain(self, pieces: Sequence[Piece], decision: Decision) -> bool:
+        """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
+
+        Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
+        """
+        if self._apart is None or (why := without_gain(self._apart, pieces, decision)) is None:
+            return False
+        asked = (self._settings.stages, self._settings.in_flight) != ("auto", "auto")
+        if asked or self._synchroniser is not None or decision.emulated:
+            rank_zero_info(f"HetPipe: {why}, so that a pipeline is hardly worth it; leave stages and in_flight out")
+            return False
+        rank_zero_info(f"HetPipe: one stage, as {why}; set stages for a pipeline all the same")
+        return True
 
     def closed(self) -> None:
+        if self._single is not None:
+            self._single.closed()
         for redirect in self._compiled:
             redirect.remove()
 
@@ -142,6 +196,8 @@ class FirstMinibatch(Extension):
         self, pieces: Sequence[Piece], called: Sequence[int], synchroniser: Synchroniser | None
     ) -> tuple[Decision, int]:
         """Decide what is to be run, and on the Nm that all virtual workers agree on.
+
+        Where a pipeline is not worth it, all other minibatches run as this one.
 
         Args:
             pieces: What is to be divided into stages.
@@ -155,6 +211,9 @@ class FirstMinibatch(Extension):
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         assert settings.decide is not None
         decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
+        if self._is_in_vain(pieces, decision):
+            self._single = self._stay()
+            return decision, 1
         in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
         if self._asked is not None and in_flight > 1:
@@ -164,6 +223,11 @@ class FirstMinibatch(Extension):
         if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
+            )
+        if any(layer.recompute for piece in pieces for layer in piece.layers):
+            rank_zero_info(
+                "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
+                " the backward, as recompute=True does, and not by torch.utils.checkpoint"
             )
         check_staleness(self._trainer, in_flight, synchroniser)
         if settings.recompute and len(decision.split_points) == len(called) == 1:

@@ -9,7 +9,7 @@ and all minibatches run as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
@@ -41,6 +42,7 @@ from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
+from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
@@ -195,9 +197,7 @@ class Fit:
         settings, synchroniser = self._settings, self._synchroniser
         if synchroniser is None and is_single_stage(settings):
             self._looks_ahead = False
-            single = SingleStage(self._module, settings, self._generators, self._driver.computed)
-            self._report = single.report
-            return single
+            return self._single_stage(settings)
         return FirstMinibatch(
             self._trainer,
             self._precision,
@@ -207,12 +207,25 @@ class Fit:
             self._user_step,
             synchroniser,
             self._pipeline,
+            self._stay,
         )
+
+    def _single_stage(self, settings: RunSettings) -> SingleStage:
+        single = SingleStage(self._module, settings, self._generators, self._driver.computed)
+        self._report = single.report
+        return single
+
+    def _stay(self) -> SingleStage:
+        """The first minibatch has shown that a pipeline is not worth it: the device that has run it trains on."""
+        root: torch.device = self._trainer.strategy.root_device
+        self.evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
+        return self._single_stage(replace(self._settings, stages=1, devices=[root]))
 
     def _pipeline(
         self,
         pieces: Sequence[Piece],
         called: Sequence[int],
+        apart: Mapping[str, nn.Module],
         decision: Decision,
         in_flight: int,
         outside: OutsideParameters,
@@ -241,23 +254,28 @@ class Fit:
             changing,
             called=called,
         )
-        outside.leave_out([piece.module for piece in pieces], engine.versioned)
+        modules = [piece.module for piece in pieces]
+        outside.leave_out(modules, engine.versioned)
+        parts = user_parts(apart.values(), modules)
+        add(ModulesApart(apart, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
             state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
             add(outside, TrainerCounters(trainer), RandomStates(state), Replay(self._module, context))
-            add(Attributes(self._module, in_flight, number - 1))  # after the stand-ins of Replay, which all see
+            attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *parts)]
+            add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
                 piece.captured.exclusive = engine.compute_lock.exclusive
         self.evaluation.take_over(pieces, layout, in_flight)
+        self.evaluation.parts = parts
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)
         self._report = telemetry.report
         self._steps = steps = PipelinedSteps(
-            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved
+            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved, bool(apart)
         )
         add(steps, Structure(driver, engine, calls, context, self.evaluation.is_worth_it), telemetry)
         self.engine = engine

@@ -10,7 +10,7 @@ from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, Module
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
@@ -89,7 +89,8 @@ class PieceCalls(PieceForwards):
                     compare(piece, given, value, self._generators, minibatch.number, minibatch.calls_of(index))
                 return value
 
-        return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
+        with drawing_nothing():
+            return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
     def _is_due(self, minibatch: int) -> bool:
         """Tell whether graphs are compared though no change is known: ever more rarely, and in each epoch's first."""

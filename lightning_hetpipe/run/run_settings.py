@@ -30,6 +30,8 @@ class RunSettings:
     in_flight: int | Literal["auto"]
     module: Sequence[str] | None
     timeout: float
+    capture_timeout: float
+    """Seconds after which nothing more is taken apart."""
     devices: Sequence[torch.device]
     torch_threads: int
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]

@@ -64,6 +64,7 @@ class PipelinedSteps(Steps, Extension):
         evaluation: Runs validations.
         first: The minibatch that is not repeated: that of Lightning's loop now.
         moved: Whether batches may have been moved to another root device than the engine's.
+        apart: Whether modules were taken apart.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PipelinedSteps(Steps, Extension):
         evaluation: Evaluation,
         first: int,
         moved: bool,
+        apart: bool,
     ) -> None:
         super().__init__(driver)
         self._trainer = trainer
@@ -85,6 +87,7 @@ class PipelinedSteps(Steps, Extension):
         self._evaluation = evaluation
         self._last = first
         self._moved = moved
+        self._apart = apart
         self._finished: Minibatch
 
     def epoch_begins(self, first: int) -> None:
@@ -98,7 +101,7 @@ class PipelinedSteps(Steps, Extension):
             module: L.LightningModule = self._trainer.lightning_module
             step = Step(
                 run=partial(self._user_step.run, number, args),
-                check=lambda total, ours: refuse_leaves(module, ours, total),
+                check=lambda total, ours: refuse_leaves(module, ours, total, made_inside=self._apart),
                 context=context,
                 section=section,
             )

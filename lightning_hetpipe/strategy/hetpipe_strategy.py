@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.launch.ranks import devices_of
 from lightning_hetpipe.lightning_private import (
@@ -75,6 +76,9 @@ class HetPipeStrategy(VirtualWorkers):
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
             that user code takes does not count: other virtual workers, as long as they live, are waited for an hour, or
             for this if it is longer. Servers may be silent for so long.
+        capture_timeout: How long, at the start of a fit, modules that ``torch.export`` refuses as a whole are taken
+            apart (a number means seconds): the outermost calls in them that can be captured are pipelined instead, and
+            the code around these runs as user code. What has not been tried by then runs as user code, too.
         wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
             its defaults.
         recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
@@ -136,6 +140,7 @@ class HetPipeStrategy(VirtualWorkers):
         wsp: Any = None,
         start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
+        capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -171,6 +176,7 @@ class HetPipeStrategy(VirtualWorkers):
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
         self._check_single(self.virtual_workers)
         self.module = settings.module_names(module)
+        self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compile_setting.options(compile)
         self._timeline = settings.timeline(timeline)
@@ -414,6 +420,7 @@ class HetPipeStrategy(VirtualWorkers):
             in_flight=self.in_flight,
             module=self.module,
             timeout=self.timeout,
+            capture_timeout=self.capture_timeout,
             devices=self._devices(),
             torch_threads=settings.torch_threads(),
             choose_split_points=self._choose_split_points,

@@ -112,6 +112,17 @@ def test_decisions_by_more_than_inputs(asks: Callable[[Any, Tensor], Any]) -> No
         captured(Asks(asks), X)
 
 
+def test_checks_of_distributions_are_named() -> None:
+    with pytest.raises(
+        SettingError, match=r"decides by .* at distribution.py:.*; give the distribution validate_args=F"
+    ):
+        captured(Asks(lambda module, x: torch.distributions.Normal(module.linear(x), 1.0)), X)
+    unchecked = captured(
+        Asks(lambda module, x: torch.distributions.Normal(module.linear(x), 1.0, validate_args=False)), X
+    )
+    assert variant_and_output(unchecked, X)[0] == 0
+
+
 def test_a_check_that_fails_later_says_what_the_module_says() -> None:
     def refuses(module: Any, x: Tensor) -> None:
         if (x < 0).any():

@@ -371,10 +371,11 @@ class Borrows(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_a_layer_that_computes_with_the_parameter_of_another_module(sequential: bool) -> None:
-    """The parameter got no gradient, and the layer's copies had a weight of their own."""
+@pytest.mark.parametrize(("sequential", "piece"), [(False, "net.linear"), (True, "net.0.linear")])
+def test_a_module_that_computes_with_the_parameter_of_another_one(sequential: bool, piece: str) -> None:
+    """It is taken apart: user code sees the minibatch's version of the parameter, which copies of it would not."""
     other = nn.Linear(4, 4)
     borrows = Borrows(other)
     net = nn.Sequential(borrows) if sequential else borrows
-    refused("layer 'net' computes with the parameter 'other.weight', which is not its own", net=net, other=other)
+    assert [each.name for each in watch(Watched(run_net, net=net, other=other), X)] == [piece]
+    refused("layer 'net' computes with the parameter 'other.weight'", names=["net"], net=net, other=other)

@@ -17,9 +17,9 @@ from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
-from tests.support.calling_models import Caches, Generates
+from tests.support.calling_models import Caches, Checkpoints, Generates, Rebinds, Scaled
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, WORDS, Learner
+from tests.support.models import ADAMW, WORDS, Learner, vectors
 from tests.support.trainers import quiet_trainer
 
 
@@ -119,3 +119,27 @@ class Adapts(Learner):
 def test_lora(in_flight: int) -> None:
     expected = expect(made(Adapts), words(), in_flight)
     assert_equal(expected, fit(made(Adapts), words(), strategy=HetPipeStrategy(stages=2, in_flight=in_flight)))
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_numbers_that_change(in_flight: int) -> None:
+    """More values than there may be graphs, so that a number is an input; the other one has two graphs."""
+    expected = expect(made(Scaled), vectors(44, 2), in_flight, max_epochs=1)
+    assert_equal(expected, fit(made(Scaled), vectors(44, 2), strategy=even(2, 2, in_flight), max_epochs=1))
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_buffer_that_the_first_forward_makes(in_flight: int) -> None:
+    expected = expect(made(Rebinds), vectors(14, 4), in_flight)
+    assert_equal(expected, fit(made(Rebinds), vectors(14, 4), strategy=even(2, 2, in_flight)))
+
+
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+def test_gradient_checkpointing_is_recompute(in_flight: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Validation, without it, has a cache, and with it a constant that no graph of training has."""
+    expected = expect(made(Checkpoints), words(), in_flight)
+    strategy = HetPipeStrategy(stages=2, in_flight=in_flight)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        record = fit(made(Checkpoints), words(), strategy=strategy, val_loader=words())
+    assert_equal(expected, record)
+    assert sum("gradient checkpointing is enabled" in line for line in caplog.messages) == 1

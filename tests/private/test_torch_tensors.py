@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -181,18 +180,17 @@ def test_leaves_of_a_graph() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     frozen = torch.ones(2)
     broken = "parameters that the loss reaches outside the pieces would be dropped silently"
-    found = torch_private.graph_leaves((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    graph = torch_private.graph_start((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    found = torch_private.graph_leaves([graph])
     assert [id(leaf) for leaf in found] == [id(used)], broken
-    assert torch_private.graph_leaves(torch.ones(1)) == []
-    assert torch_private.graph_leaves(used)[0] is used, broken
+    assert list(torch_private.graph_leaves([torch_private.graph_start(torch.ones(1))])) == []
+    assert next(torch_private.graph_leaves([torch_private.graph_start(used)])) is used, broken
 
 
 @guards()
-def test_leaves_of_a_graph_past_its_seams() -> None:
+def test_leaves_of_a_graph_up_to_its_seams() -> None:
     inside, outside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    given = outside * 3
-    hidden = given * inside
-    seam: Any = hidden.grad_fn
-    assert [id(t) for t in torch_private.graph_leaves(hidden.sum(), {seam: [given]})] == [id(outside)]
-    assert [id(t) for t in torch_private.graph_leaves(hidden.sum(), {seam: []})] == []
-    assert [id(t) for t in torch_private.graph_leaves(hidden.sum() + inside.sum(), {seam: []})] == [id(inside)]
+    hidden = outside * 3 * inside
+    for graph, found in ((hidden.sum(), []), (hidden.sum() + inside.sum(), [inside])):
+        leaves = torch_private.graph_leaves([graph.grad_fn], [hidden.grad_fn])
+        assert list(map(id, leaves)) == list(map(id, found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_why_a_stage_waits() -> None:
         ("idle", 1, 9.0, 10.0),
         ("idle", 8, 11.0, 12.0),
     ]
+
+
+def test_the_turn_may_be_on_another_stage_than_the_last() -> None:
+    """The last call of a step may be of a module that lies on earlier stages."""
+    spans = tuple(span._replace(row=1 - span.row) if isinstance(span.row, int) else span for span in EXAMPLE.spans)
+    turned = replace(EXAMPLE, spans=spans)
+    assert [wait.work for wait in turned.waits(0)] == ["wait for user code"] * 2
+    assert [wait.work for wait in turned.waits(1)] == ["idle"] * 3
 
 
 def test_how_busy_a_stage_is() -> None:

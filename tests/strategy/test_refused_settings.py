@@ -40,6 +40,12 @@ def test_a_timeout_that_is_no_time(value: Any) -> None:
         HetPipeStrategy(timeout=value)
 
 
+@pytest.mark.parametrize("value", [0, -1, timedelta(0)])
+def test_a_capture_timeout_that_is_no_time(value: Any) -> None:
+    with refused(f"capture_timeout={value!r}", "must be positive"):
+        HetPipeStrategy(capture_timeout=value)
+
+
 @pytest.mark.parametrize("value", ["5 minutes", None, True, [5]])
 def test_a_timeout_of_another_type(value: Any) -> None:
     with refused(f"timeout={value!r}", "must be a datetime.timedelta, or a number of seconds"):

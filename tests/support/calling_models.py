@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,3 +69,74 @@ class Generates(Caches):
             outputs = self.model(ids, cache)
             cache, ids = outputs["cache"], outputs["logits"].argmax(-1)
         self.log_dict({"loss": loss, "states": sum(state.sum() for state in cache.states), "ids": ids.float().mean()})
+
+
+class Scaled(Learner):
+    """A number that changes from call to call, and one by which the module decides."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.model = Scales()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        return {"loss": self.model(x, float(x[0, 0]), is_scaled=float(x[0, 0] > 0))}
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, alpha: float, is_scaled: float = 1.0) -> Tensor:
+        y = torch.relu(self.one(x)) * alpha
+        if is_scaled:
+            y = y * 2
+        loss: Tensor = self.two(y).square().mean() + (1 - alpha) * y.mean()
+        return loss
+
+
+class Rebinds(Learner):
+    """Its buffer is made in the first forward, as in timm's ConViT."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.model = MadeLater()
+
+    def compute(self, batch: Batch) -> Outputs:
+        return {"loss": self.model(batch[0]).square().mean()}
+
+
+class MadeLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.places: Tensor
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.places) != x.shape[1]:
+            self.places = torch.arange(x.shape[1], device=x.device) / 10
+        y: Tensor = self.two(torch.relu(self.one(x + self.places)))
+        return y
+
+
+class Checkpoints(Learner):
+    """A model of Hugging Face's with gradient checkpointing and frozen embeddings, whose hook lets it take part."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        sizes: dict[str, Any] = {
+            "hidden_size": 8,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+        }
+        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=WORDS))
+        model.get_input_embeddings().requires_grad_(False)
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        self.model = model
+
+    def compute(self, batch: Batch) -> Outputs:
+        return {"loss": self.model(input_ids=batch[0], labels=batch[0]).loss}

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,7 +40,17 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout, draw_in_graph
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
 
-__all__ = ["RandomGenerators", "RandomnessError", "attach", "attached", "counters", "drawn", "generator_of", "may_draw"]
+__all__ = [
+    "RandomGenerators",
+    "RandomnessError",
+    "attach",
+    "attached",
+    "counters",
+    "drawing_nothing",
+    "drawn",
+    "generator_of",
+    "may_draw",
+]
 
 
 class RandomGenerators:
@@ -100,15 +110,21 @@ class RandomGenerators:
 
 
 @contextmanager
-def attached(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Callable[..., Any]]]:
+def attached(
+    layers: Mapping[str, nn.Module], without: Collection[nn.Module] = ()
+) -> Iterator[dict[str, Callable[..., Any]]]:
     """Within it, ``layers`` are attached. They may be the user's own: they carry no trace of it afterwards.
+
+    Args:
+        layers: Each by its path.
+        without: Modules in them that are left as they are.
 
     Yields:
         What to call instead of each layer, by its path.
     """
     installed: list[_Forward] = []
     try:
-        yield {path: _attach(layer, path, installed) for path, layer in layers.items()}
+        yield {path: _attach(layer, path, installed, without) for path, layer in layers.items()}
     finally:
         for forward in reversed(installed):
             forward.remove()
@@ -144,8 +160,10 @@ def _may_draw_itself(module: nn.Module) -> bool:
     return not _is_torchs_own(module) or type(module) in _ACTIVE
 
 
-def _attach(layer: nn.Module, path: str, installed: list[_Forward]) -> Callable[..., Any]:
-    modules = dict(layer.named_modules())
+def _attach(
+    layer: nn.Module, path: str, installed: list[_Forward], without: Collection[nn.Module] = ()
+) -> Callable[..., Any]:
+    modules = {name: module for name, module in layer.named_modules() if module not in without}
     drawing = [name for name, module in modules.items() if _may_draw_itself(module)]
     for name in drawing:
         forward = vars(modules[name]).get("forward")
@@ -303,15 +321,23 @@ class _Still(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self.forward(*args, **kwargs)
-        draws = _thread.draws
-        if draws is None or not draws.path or not draws.suspend():
+        with drawing_nothing():
             return self.forward(*args, **kwargs)
-        outer, draws.path = draws.path, ""
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            draws.path = outer
-            draws.__enter__()
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Within it, this thread runs nothing that draws in its minibatch, and operators are spared the mode."""
+    draws = _thread.draws
+    if draws is None or not draws.path or not draws.suspend():
+        yield
+        return
+    outer, draws.path = draws.path, ""
+    try:
+        yield
+    finally:
+        draws.path = outer
+        draws.__enter__()
 
 
 class _Positioned:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from torch import nn
 
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import version_of
@@ -34,13 +35,15 @@ _CALLBACKS = -1.0  # before every section of the minibatch
 
 
 class Attributes(Extension):
-    """The attributes of ``module``, with up to ``in_flight`` minibatches in flight, of which ``version`` is published.
+    """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
+
+    Up to ``in_flight`` minibatches are in flight, and ``version`` is published.
 
     The module holds what Lightning's loop sees, except within :meth:`seen`. Only one thread at a time may use this,
     the one that holds the lock over user code.
     """
 
-    def __init__(self, module: L.LightningModule, in_flight: int, version: int = 0) -> None:
+    def __init__(self, module: nn.Module, in_flight: int, version: int = 0) -> None:
         self._held = vars(module)
         self._in_flight = in_flight
         self.emptied(version)

@@ -1,0 +1,80 @@
+"""Calls of modules in the watched step, with the calls that these make, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.torch_private import version_counter
+
+
+@dataclass
+class CallNode:
+    """One call of a module.
+
+    Attributes:
+        piece: The module, as the piece that it is if a pipeline can run it.
+        inner: The calls that it made of modules with trainable parameters, in order.
+        seconds: How long it took, with those.
+        refusal: Why no pipeline can run it, as far as the call has shown that.
+        graph: What is needed to make its graph; None if its layers are known without one.
+    """
+
+    piece: Piece
+    inner: list[CallNode] = field(default_factory=list)
+    seconds: float = 0.0
+    refusal: Exception | None = None
+    graph: WatchedCall | None = None
+
+    def check(self, check: Callable[[], object]) -> None:
+        """Call ``check``, unless the module is refused already, and keep the error that it raises."""
+        try:
+            if self.refusal is None:
+                check()
+        except SettingError as error:
+            self.refusal = error
+
+    def all(self) -> Iterator[CallNode]:
+        """This call and all below it, in order."""
+        yield self
+        for each in self.inner:
+            yield from each.all()
+
+
+@dataclass
+class WatchedCall:
+    """The watched call of a module of which a graph is to be made.
+
+    Attributes:
+        given: What it was given: (args, kwargs).
+        buffers: Copies of its buffers from before, by path.
+        gave: What it gave; None until it is over.
+        frozen: What it may have read of Python outside itself.
+        counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
+    """
+
+    given: Value
+    buffers: dict[str, Tensor]
+    frozen: FrozenValues
+    gave: Value | None = None
+    counters: list[int] = field(default_factory=list)
+
+    def end(self, gave: Value) -> None:
+        """Note that the call is over, and ``gave`` this."""
+        self.gave = gave
+        self.counters = self._count()
+
+    @property
+    def was_changed(self) -> bool:
+        """True if later code has changed in place what it was given or gave."""
+        return self.counters != self._count()
+
+    def _count(self) -> list[int]:
+        tensors = self.given.tensors + (() if self.gave is None else self.gave.tensors)
+        return [version_counter(tensor) for tensor in tensors]

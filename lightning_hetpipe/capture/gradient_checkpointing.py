@@ -1,0 +1,40 @@
+"""Gradient checkpointing as Hugging Face's models have it: stages compute such layers again in their backward instead.
+
+``gradient_checkpointing_enable()`` sets two attributes of each part, and a hook that lets frozen embeddings take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_hetpipe.torch_private import without_checkpoint_hooks
+
+_ENABLED = "gradient_checkpointing"
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Tell whether ``module``, or a part of it, is to be computed again in its backward."""
+    return any(_FUNCTION in vars(part) and getattr(part, _ENABLED, False) for part in module.modules())
+
+
+@contextmanager
+def without_checkpoints(module: nn.Module) -> Iterator[None]:
+    """Within it, the parts of ``module`` run as if gradient checkpointing was off."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if (function := vars(part).get(_FUNCTION)) is not None:
+                stack.enter_context(without_checkpoint_hooks(part))
+                stack.callback(vars(part).__setitem__, _FUNCTION, function)
+                vars(part)[_FUNCTION] = _call
+            elif isinstance(part, nn.Embedding):
+                stack.enter_context(without_checkpoint_hooks(part))
+        yield
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -1,0 +1,136 @@
+"""Observation of one call of a layer: facts that copies in stages must reproduce, and refusals where they cannot."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from lightning_hetpipe.capture.compiled_modules import refuse_compiled
+from lightning_hetpipe.capture.leaves import refuse_foreign_leaf
+from lightning_hetpipe.capture.opaque_containers import opaque_in
+from lightning_hetpipe.capture.pieces import class_of, refuse_hooks
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, refuse_changes
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.values import blocks, tensors_of
+from lightning_hetpipe.torch_private import graph_leaves, graph_nodes, graph_start, version_counter
+
+
+class Observation:
+    """One call of ``module``, a part of the model at the path ``name``, with ``value``; made just before the call.
+
+    Attributes:
+        name: The module's path.
+        module: The live module.
+        mutates: Whether the call changed a tensor of ``value`` in place, once :meth:`end` was called.
+        foreign: The leaves from which it has computed its output, and which are none of its inputs and parameters.
+    """
+
+    def __init__(self, name: str, module: nn.Module, value: Any) -> None:
+        self.name = name
+        self.module = module
+        self.mutates = False
+        self.foreign: list[Tensor] = []
+        self._given = tensors_of(value)
+        self._parameters = list(module.parameters())
+        self._starts = [graph_start(tensor) for tensor in self._given]
+        self._output: Any = None
+        self._outputs: list[Tensor] = []
+        self._gave: list[Node | Tensor | None] = []
+        self._before = _counters(self._given)
+        self._weights = _counters(self._parameters)
+        self._attributes = [(part, attributes_with_contents(part)) for part in module.modules()]
+        self._changes_weights = False
+
+    def end(self, output: Any) -> None:
+        """Note what has changed; the call is over, and gave ``output``."""
+        self._output, self._outputs = output, tensors_of(output)
+        self._gave = [graph_start(tensor) for tensor in self._outputs]
+        known = {id(tensor) for tensor in (*self._starts, *self._parameters)}
+        ends = [start for start in self._starts if not isinstance(start, Tensor)]
+        self.foreign = [leaf for leaf in graph_leaves(self._gave, ends) if id(leaf) not in known]
+        self.mutates = self._before != _counters(self._given)
+        self._changes_weights = self._weights != _counters(self._parameters)
+
+    def layer(self, root: nn.Module) -> Layer:
+        """Make the module a layer, of which stages run copies.
+
+        Args:
+            root: The LightningModule, which names parameters.
+
+        Raises:
+            SettingError: if copies could not do as the module does.
+        """
+        refuse_compiled(self.name, self.module)
+        self.check(root)
+        for part, earlier in self._attributes:
+            refuse_changes(self.name, part, earlier)
+        aliases = not blocks(self._given).keys().isdisjoint(blocks(self._outputs))
+        return Layer(self.name, self.module, self.mutates, aliases, class_of(self.module))
+
+    def check(self, root: nn.Module) -> None:
+        """Refuse what neither copies nor a graph of the module could do as it does; ``root`` names parameters.
+
+        Whether a graph may stand for a module that sets attributes is seen when it is captured.
+        """
+        name, module = self.name, self.module
+        refuse_hooks(name, module)
+        if owner := next((part for part in module.modules() if _holds_generator(part)), None):
+            raise SettingError(
+                f"layer '{name}' keeps a random generator of its own (in {type(owner).__name__}), which the copies of"
+                " the layer would not share; draw without it, then every minibatch has its own random numbers"
+            )
+        for leaf in self.foreign[:1]:
+            refuse_foreign_leaf(name, root, leaf)
+        if self._changes_weights:
+            raise SettingError(
+                f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only"
+                " its copies would see; change them in a callback, after the optimizer's step"
+            )
+        refuse_opaque(f"layer '{name}' gives", self._output)
+
+    def refuse_custom_function(self) -> None:
+        """Refuse a ``torch.autograd.Function`` of the user's between its inputs and its output: a graph lacks it."""
+        gave, given = ([None if isinstance(s, Tensor) else s for s in each] for each in (self._gave, self._starts))
+        nodes: Iterator[Any] = graph_nodes(gave, given)
+        if (node := next((node for node in nodes if isinstance(node, BackwardCFunction)), None)) is not None:
+            function = type(node).__name__.removesuffix("Backward")
+            raise SettingError(
+                f"'{self.name}' has a backward pass of its own, the torch.autograd.Function {function}, which"
+                " torch.export does not keep; write it with torch's operators, or call it in training_step between two"
+                " modules"
+            )
+
+
+def changes_input(layer: str, piece: str) -> SettingError:
+    return SettingError(
+        f"layer '{layer}' changes the input of the pipelined module '{piece}' in place, which training_step could not"
+        " see; make it work out of place (inplace=False)"
+    )
+
+
+def refuse_opaque(what: str, value: Any) -> None:
+    """Refuse an object in ``value`` that holds tensors; ``what`` is said to be or have it."""
+    if (opaque := opaque_in(value)) is not None:
+        raise SettingError(
+            f"{what} a {type(opaque).__name__} that holds tensors, whose gradients would be lost on the way through"
+            " the pipeline; put tensors into tuples, lists, dicts or plain dataclasses"
+        )
+
+
+def _counters(tensors: Sequence[Tensor]) -> list[int]:
+    return [version_counter(tensor) for tensor in tensors]
+
+
+def _holds_generator(module: nn.Module) -> bool:
+    kinds = [torch.Generator, random.Random]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    return any(isinstance(value, tuple(kinds)) for value in vars(module).values())

@@ -1,0 +1,182 @@
+"""Search for the pieces among the calls of a watched step: the outermost ones that can be captured.
+
+What ``torch.export`` refuses as a whole is taken apart: the calls that its ``forward`` makes are tried instead, and the
+code around them runs as user code. A class is tried once, and so many seconds are spent on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_hetpipe.capture.call_tree import CallNode
+from lightning_hetpipe.capture.parity_check import capture
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+
+NAMED = 4
+"""Most pieces that a message names."""
+
+CAPTURE_TIMEOUT = 60.0
+"""Seconds that are spent on taking modules apart, unless others are set."""
+
+
+@dataclass(frozen=True)
+class TakenApart:
+    """Modules that ``training_step`` calls and no pipeline can run, as a whole.
+
+    Attributes:
+        modules: These modules, by their paths. Their own code runs as user code.
+        reasons: Why they are not pipelined, by their paths.
+        pieces: Names of the pieces, in them and beside them.
+        share: Part of ``training_step``'s seconds that it spent in pieces.
+        timed_out: Whether the time was over before everything was tried.
+    """
+
+    modules: dict[str, nn.Module]
+    reasons: dict[str, str]
+    pieces: Sequence[str]
+    share: float
+    timed_out: bool
+
+    def explanation(self) -> str:
+        """Tell what is pipelined and what is not, for people."""
+        name, *others = self.modules
+        also = f" ({len(others)} more are taken apart, too)" if others else ""
+        pieces = [f"'{piece}'" for piece in self.pieces]
+        if len(pieces) > NAMED:
+            pieces[NAMED - 1 : -1] = [f"{len(pieces) - NAMED} more"]
+        return (
+            f"HetPipe: '{name}' cannot be pipelined as a whole, so that it was taken apart{also}: pipelined"
+            f" {'are' if len(pieces) > 1 else 'is'} {', '.join(pieces)}, which take {self.share:.0%} of training_step's"
+            f" time, and all else in it runs as user code, because {self.reasons[name]}"
+        )
+
+    def timeout_warning(self, seconds: float) -> str:
+        """Say that not everything was tried."""
+        return (
+            f"taking '{next(iter(self.modules))}' apart took more than capture_timeout={seconds:g} seconds, so that"
+            " the modules in it that were not tried by then are not pipelined; set capture_timeout to more, or name the"
+            " modules to pipeline (module=[...])"
+        )
+
+
+class PieceSearch:
+    """Finds the pieces among ``calls``, the outermost calls of modules in a watched step.
+
+    Args:
+        calls: In their order.
+        generators: The run's random generators.
+        minibatch: The watched minibatch.
+        timeout: Seconds after which nothing more is tried, once a module was taken apart.
+    """
+
+    def __init__(self, calls: Sequence[CallNode], generators: RandomGenerators, minibatch: int, timeout: float) -> None:
+        self._calls = calls
+        self._generators = generators
+        self._minibatch = minibatch
+        self._timeout = timeout
+        self._times_called = Counter(node.piece.module for call in calls for node in call.all())
+        self._refused: dict[type[nn.Module], Exception] = {}
+        self._found: list[Piece] = []
+        self._seconds = 0.0
+        self._timed_out = False
+
+    def pieces(self, *, whole: bool) -> list[Piece]:
+        """The pieces, with their layers, in the order of their calls.
+
+        Args:
+            whole: Whether all of the outermost calls must be pieces.
+
+        Raises:
+            SettingError: where there is no piece, or not each of ``calls`` is one though that was asked for: why the
+                first one is none.
+        """
+        refusals = [error for call in self._calls if (error := self._settle(call, whole)) is not None]
+        if refusals and not self._found:
+            raise refusals[0]
+        return list(self._found)
+
+    def called(self) -> list[int]:
+        """The pieces that the step called, by their places among :meth:`pieces`, in the order of the calls."""
+        return [self._place(node.piece) for node in self._nodes(self._calls)]
+
+    def _nodes(self, nodes: Sequence[CallNode]) -> Iterator[CallNode]:
+        """The calls of pieces among ``nodes`` and below them."""
+        for node in nodes:
+            if self._place(node.piece) >= 0:
+                yield node
+            else:
+                yield from self._nodes(node.inner)
+
+    def _place(self, piece: Piece) -> int:
+        return next((place for place, found in enumerate(self._found) if found is piece), -1)
+
+    def taken_apart(self, seconds: float) -> TakenApart | None:
+        """Tell what is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
+        left = [call for call in self._calls if self._place(call.piece) < 0]
+        if not left:
+            return None
+        return TakenApart(
+            {call.piece.name: call.piece.module for call in left},
+            {call.piece.name: str(call.refusal) for call in left},
+            [piece.name for piece in self._found],
+            min(1.0, sum(node.seconds for node in self._nodes(self._calls)) / max(seconds, 1e-9)),
+            self._timed_out,
+        )
+
+    def _settle(self, node: CallNode, whole: bool) -> Exception | None:
+        """Find the pieces in ``node``; tell why it is none itself, if so."""
+        calls = [call for call in self._calls if call.piece is node.piece] or [node]
+        if node is not calls[0]:  # the first of them has settled it
+            return None
+        try:
+            self._take(node.piece, calls)
+        except Exception as error:  # whatever torch.export raises, the module itself has computed
+            if whole or len(calls) > 1:
+                raise
+            node.refusal = error
+            for inner in node.inner:
+                self._settle(inner, whole)
+            return error
+        self._found.append(node.piece)
+        return None
+
+    def _take(self, piece: Piece, calls: Sequence[CallNode]) -> None:
+        """Give ``piece`` its layers, as its ``calls`` in the step show them.
+
+        Raises:
+            SettingError: if it cannot be one.
+        """
+        kind = type(piece.module)
+        for call in calls:
+            if call.refusal is not None:
+                raise call.refusal
+        if self._seconds > self._timeout:
+            self._timed_out = True
+            raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
+        if self._times_called[piece.module] > len(calls):
+            # Its random numbers would be named by the call, unlike those in a graph of the whole.
+            raise SettingError(f"'{piece.name}' is called several times inside another module")
+        parts = set(piece.module.modules())
+        if any(other.module in parts or piece.module in other.module.modules() for other in self._found):
+            raise SettingError(f"'{piece.name}' is a part of another pipelined module, or that of it")
+        graphs = [call.graph for call in calls if call.graph is not None]
+        if not graphs:
+            return
+        if kind in self._refused:
+            raise SettingError(f"another {kind.__name__} could not be captured: {self._refused[kind]}")
+        began, apart = time.perf_counter(), bool(self._refused)
+        try:
+            capture(piece, graphs, self._generators, self._minibatch)
+        except Exception as error:
+            self._refused[kind] = error
+            raise
+        finally:
+            if apart:
+                self._seconds += time.perf_counter() - began

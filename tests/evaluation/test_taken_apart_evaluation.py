@@ -1,0 +1,76 @@
+"""Evaluations of models that cannot be captured as a whole: what is in them is pipelined, to the plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
+from tests.support.equality import assert_same
+from tests.support.models import vectors
+from tests.support.refused_models import Checks
+from tests.support.trainers import quiet_trainer
+
+
+def made() -> Evaluates:
+    torch.manual_seed(7)
+    return Evaluates(Checks(2))
+
+
+def test_what_is_inside_is_pipelined() -> None:
+    with pytest.warns(
+        UserWarning, match=r"the evaluation of 'task.model' does not run in the pipeline: .* \(4 of the mod"
+    ):
+        ours = evaluated(made(), vectors(20, 4), pipeline(2))
+    assert_same(evaluated(made(), vectors(20, 4), "auto"), ours)
+
+
+def test_stages_compute_batches_of_what_is_inside() -> None:
+    seen: set[tuple[int, int]] = set()
+
+    def before(stage: int, work: str, batch: int) -> None:
+        seen.add((stage, batch))
+
+    strategy = pipeline(2)
+    strategy._before_pass = before
+    with pytest.warns(UserWarning, match="'task.model' does not run in the pipeline"):
+        quiet_trainer(strategy=strategy).validate(made(), vectors(20, 4), verbose=False)
+    assert seen == {(stage, batch) for stage in (0, 1) for batch in range(2, 6)}
+
+
+class Trains(Checks):
+    """Validates, too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        outputs = self.compute(batch)
+        self.log("loss", outputs["loss"])
+        self.log("largest", outputs["largest"])
+
+
+def trained(strategy: Any) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(7)
+    module = Trains(2)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    trainer.fit(module, vectors(12, 4), vectors(20, 4))
+    return module, dict(trainer.callback_metrics)
+
+
+def test_validation_in_a_fit() -> None:
+    seen: set[str] = set()
+
+    def before(stage: int, work: str, batch: int) -> None:
+        seen.add(work)
+
+    strategy = pipeline(2, in_flight=3)
+    strategy._before_pass = before
+    trained(strategy)
+    assert "evaluate" in seen
+
+
+def test_validation_in_a_fit_gives_the_plain_values() -> None:
+    (ours, found), (plain, expected) = trained(pipeline(2, in_flight=1)), trained("auto")
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+    assert found == expected
