@@ -111,7 +111,8 @@ class EvaluationWatch(Watch):
                 raise SettingError("it is in training mode")
             if counters != [_counter(buffer) for buffer in buffers]:
                 raise SettingError("it changes its buffers")
-            apart = self.names is None and not self._known and piece.needs_graph()
+            scripted = any(map(is_scripted, parts))
+            apart = self.names is None and not self._known and piece.needs_graph() and not scripted
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")

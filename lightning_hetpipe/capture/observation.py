@@ -53,8 +53,10 @@ class Observation:
         """Note what has changed; the call is over, and gave ``output``."""
         self._output, self._outputs = output, tensors_of(output)
         self._gave = [graph_start(tensor) for tensor in self._outputs]
-        known = {id(tensor) for tensor in (*self._starts, *self._parameters)}
-        ends = [start for start in self._starts if not isinstance(start, Tensor)]
+        # A view that the call has changed in place has another place in the graph now.
+        starts = [*self._starts, *map(graph_start, self._given)]
+        known = {id(tensor) for tensor in (*starts, *self._parameters)}
+        ends = [start for start in starts if not isinstance(start, Tensor)]
         self.foreign = [leaf for leaf in graph_leaves(self._gave, ends) if id(leaf) not in known]
         self.mutates = self._before != _counters(self._given)
         self._changes_weights = self._weights != _counters(self._parameters)

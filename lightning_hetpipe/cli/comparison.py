@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from lightning_hetpipe.planning.plan.table import aligned
 
@@ -32,7 +34,8 @@ _jobs: list[SweepJob] = []
 def compared() -> Iterator[dict[str, str]]:
     """Note the job that runs within it, if it is one of a sweep; the dict takes its figures, by their columns."""
     hydra = HydraConfig.get()
-    given = (override.lstrip("+").partition("=") for override in hydra.overrides.task)
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # the job says what is wrong with one
+    given = (override.lstrip("+").partition("=") for override in overrides)
     job = SweepJob(len(_jobs), {setting: value for setting, _, value in given})
     if hydra.mode == RunMode.MULTIRUN:
         _jobs.append(job)

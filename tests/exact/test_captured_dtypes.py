@@ -77,7 +77,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("captured", [True, False])
 def test_random_generators_of_others_are_refused(chance: Any, captured: bool) -> None:
     model = Keeps(chance) if captured else nn.Sequential(Keeps(chance))
-    settings: dict[str, Any] = {"strategy": pipeline(1), "loader": vectors(26, 4)}
+    settings: dict[str, Any] = {"strategy": pipeline(1, module=["model"]), "loader": vectors(26, 4)}
     assert_refused(Whole(model), "keeps a random generator of its own (in Keeps)", **settings)
 
 

@@ -61,7 +61,7 @@ class Gives(Caches):
 
 def test_a_cache_that_training_step_gives_is_named() -> None:
     with pytest.raises(SettingError, match=r"'model' is given a cache, of which torch.export makes no input"):
-        fit(made(Gives), words(), strategy=even(4, 2, 3))
+        fit(made(Gives), words(), strategy=even(4, 2, 3, module=["model"]))
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

@@ -81,7 +81,7 @@ def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch:
     here = found(first, lease=7)
     assert here == servers.FoundServers("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"))
     put(monkeypatch, HETPIPE_CA="certificates do not matter on loopback")
-    monkeypatch.setattr(parent_watch, "told", lambda: told)
+    monkeypatch.setattr(parent_watch, "launcher_variables", lambda: told)
     assert found(rank(1, 1, 2, Role.CHILD)) == replace(here, known=())
 
 
@@ -99,7 +99,7 @@ def test_all_processes_of_a_launch_know_it_by_one_name(monkeypatch: pytest.Monke
     told = servers.start(rank(0, 1, 2), LightningEnvironment(), WSPCallback(servers=["one:1"]).settings)
     here = found(rank(0, 1, 2), servers=["one:1"]).launch
     assert len(here) == 16
-    monkeypatch.setattr(parent_watch, "told", lambda: told)
+    monkeypatch.setattr(parent_watch, "launcher_variables", lambda: told)
     assert found(rank(1, 1, 2, Role.CHILD), servers=["one:1"]).launch == here
     assert found(rank(2, 2, 2), servers=["one:1"]).launch == ""
     put(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="5000")

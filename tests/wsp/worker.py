@@ -229,7 +229,7 @@ def main(job: dict[str, Any]) -> None:
     defaults |= {"logger": notes, "log_every_n_steps": 1}
     if job.get("saves_later"):
         defaults["plugins"] = [AsyncCheckpointIO()]
-    trainer = quiet_trainer(strategy, callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
+    trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
     faults.install(worker, job.get("faults", ()))
     if "delays" in job:
