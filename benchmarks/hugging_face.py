@@ -16,9 +16,9 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from benchmarks.hugging_face_models import ARCHITECTURES, Batch
+from benchmarks.model_fits import equality, fit
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests import oracle
@@ -44,16 +44,7 @@ class Module(L.LightningModule):
 
 def fitted(make: Callable[[], nn.Module], batches: list[Batch], strategy: Any) -> dict[str, torch.Tensor]:
     module = Module(make)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
+    fit(module, batches, strategy)
     return {name: weight.detach() for name, weight in module.named_parameters()}
 
 
@@ -74,15 +65,7 @@ def row(name: str) -> str:
         return {"loss": module.training_step(batch, 0)}
 
     expected = oracle.train(Module(make), step, [batches], ADAMW, 4).states[-1].weights
-    return f"| {name} | yes | {layers} | {said(plain, one)} | {said(expected, several)} |"
-
-
-def said(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
-    """ "equal" if all weights are equal to the bit, else the largest difference."""
-    if all(torch.equal(weight, found[name]) for name, weight in expected.items()):
-        return "equal"
-    differs = max((weight - found[name]).abs().max().item() for name, weight in expected.items())
-    return f"differs by up to {differs:.0e}"
+    return f"| {name} | yes | {layers} | {equality(plain, one)} | {equality(expected, several)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from benchmarks.model_fits import equality, fit
 from benchmarks.models_list import Batch, Model, models, still
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
@@ -52,25 +52,8 @@ class Told(logging.Handler):
 def fitted(model: Model, batches: list[Batch], strategy: Any) -> Mapping[str, Tensor]:
     """Weights and buffers after training."""
     module = Module(model)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
+    fit(module, batches, strategy)
     return module.state_dict()
-
-
-def compared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    """The last column: "equal", or by how much they differ at most."""
-    pairs = [(one[name], other[name]) for name in one]
-    if all(torch.equal(first, second) for first, second in pairs):
-        return "equal"
-    return f"differs by up to {max((first - second).abs().max().item() for first, second in pairs):.0e}"
 
 
 def row(model: Model) -> dict[str, str]:
@@ -94,7 +77,7 @@ def row(model: Model) -> dict[str, str]:
     except Exception as error:
         return {"outcome": "error", "said": f"{type(error).__name__}: {sentence(error)}", "equal": ""}
     outcome = "partly" if told.lines else "captured"
-    return {"outcome": outcome, "said": " ".join(told.lines), "equal": compared(plain, piped)}
+    return {"outcome": outcome, "said": " ".join(told.lines), "equal": equality(plain, piped)}
 
 
 def sentence(error: Exception) -> str:

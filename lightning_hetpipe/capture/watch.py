@@ -23,10 +23,11 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
+from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
@@ -252,9 +253,10 @@ class TrainingWatch(Watch):
                     raise node.refusal
                 inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
+                attributes = [(part, attributes_with_contents(part)) for part in module.modules()]
                 value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
-                node.check(partial(_add_layer, layers, observation, self.root))
+                node.check(partial(_add_layer, layers, observation, self.root, attributes))
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
         if outermost and node.refusal is not None:
@@ -283,8 +285,8 @@ class TrainingWatch(Watch):
         return {path: self._copies[id(buffer)] for path, buffer in module.named_buffers()}
 
 
-def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module) -> None:
-    layers.append(observation.layer(root))
+def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: Attributes) -> None:
+    layers.append(observation.layer(root, attributes))
 
 
 def _now() -> float:
