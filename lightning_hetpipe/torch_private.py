@@ -55,6 +55,7 @@ __all__ = [
     "run_without_data",
     "split_outputs",
     "strided_parts",
+    "traced_as_called",
     "unseen_change",
     "version_counter",
     "viewed",
@@ -84,6 +85,21 @@ def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
 def outputs_of(graph: fx.GraphModule) -> Any:
     """Nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
     return _tree_of(graph).out_spec
+
+
+@contextmanager
+def traced_as_called() -> Iterator[None]:
+    """Hide from ``torch.compiler.is_compiling`` and ``is_exporting`` that ``torch.export`` traces."""
+    flags: Any = torch.compiler
+    names = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(flags, name) for name in names]
+    for name in names:
+        setattr(flags, name, False)
+    try:
+        yield
+    finally:
+        for name, flag in zip(names, before, strict=True):
+            setattr(flags, name, flag)
 
 
 OperatorOverload = torch._ops.OpOverload

@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private import pytree, without_hooks
+from lightning_hetpipe.torch_private import pytree, traced_as_called, without_hooks
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
@@ -64,6 +64,30 @@ def graph_of(
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
     decisions = decisions or Decisions((), SeenAnswers())
+    try:
+        return _traced(name, module, args, kwargs, decisions, images_vary, floats, as_called=True)
+    except SettingError:
+        with contextlib.suppress(SettingError):
+            return _traced(name, module, args, kwargs, decisions.anew(), images_vary, floats, as_called=False)
+        raise
+
+
+def _traced(
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decisions: Decisions,
+    images_vary: bool,
+    floats: Collection[int],
+    *,
+    as_called: bool,
+) -> tuple[fx.GraphModule, DataChecks]:
+    """Do what :func:`graph_of` says. ``as_called``: the code of ``module`` is not told that it is traced.
+
+    Some libraries compute by other operators then, whose gradients differ in their last bits; few parts of them can be
+    traced in no other way.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
     given = [torch.tensor(each, dtype=torch.float64) if n in floats else each for n, each in enumerate(leaves)]
@@ -80,7 +104,7 @@ def graph_of(
     states = (random.getstate(), _numpy_state())
     try:
         with (
-            _as_one_call(name, module, decisions, floats),
+            _as_one_call(name, module, decisions, floats, as_called=as_called),
             without_checkpoints(module),
             _left_alone(name, module),
             _silently(),
@@ -162,7 +186,9 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_one_call(name: str, module: nn.Module, decisions: Decisions, floats: Collection[int]) -> Iterator[None]:
+def _as_one_call(
+    name: str, module: nn.Module, decisions: Decisions, floats: Collection[int], *, as_called: bool
+) -> Iterator[None]:
     """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
 
     It gives what the pipeline hands on, and the tensors that it has decided by.
@@ -178,7 +204,7 @@ def _as_one_call(name: str, module: nn.Module, decisions: Decisions, floats: Col
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         held["forward"] = forward
         try:
-            with decisions:
+            with decisions, traced_as_called() if as_called else contextlib.nullcontext():
                 output = without_opaque(name, forward(*args, **kwargs))
             return output, decisions.asked
         finally:
@@ -199,7 +225,7 @@ def _silently() -> Iterator[None]:
     """Withhold torch's own diagnostics, such as the whole graph where it fails: our error says enough."""
     logs, printed = [logging.getLogger(name) for name in _LOGS], io.StringIO()
     for log in logs:
-        log.addFilter(_is_error)
+        log.addFilter(_is_said_better)
     try:
         with contextlib.redirect_stderr(printed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* assigned during export.*")  # which is undone
@@ -207,14 +233,19 @@ def _silently() -> Iterator[None]:
         sys.stderr.write(printed.getvalue())
     finally:
         for log in logs:
-            log.removeFilter(_is_error)
+            log.removeFilter(_is_said_better)
 
 
-_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+_LOGS = (
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+def _is_said_better(record: logging.LogRecord) -> bool:
+    """Withhold ``record``: what fails is raised, too, and our error has one sentence of it."""
+    return False
 
 
 def _numpy_state() -> Any:

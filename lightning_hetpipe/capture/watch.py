@@ -86,7 +86,7 @@ class TrainingWatch(Watch):
         capture_timeout: Seconds after which nothing more is taken apart.
 
     Attributes:
-        apart: What was taken apart, once :meth:`check` was called; None if nothing was.
+        apart: What was taken apart, once :meth:`check` was called.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingWatch(Watch):
         capture_timeout: float = CAPTURE_TIMEOUT,
     ) -> None:
         super().__init__(root, names, generators)
-        self.apart: TakenApart | None = None
+        self.apart = TakenApart()
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._capture_timeout = capture_timeout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,13 +68,11 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[
-    [Sequence[Piece], Sequence[int], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None
-]
+Begin = Callable[[Sequence[Piece], Sequence[int], TakenApart, Decision, int, OutsideParameters, set[int]], None]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, which of them ``training_step`` calls in which order, the modules that were taken
-apart, the decision on stages, Nm, what the module has besides the pieces, and the ``id`` of each live buffer that
+Called with the pieces that it runs, which of them ``training_step`` calls in which order, what was taken apart, the
+decision on stages, Nm, what the module has besides the pieces, and the ``id`` of each live buffer that
 forwards change.
 """
 
@@ -114,7 +112,7 @@ class FirstMinibatch(Extension):
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._compiled = look_through(module, stages_compile=settings.compile is not None)
         self._watched: tuple[TrainingWatch, OutsideParameters] | None = None
-        self._apart: TakenApart | None = None
+        self._apart = TakenApart()
         self._asked: str | None = None  # of the other virtual workers
         self._samples = 1
 
@@ -145,7 +143,7 @@ class FirstMinibatch(Extension):
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
             self._watched[0].check(loss)
-        if (apart := self._watched[0].apart) is not None:
+        if apart := self._watched[0].apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
                 warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
@@ -169,15 +167,14 @@ class FirstMinibatch(Extension):
         self._apart = watch.apart
         decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
         if self._single is None:
-            apart = {} if watch.apart is None else watch.apart.modules
-            self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
+            self._begin(watch.pieces, watch.called, watch.apart, decision, in_flight, outside, watch.changed_buffers())
 
     def _is_in_vain(self, pieces: Sequence[Piece], decision: Decision) -> bool:
         """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
 
         Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
         """
-        if self._apart is None or (why := without_gain(self._apart, pieces, decision)) is None:
+        if (why := without_gain(self._apart, pieces, decision)) is None:
             return False
         asked = (self._settings.stages, self._settings.in_flight) != ("auto", "auto")
         if asked or self._synchroniser is not None or decision.emulated:

@@ -9,7 +9,7 @@ and all minibatches run as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
 
+from lightning_hetpipe.capture.piece_search import TakenApart
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import (
@@ -225,7 +225,7 @@ class Fit:
         self,
         pieces: Sequence[Piece],
         called: Sequence[int],
-        apart: Mapping[str, nn.Module],
+        apart: TakenApart,
         decision: Decision,
         in_flight: int,
         outside: OutsideParameters,
@@ -256,8 +256,8 @@ class Fit:
         )
         modules = [piece.module for piece in pieces]
         outside.leave_out(modules, engine.versioned)
-        parts = user_parts(apart.values(), modules)
-        add(ModulesApart(apart, modules, self._generators))
+        parts = user_parts(apart.modules.values(), modules)
+        add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
             state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
@@ -273,7 +273,7 @@ class Fit:
         self.evaluation.parts = parts
         synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
         telemetry = Telemetry(trainer, engine, layout, synchronisation)
-        self._report = telemetry.report
+        self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(
             trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved, bool(apart)
         )
