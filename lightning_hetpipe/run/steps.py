@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import run_first
+from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -145,6 +145,9 @@ def _released(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None
 
     Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
     """
+    if not has_step_hooks(optimizer):  # nobody says when its closure has returned
+        yield
+        return
     released = ExitStack()
 
     def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
