@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
 
 X = torch.arange(12.0).reshape(4, 3) / 10
-OFF = Autocast((("cpu", None),), True)
 
 
 def captured(module: nn.Module, *args: Any) -> Captured:
@@ -23,7 +21,7 @@ def captured(module: nn.Module, *args: Any) -> Captured:
     frozen = FrozenValues(module)
     with frozen.answers.noted():
         module(*args)
-    return Captured("net", module, args, {}, OFF, frozen)
+    return Captured("net", module, args, {}, frozen)
 
 
 def variant_and_output(graphs: Captured, *args: Any) -> tuple[int, Any]:
