@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_by
 from lightning_hetpipe.torch_private import READ_VALUE, ThreadDispatchMode, split_outputs
 
+UNSEEN = 64
+"""Most answers in one graph that nobody has seen: a loop that none of them ends would be traced for ever."""
+
 Answers = tuple[bool, ...]
 
 _Place = tuple[str, int]
@@ -46,9 +49,15 @@ class SeenAnswers:
             yield
 
     def at(self, place: _Place, ordinal: int) -> bool:
-        """The answer when that line asked for the ``ordinal``-th time; False if it was not seen to ask."""
-        found = self._found.get(place, [])
-        return found[ordinal] if ordinal < len(found) else False
+        """The answer when that line asked for the ``ordinal``-th time.
+
+        Where it was seen to ask less often, its last answer, as that has ended a loop; False if it never was.
+        """
+        return self._found.get(place, [False])[: ordinal + 1][-1]
+
+    def count(self, place: _Place) -> int:
+        """How often that line was seen to ask."""
+        return len(self._found.get(place, []))
 
 
 class _Noting(ThreadDispatchMode):
@@ -86,6 +95,7 @@ class Decisions(TorchFunctionMode):
         self._known = known
         self._seen = seen
         self._times: dict[_Place, int] = {}
+        self._unseen = 0
 
     def anew(self) -> Decisions:
         """The same answers, of which nothing was asked yet."""
@@ -102,11 +112,14 @@ class Decisions(TorchFunctionMode):
         self.asked.append(args[0].detach().clone())
         self.answers.append(answer)
         self.lines.append(f"{Path(place[0]).name}:{place[1]}, `{linecache.getline(*place).strip()}`")
+        self._unseen += number >= len(self._known) and ordinal >= self._seen.count(place)
+        if self._unseen > UNSEEN:
+            raise Undecidable(self.lines[-1])
         return answer
 
 
 class Undecidable(Exception):
-    """A decision that depends on more than inputs and constants: the argument is the line that asks."""
+    """A decision that depends on more than inputs and constants, or is made for ever: the argument is its line."""
 
 
 class DataChecks:
