@@ -101,15 +101,17 @@ class Captured:
         return "what it reads" if held is None else self.frozen.changed(held)
 
     def take_equal(self, value: tuple[Any, ...], way: Way | None = None) -> None:
-        """The graph that ``value`` is for gives what the module gives, with all Python values as they are now.
+        """Note that the graph for ``value`` was seen to give what the module gives, with Python values as they are now.
 
-        Its gradients are those of the module, too, if that goes ``way``.
+        Args:
+            value: An input of the first layer.
+            way: The autograd nodes by which the module computed it; None if that was not looked at.
         """
         self._variants[value[0]].held = self.frozen.now()
         self._variants[value[0]].way = way
 
     def way(self, value: tuple[Any, ...]) -> Way | None:
-        """Way in which the module computed when the graph for ``value`` was last compared with it in a minibatch."""
+        """The autograd nodes of the module when the graph for ``value`` was last compared with it in a minibatch."""
         variant: _Variant = self._variants[value[0]]
         return variant.way
 
@@ -158,7 +160,8 @@ class Captured:
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: frozenset[int]
     ) -> frozenset[int]:
-        """Those of ``floats`` that may be inputs: by others it decides, or gives them where graphs take constants."""
+        """Those of ``floats`` of which a graph can make inputs; others are constants, as an operator takes no tensor
+        there, or as ``forward`` decides by them."""
         found = frozenset[int]()
         for number in sorted(floats - self._constants):
             try:

@@ -36,14 +36,14 @@ _BETWEEN = tuple(str(_TORCH / name) for name in ("overrides.py", "_ops.py", "uti
 
 
 class SeenAnswers:
-    """Answers that the module itself was given, by the line of code that asks."""
+    """Answers that the module was given when it last ran with Python around it, by the line of code that asks."""
 
     def __init__(self) -> None:
         self._found: dict[_Place, list[bool]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the module itself runs."""
+        """Note the answers that the module is given within it, in place of those before."""
         self._found.clear()
         with _Noting(self._found):
             yield
@@ -75,11 +75,11 @@ class _Noting(ThreadDispatchMode):
 
 
 class Decisions(TorchFunctionMode):
-    """Answers what a module asks while a graph of it is made.
+    """Mode in which a module's questions are answered, since tensors have no values while its graph is made.
 
     Args:
-        known: The first answers.
-        seen: The others.
+        known: The answers to its first questions, in order.
+        seen: Has those to all others.
 
     Attributes:
         asked: The tensors that were asked for, as they were then.

@@ -41,6 +41,7 @@ def without_opaque(name: str, output: Any) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """The leaves of ``value``; registers the classes of plain dataclasses in it, for the whole process."""
     while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
         for each in classes:
             torch.export.register_dataclass(each)

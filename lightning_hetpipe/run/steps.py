@@ -62,9 +62,9 @@ class PipelinedSteps(Steps, Extension):
         user_step: What runners run.
         loss_scale: That of each minibatch.
         evaluation: Runs validations.
-        first: The minibatch that is not repeated: that of Lightning's loop now.
-        moved: Whether batches may have been moved to another root device than the engine's.
-        apart: Whether modules were taken apart.
+        first: The minibatch that has run in Lightning's own thread. An optimizer that begins it again is refused.
+        moved: Whether the look-ahead may have moved batches to another device than the engine's root device.
+        apart: Whether modules were taken apart, whose own code may make leaves that want no gradient.
     """
 
     def __init__(
