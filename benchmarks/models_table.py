@@ -69,7 +69,7 @@ def read(text: str) -> dict[str, Found]:
         cells = [re.sub(r"\\([|<])", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
         if len(cells) == len(COLUMNS) and cells[1] in LIBRARIES:
             outcome, _, said = cells[2].partition(": ")
-            rows[f"{cells[1]}/{cells[0]}"] = Found(outcome, said, *cells[3:])
+            rows[f"{cells[1]}/{cells[0]}"] = Found(outcome, said, cells[3], cells[4], cells[5])
     return rows
 
 
