@@ -56,7 +56,7 @@ class SeenAnswers:
         return self._found.get(place, [False])[: ordinal + 1][-1]
 
     def count(self, place: _Place) -> int:
-        """How often that line was seen to ask."""
+        """Number of times that line was seen to ask."""
         return len(self._found.get(place, []))
 
 
