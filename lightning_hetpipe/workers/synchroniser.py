@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.torch_private import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
 
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 
 Computing = Callable[[], AbstractContextManager[None]]
 """Opened around computing, as ``RunnerPool.computing`` is."""
+
+
+class NoSynchroniser:
+    """Stands in for the synchroniser of a single virtual worker, which has nobody to agree with."""
+
+    def __init__(self) -> None:
+        self.rounded: list[Tensor] = []
+
+    def agree(self, in_flight: int) -> int:
+        return in_flight
+
+    def staleness(self, in_flight: int) -> tuple[int, int]:
+        return in_flight - 1, 1
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 class Synchroniser:
@@ -88,6 +105,12 @@ class Synchroniser:
         asked = self.group.settings.wave
         self.wave = in_flight if asked == "auto" else asked
         return in_flight
+
+    def staleness(self, in_flight: int) -> tuple[int, int]:
+        """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums)."""
+        wsp = self.group.settings
+        workers = self.group.size if wsp.aggregate == "sum" else 1
+        return global_staleness(in_flight, wsp.clock_distance, self.wave), workers
 
     def metrics(self) -> dict[str, float]:
         """The metrics for loggers; times and bytes are those since the last call."""

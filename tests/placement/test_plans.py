@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
-from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
+from lightning_hetpipe.run.first_minibatch import check_first_minibatch
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser
 from tests.exact.running import assert_equal, expect, fit
 from tests.support.models import SGD, Task, mlp, vectors
 from tests.support.small import Learner, assert_refused, refused
@@ -499,9 +499,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
-    decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
+    monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight: in_flight + 2)
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5
