@@ -148,3 +148,29 @@ def test_hooks_of_the_module_itself_are_no_part_of_its_graph() -> None:
     module.register_forward_pre_hook(lambda module, args: (args[0] * 100,))
     assert torch.equal(graph_of("model", module, (X,), {})[0]((X,), {}), expected)
     assert not torch.equal(module(X), expected)
+
+
+def test_a_module_is_not_told_that_it_is_traced() -> None:
+    """Libraries compute by other operators then, whose gradients differ in their last bits."""
+
+    class Tells(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y.tanh() if torch.compiler.is_compiling() or torch.compiler.is_exporting() else y.relu()
+
+    module = Tells()
+    graph, _ = graph_of("model", module, (X,), {})
+    assert torch.equal(graph((X,), {}), module(X))
+
+
+def test_a_module_that_can_only_be_traced_where_it_is_told_so() -> None:
+    class Tells(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if torch.compiler.is_compiling():
+                return y.relu()
+            return y * torch.from_numpy((y > 0).numpy())
+
+    module = Tells()
+    graph, _ = graph_of("model", module, (X,), {})
+    assert torch.equal(graph((X,), {}), module(X))

@@ -54,6 +54,21 @@ def test_graphs_of_compiled_code_are_checked() -> None:
     assert seen == [1], "stages would compile anew whenever user code changes the default dtype"
 
 
+@guards("_is_compiling_flag", "_is_exporting_flag")
+def test_tracing_is_hidden() -> None:
+    told: list[bool] = []
+
+    class Told(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
+            with torch_private.traced_as_called():
+                told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
+            return x + 1
+
+    torch.export.export(Told(), (torch.ones(2),))
+    assert told[:2] == [True, False], "models would compute by operators of which plain training knows nothing"
+
+
 @guards("_dynamo")
 def test_errors_of_the_compiler() -> None:
     def breaks(x: Tensor) -> Tensor:

@@ -91,5 +91,5 @@ def test_24_layers_taken_apart() -> None:
     )
     assert strategy.last_run is not None
     assert sum(len(stage.layers) for stage in strategy.last_run.stages) >= 26
-    assert list(strategy.last_run.taken_apart) == ["net"]
-    assert "user code: of 'net', the part around its pipelined modules" in str(strategy.last_run)
+    assert list(strategy.last_run.taken_apart) == ["model"]
+    assert "user code: of 'model', the part around its pipelined modules" in str(strategy.last_run)
