@@ -105,7 +105,7 @@ class Fit(TrainerRun):
         self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._steps = Steps(self._driver)
-        self._inline = self._first_steps()
+        self._inline: Extension
         self._looks_ahead = settings.in_flight != 1
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
@@ -131,6 +131,7 @@ class Fit(TrainerRun):
         extensions.add(self._loss_scale)
         if self._settings.may_run_ahead:
             extensions.add(InlineRandomStates(self._state))
+        self._inline = self._first_steps()
         extensions.add(self._inline)
 
     def close(self) -> None:
