@@ -65,7 +65,7 @@ class EvaluationRun:
 
     def suspended(self) -> AbstractContextManager[None]:
         """Suspend this run, for another run of the loop within it."""
-        return self._reset.aside()
+        return self._reset.suspended()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """The loop's next step."""
@@ -239,7 +239,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
-            with call.aside():  # an input of a new kind is captured now
+            with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
                     given, tag = (call.args, call.kwargs), self._tag(batch.number)

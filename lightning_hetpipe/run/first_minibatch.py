@@ -138,7 +138,7 @@ class FirstMinibatch(Extension):
         with noting_where():
             yield
             decision = self._decide(watch)
-            if self._is_in_vain(watch, decision):
+            if self._is_without_gain(watch, decision):
                 self._stay()
             else:
                 self._begin(watch, decision, self._agreed(watch, decision), outside)
@@ -154,7 +154,7 @@ class FirstMinibatch(Extension):
             ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called)
         )
 
-    def _is_in_vain(self, watch: TrainingWatch, decision: Decision) -> bool:
+    def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
         """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
 
         Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.

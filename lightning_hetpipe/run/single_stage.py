@@ -152,7 +152,7 @@ class SingleStage(Extension):
             piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
             ordinal = calls[call.name]
             calls[call.name] += 1
-            with call.aside():
+            with call.own_forward():
                 return piece.run(self._generators, minibatch, call.args, call.kwargs, ordinal)
 
         with Interceptor(modules, run, one_step=True):
