@@ -26,6 +26,7 @@ from benchmarks.models_table_worker import Found, send
 
 BEGIN, END = "<!-- table: python -m benchmarks.models_table -->", "<!-- end of table -->"
 COLUMNS = ("model", "library", "outcome", "Nm = 1, against a plain Trainer", "Nm = 3, against the oracle", "evaluation")
+ESCAPE = r"\\\1"
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 OURS = ("benchmarks.torchvision_operators", "benchmarks.models_table_worker")
 LIBRARIES = ("timm", "torchvision", "transformers", "peft", "segmentation_models_pytorch")
@@ -58,7 +59,18 @@ def line(name: str, found: Found) -> str:
     library, _, model = name.partition("/")
     outcome = f"{found.outcome}: {found.said}" if found.said else found.outcome
     cells = [model, library, outcome, found.plain, found.oracle, found.evaluation]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', chr(92) + '<') for cell in cells)} |"
+    return f"| {' | '.join(re.sub(r'([|<])', ESCAPE, cell) for cell in cells)} |"
+
+
+def read(text: str) -> dict[str, Found]:
+    """The rows of the table in ``text``, by the names of models."""
+    rows: dict[str, Found] = {}
+    for row in text.splitlines():
+        cells = [re.sub(r"\\([|<])", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        if len(cells) == len(COLUMNS) and cells[1] in LIBRARIES:
+            outcome, _, said = cells[2].partition(": ")
+            rows[f"{cells[1]}/{cells[0]}"] = Found(outcome, said, cells[3], cells[4], cells[5])
+    return rows
 
 
 def totals(rows: Mapping[str, Found]) -> str:
@@ -75,19 +87,24 @@ def totals(rows: Mapping[str, Found]) -> str:
     )
 
 
-def write(file: Path, text: str) -> None:
-    """Put ``text`` between the marks of the table in ``file``, if it has such; else make it all of ``file``."""
-    held = file.read_text() if file.exists() else ""
-    before, begin, rest = held.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}" if begin and end else f"{text}\n")
+def write(file: Path, rows: Mapping[str, Found]) -> None:
+    """Put the table between its marks in ``file``, or make it all of a new one; rows of other models stay."""
+    held = file.read_text() if file.exists() else f"{BEGIN}\n{END}\n"
+    before, _, rest = held.partition(BEGIN)
+    earlier, _, after = rest.partition(END)
+    kept = {**read(earlier), **rows}
+    every = {name: kept[name] for name in models() if name in kept}
+    table = "\n".join([HEADER, *(line(name, found) for name, found in every.items())])
+    file.write_text(f"{before}{BEGIN}\n\n{totals(every)}\n\n{table}\n\n{END}{after}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models_table", description=__doc__)
     parser.add_argument("--only", default=".*", metavar="REGEX", help='models such as "timm/.*"; by default all')
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for one model; by default 300")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="write the table there, between its marks")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.md", help="put the rows into the table there, between its marks"
+    )
     parser.add_argument("--list", action="store_true", help="only name the models")
     given = parser.parse_args(arguments)
     every = models()
@@ -105,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {rows[name].seconds:.0f} s", file=sys.stderr, flush=True)
     print(f"\n{totals(rows)}")
     if given.write is not None:
-        table = "\n".join([HEADER, *(line(name, found) for name, found in rows.items())])
-        write(given.write, f"{totals(rows)}\n\n{table}")
+        write(given.write, rows)
 
 
 if __name__ == "__main__":

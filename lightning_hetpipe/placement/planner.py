@@ -121,6 +121,10 @@ class Planner:
             SettingError: where the plan is one for another model, where what was asked for does not fit, or for more
                 stages than there are layers.
         """
+        if not self.recompute and any(layer.recompute for piece in profiling.pieces for layer in piece.layers):
+            return replace(self, recompute=True)(
+                profiling
+            )  # a stage with a checkpointed layer computes all of it again
         if self.plan is not None:
             return self._follow(self.plan, profiling)
         if self.even:

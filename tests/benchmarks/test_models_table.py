@@ -39,8 +39,16 @@ def test_a_row_says_what_became_of_a_model() -> None:
 def test_a_table_is_put_between_its_marks(tmp_path: Path) -> None:
     file = tmp_path / "table.md"
     file.write_text(f"Before.\n{models_table.BEGIN}\nold\n{models_table.END}\nAfter.\n")
-    models_table.write(file, "new")
-    assert file.read_text() == f"Before.\n{models_table.BEGIN}\n\nnew\n\n{models_table.END}\nAfter.\n"
+    rows = {"timm/resnet18": CAPTURED, "timm/vgg11": REFUSED, "transformers/bert for MaskedLM": APART}
+    models_table.write(file, rows)
+    text = file.read_text()
+    assert text.startswith(f"Before.\n{models_table.BEGIN}\n\n3 models: 1 captured")
+    assert text.endswith(
+        f"{models_table.line('transformers/bert for MaskedLM', APART)}\n\n{models_table.END}\nAfter.\n"
+    )
+    assert models_table.read(text) == rows
+    models_table.write(file, {"timm/vgg11": CAPTURED})
+    assert models_table.read(file.read_text()) == {**rows, "timm/vgg11": CAPTURED}, "rows of other models are lost"
 
 
 def test_a_model_that_takes_too_long_is_ended() -> None:
