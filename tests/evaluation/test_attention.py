@@ -80,13 +80,13 @@ def test_attention_is_pipelined_to_the_plain_values(make: Callable[[], nn.Module
 
 
 def test_a_decoder_asks_for_no_inference_mode() -> None:
-    """There torch computes its projections otherwise while it is watched; the remedy that is told is tried above."""
+    """Torch computes its projections otherwise in it while it is watched; the remedy that is told is tried above."""
     _, said = predicted(decoder, pipeline())
     assert "set Trainer(inference_mode=False)" in said[0]
 
 
 def test_a_padding_mask_makes_nested_tensors() -> None:
-    """Of these a graph has none; the remedy that is told is tried above."""
+    """Nested tensors are in no graph; the remedy that is told is tried above."""
 
     def make() -> nn.Module:
         return Attends(nn.TransformerEncoder(layer(), 2), padded)
