@@ -8,10 +8,11 @@ import io
 import linecache
 import logging
 import random
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaq
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import pytree, traced_as_called, without_hooks
+
+_IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
+"""A line of code that turns data into a number, such as the size of an output."""
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
@@ -127,7 +131,7 @@ def _traced(
     except SettingError:
         raise
     except Exception as error:
-        raise _refusal(name, error) from error
+        raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):
         raise SettingError(
             f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
@@ -143,29 +147,39 @@ def _traced(
     try:
         return graph, DataChecks(graph, module, decisions)
     except Undecidable as error:
-        raise decides(name, f" at {error}") from None
+        raise decides(name, f" at {error}", kwargs) from None
 
 
-def _refusal(name: str, error: Exception) -> SettingError:
+def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingError:
     line = _users_line(error)
     where = f" at {line}" if line else ""
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        return decides(name, where)
+        return decides(name, where, kwargs)
     return SettingError(
-        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way, or"
-        " let training_step itself run the module, by naming the ones to pipeline (module=[...])"
+        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
+        " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
+        " (module=[...])"
     )
 
 
-def decides(name: str, where: str = "") -> SettingError:
+def _without_labels(kwargs: Mapping[str, Any]) -> str:
+    """Way out for a model that computes its loss, as those of Hugging Face do where they are given labels."""
+    if kwargs.get("labels") is None:
+        return ""
+    return "if that is in its loss, call it without labels, and compute the loss in training_step; else "
+
+
+def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None) -> SettingError:
     """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
     way_out = "use torch.where, or decide in training_step, outside the pipelined module"
     if "distribution.py:" in where:  # torch.distributions checks its arguments
         way_out = "give the distribution validate_args=False, or make it in training_step"
+    elif _IS_NUMBER.search(where):
+        way_out = f"give it that number as an argument (a size, say, as size= of a pooling over graphs), or {way_out}"
     return SettingError(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
-        f" for every minibatch; {way_out}"
+        f" for every minibatch; {_without_labels(kwargs or {})}{way_out}"
     )
 
 

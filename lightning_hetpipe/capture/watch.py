@@ -141,8 +141,10 @@ class TrainingWatch(Watch):
             raise SettingError(
                 f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
             )
+        held = {id(weight) for call in self._calls for weight in call.piece.module.parameters()}
         for name, weight in self.root.named_parameters():
-            if version_counter(weight) != self._counters.get(name, version_counter(weight)):
+            versioned = weight.requires_grad or id(weight) in held  # others are read as they are
+            if versioned and version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
         refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
         self._made_inside.clear()

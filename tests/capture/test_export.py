@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lightning_hetpipe.capture.export import graph_of
@@ -64,6 +65,45 @@ class RollsNumpy(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * float(np.random.rand())
         return y
+
+
+class Pools(Linear):
+    """Adds rows up by groups, of which there are as many as the data says, unless that is given."""
+
+    def forward(self, x: Tensor, group: Tensor, size: int | None = None) -> Tensor:
+        y = self.linear(x)
+        groups = int(group.max()) + 1 if size is None else size
+        sums: Tensor = y.new_zeros(groups, y.shape[1]).index_add(0, group, y)
+        return sums
+
+
+def test_the_remedy_for_a_size_that_is_computed_from_data() -> None:
+    group = torch.tensor([0, 1, 1, 2])
+    with pytest.raises(SettingError, match=r"`groups = int\(.*; give it that number as an argument \(a size, say"):
+        graph_of("model", Pools(), (X, group), {})
+    graph_of("model", Pools(), (X, group, 3), {})
+
+
+class WithLoss(Linear):
+    """Computes its loss, if it is given labels, and in a way that has no graph."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = self.linear(x)
+        if labels is None:
+            return y
+        return F.cross_entropy(y, labels) * labels.numpy().size
+
+
+def test_the_remedy_for_a_loss_in_the_model() -> None:
+    labels = torch.arange(len(X)) % 2
+    with pytest.raises(
+        SettingError, match=r"; if that is in its loss, call it without labels, and compute the loss in"
+    ):
+        graph_of("model", WithLoss(), (X,), {"labels": labels})
+    with pytest.raises(SettingError) as refused:
+        graph_of("model", Numpy(), (X,), {})
+    assert "labels" not in str(refused.value)
+    graph_of("model", WithLoss(), (X,), {})
 
 
 @pytest.mark.parametrize(
