@@ -74,7 +74,20 @@ def graph_of(
     except SettingError:
         with contextlib.suppress(SettingError):
             return _traced(name, module, args, kwargs, decisions.anew(), images_vary, floats, as_called=False)
+        _refuse_cumulative_averages(name, module)
         raise
+
+
+def _refuse_cumulative_averages(name: str, module: nn.Module) -> None:
+    """Refuse BatchNorm that counts its batches in Python, which torch's error for it does not say."""
+    for path, part in module.named_modules(prefix=name):
+        batch_norm = isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if batch_norm and part.training and part.track_running_stats and part.momentum is None:
+            raise SettingError(
+                f"'{path}' is a {type(part).__name__} with momentum=None, by which it weights a batch by how many it"
+                " has seen, a number that a graph keeps as it is; give it a momentum, such as 0.1, or set stages=1 and"
+                " in_flight=1 (for StochasticWeightAveraging, too, which sets it to None in the last epoch)"
+            )
 
 
 def _traced(

@@ -222,7 +222,7 @@ class TrainingWatch(Watch):
         with ExitStack() as stack:
             run = call.run  # in the generators of the outermost call
             if len(self._open) == 1:
-                stack.enter_context(call.aside())
+                stack.enter_context(call.own_forward())
                 stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
                 stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already

@@ -33,6 +33,16 @@ class Decides(Linear):
         return y
 
 
+class Averages(Linear):
+    def __init__(self, momentum: float | None = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
 class Counts(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * x.max().item()
@@ -106,11 +116,17 @@ def test_the_remedy_for_a_loss_in_the_model() -> None:
         (Numpy(), r"cannot be captured by torch.export at test_export.py:\d+, `y: Tensor .*numpy\(\)"),
         (Rolls(), r"'model' draws random numbers of Python or numpy in forward, .*; draw them with torch"),
         (RollsNumpy(), r"'model' draws random numbers of Python or numpy in forward"),
+        (Averages(), r"'model.norm' is a BatchNorm1d with momentum=None, .*; give it a momentum, such as 0.1"),
     ],
 )
 def test_what_has_no_graph(module: nn.Module, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         graph_of("model", module, (X,), {})
+
+
+@pytest.mark.parametrize("module", [Averages(0.1), Averages().eval()])
+def test_batchnorm_with_a_momentum_has_one(module: nn.Module) -> None:
+    graph_of("model", module, (X,), {})
 
 
 def test_a_refusal_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
-from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
+from lightning_hetpipe.run.first_minibatch import check_first_minibatch
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support import models
@@ -550,9 +550,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
-    decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
+    monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight: in_flight + 2)
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5

@@ -69,6 +69,27 @@ def test_tracing_is_hidden() -> None:
     assert told[:2] == [True, False], "models would compute by operators of which plain training knows nothing"
 
 
+@guards("_is_make_fx_tracing", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_tracing_is_hidden_from_attention_without_gradients(gradients: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            with torch_private.traced_as_called():
+                x = self.encoder(x)
+                return self.attention(x, x, x)
+
+    with torch.set_grad_enabled(gradients):
+        graph = torch.export.export(Attends().eval(), (torch.ones(2, 3, 8),), strict=False).graph
+    found = [name for name in ("encoder_layer_fwd", "native_multi_head") if name in str(graph)]
+    # Fused operators have no gradients; without these, evaluations compute by them.
+    assert len(found) == (0 if gradients else 2)
+
+
 @guards("_dynamo")
 def test_errors_of_the_compiler() -> None:
     def breaks(x: Tensor) -> Tensor:

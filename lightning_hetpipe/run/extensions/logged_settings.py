@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.workers.synchroniser import Synchroniser
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 HPARAMS = "hetpipe"
 """The hyperparameter that holds them all, so that none takes the place of a user's."""
@@ -28,7 +28,7 @@ class LoggedSettings(Extension):
     Args:
         trainer: Whose loggers are told.
         settings: As the strategy was asked for them.
-        synchroniser: Of several virtual workers.
+        synchroniser: Knows the settings that virtual workers share.
         report: Gives the numbers of the run so far.
     """
 
@@ -36,8 +36,8 @@ class LoggedSettings(Extension):
         self,
         trainer: L.Trainer,
         settings: RunSettings,
-        synchroniser: Synchroniser | None,
-        report: Callable[[], RunReport | None],
+        synchroniser: Synchroniser | NoSynchroniser,
+        report: Callable[[], RunReport],
     ) -> None:
         self._trainer = trainer
         self._settings = settings
@@ -48,7 +48,7 @@ class LoggedSettings(Extension):
     @contextmanager
     def inline_backward(self, minibatch: int) -> Iterator[None]:
         yield
-        if not self._logged and (report := self._report()) is not None:
+        if not self._logged and (report := self._report()).stages:
             self._logged = True
             if self._trainer.enable_autolog_hparams:
                 self._log({HPARAMS: self._settled(report)})
@@ -61,24 +61,13 @@ class LoggedSettings(Extension):
                 save_hparams_to_yaml(Path(logger.log_dir, logger.NAME_HPARAMS_FILE), logger.hparams)
 
     def _settled(self, report: RunReport) -> dict[str, Any]:
-        settings, synchroniser = self._settings, self._synchroniser
-        module = settings.module
-        settled: dict[str, Any] = {
+        settings, module = self._settings, self._settings.module
+        return {
             "stages": len(report.stages),
             "in_flight": report.in_flight,
             "devices": ", ".join(stage.device for stage in report.stages),
             "module": module if module is None else ", ".join(module),
             "recompute": settings.recompute,
             "compile": False if settings.compile is None else str(settings.compile) if settings.compile else True,
-            "virtual_workers": 1,
+            **self._synchroniser.settings(),
         }
-        if synchroniser is not None:
-            wsp = synchroniser.group.settings
-            settled |= {
-                "virtual_workers": synchroniser.group.size,
-                "wave": synchroniser.wave,
-                "clock_distance": wsp.clock_distance,
-                "aggregate": wsp.aggregate,
-                "update_dtype": wsp.update_dtype,
-            }
-        return settled
