@@ -126,7 +126,7 @@ def through_graphs(pieces: Sequence[Piece]) -> Iterator[None]:
 def _run_layers(
     piece: Piece, calls: Sequence[Callable[..., Any]], redirect: Redirect, *args: Any, **kwargs: Any
 ) -> Any:
-    with redirect.aside():  # an input of a new kind is captured now
+    with redirect.suspended():  # an input of a new kind is captured now
         value = piece.value(args, kwargs)
     for call in calls:
         value = call(value)

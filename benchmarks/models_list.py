@@ -7,10 +7,7 @@ other random numbers than a plain one (law L7).
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,21 +92,6 @@ TIMM_FIXED = {
 """Models that take images of one size."""
 
 
-def define_operators() -> None:
-    """Name torchvision's operators where its kernels do not load, as those of a build for CUDA beside torch for CPUs.
-
-    It cannot be imported otherwise; no model of this list calls them.
-    """
-    package = find_spec("torchvision")
-    if package is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    try:
-        CDLL(str(next(Path(str(package.origin)).parent.glob("_C*.so"))))
-    except (OSError, StopIteration):
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
 def timm_model(name: str, **settings: Any) -> nn.Module:
     import timm
 
@@ -150,6 +132,26 @@ def segmented(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"])["out"], batch["y"])
 
 
+DETECTION = {
+    "retinanet_resnet50_fpn": {"min_size": 64, "max_size": 64},
+    "fcos_resnet50_fpn": {"min_size": 64, "max_size": 64},
+    "ssdlite320_mobilenet_v3_large": {},
+}
+
+
+def boxes() -> Batch:
+    def target() -> dict[str, Tensor]:
+        corners = torch.rand(2, 2) * 30
+        return {"boxes": torch.cat([corners, corners + 20], dim=1), "labels": torch.randint(1, CLASSES, (2,))}
+
+    return {"images": [torch.rand(3, 64, 64) for _ in range(2)], "targets": [target() for _ in range(2)]}
+
+
+def detected(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(batch["images"], batch["targets"])
+    return sum(found.values()) if model.training else torch.cat([each["scores"] for each in found]).sum()
+
+
 def torchvision_model(name: str, **settings: Any) -> nn.Module:
     from torchvision.models import get_model
 
@@ -165,6 +167,7 @@ def torchvision_models() -> list[Model]:
     return [
         *(entry(name, lambda size=size: images(size), classified) for name, size in sizes),  # type: ignore[misc]
         *(entry(name, masks, segmented, weights_backbone=None) for name in SEGMENTATION),
+        *(entry(name, boxes, detected, weights_backbone=None, **more) for name, more in DETECTION.items()),
     ]
 
 
@@ -266,6 +269,14 @@ SEEN = {
     "mobilevit": {"image_size": 64, "hidden_sizes": [16, 16, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 16, 32]},
     "poolformer": STAGED,
 }
+HEARD_AND_WRITTEN = {"whisper": {**PAIRS, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}}
+TOWERS = {
+    "clip": {
+        "text_config": {**SIZES, "max_position_embeddings": 16},
+        "vision_config": VISION,
+        "projection_dim": 16,
+    }
+}
 HEARD = {"wav2vec2": SOUND, "hubert": SOUND, "wavlm": SOUND, "unispeech-sat": SOUND}
 
 
@@ -295,6 +306,14 @@ def sound() -> Batch:
     return {"input_values": torch.randn(2, 400), "labels": torch.randint(CLASSES, (2,))}
 
 
+def speech() -> Batch:
+    return {"input_features": torch.randn(2, 8, 40), "labels": words(7)}
+
+
+def captions() -> Batch:
+    return {"input_ids": words(), "pixel_values": torch.randn(2, 3, 32, 32), "return_loss": True}
+
+
 def spoken() -> Batch:
     return {"input_values": torch.randn(2, 400), "labels": words(5)}
 
@@ -311,7 +330,7 @@ def transformers_model(kind: str, model_type: str, settings: dict[str, Any]) -> 
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    made: nn.Module = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    made: nn.Module = getattr(transformers, f"AutoModel{kind}").from_config(config)
     return made
 
 
@@ -324,7 +343,7 @@ def transformers_models() -> list[Model]:
             given = {**settings, **more}
             return Model(
                 "transformers",
-                f"{name} for {kind}",
+                f"{name} {kind}".replace("For", "for ").rstrip(),
                 lambda: transformers_model(kind, name, given),
                 lambda: batch(*size),
                 own_loss,
@@ -333,13 +352,15 @@ def transformers_models() -> list[Model]:
         return [entry(name, settings) for name, settings in types.items()]
 
     return [
-        *entries("CausalLM", CAUSAL, next_words),
-        *entries("MaskedLM", MASKED, masked_words),
-        *entries("Seq2SeqLM", TRANSLATED, translation),
-        *entries("ImageClassification", SEEN, pixels, **labels),
-        *entries("AudioClassification", HEARD, sound, **labels),
-        *entries("CTC", {"wav2vec2": SOUND, "hubert": SOUND}, spoken),
-        *entries("SequenceClassification", {"bert": SIZES, "roberta": SIZES}, labelled_words, **labels),
+        *entries("ForCausalLM", CAUSAL, next_words),
+        *entries("ForMaskedLM", MASKED, masked_words),
+        *entries("ForSeq2SeqLM", TRANSLATED, translation),
+        *entries("ForSpeechSeq2Seq", HEARD_AND_WRITTEN, speech),
+        *entries("ForImageClassification", SEEN, pixels, **labels),
+        *entries("ForAudioClassification", HEARD, sound, **labels),
+        *entries("ForCTC", {"wav2vec2": SOUND, "hubert": SOUND}, spoken),
+        *entries("", TOWERS, captions),
+        *entries("ForSequenceClassification", {"bert": SIZES, "roberta": SIZES}, labelled_words, **labels),
     ]
 
 
@@ -347,7 +368,53 @@ def labelled_words() -> Batch:
     return {"input_ids": words(), "labels": torch.randint(CLASSES, (2,))}
 
 
+# Libraries around these models.
+
+ADAPTED = {"gpt2": "CausalLM", "llama": "CausalLM", "qwen2": "CausalLM", "bert": "MaskedLM", "t5": "Seq2SeqLM"}
+
+
+def peft_model(kind: str, name: str, settings: dict[str, Any]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    made: Any = transformers_model(f"For{kind}", name, settings)
+    return get_peft_model(made, LoraConfig(r=4, lora_dropout=0.0))
+
+
+def peft_models() -> list[Model]:
+    settings, batches = {**CAUSAL, **MASKED, **TRANSLATED}, {"CausalLM": next_words, "MaskedLM": masked_words}
+    return [
+        Model(
+            "peft",
+            f"{name} for {kind} with LoRA",
+            lambda name=name, kind=kind: peft_model(kind, name, settings[name]),  # type: ignore[misc]
+            batches.get(kind, translation),
+            own_loss,
+        )
+        for name, kind in ADAPTED.items()
+    ]
+
+
+SEGMENTED = names("Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3Plus PAN")
+
+
+def smp_model(name: str) -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    made: nn.Module = getattr(smp, name)("resnet18", encoder_weights=None, classes=CLASSES)
+    return made
+
+
+def smp_models() -> list[Model]:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    return [
+        Model("segmentation_models_pytorch", name, lambda name=name: smp_model(name), masks, loss)  # type: ignore[misc]
+        for name in SEGMENTED
+    ]
+
+
 def models() -> dict[str, Model]:
     """All of them, by library and name."""
-    every = [*timm_models(), *torchvision_models(), *transformers_models()]
+    every = [*timm_models(), *torchvision_models(), *transformers_models(), *peft_models(), *smp_models()]
     return {f"{model.library}/{model.name}": model for model in every}

@@ -38,7 +38,7 @@ class Redirect:
             del vars(self.owner)[self.name]
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Within it, the owner has its own method."""
         self.remove()
         try:

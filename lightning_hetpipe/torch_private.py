@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException as CompilerError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.module import _has_any_global_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, has_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
@@ -55,6 +55,7 @@ __all__ = [
     "run_without_data",
     "split_outputs",
     "strided_parts",
+    "traced_as_called",
     "unseen_change",
     "version_counter",
     "viewed",
@@ -84,6 +85,36 @@ def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
 def outputs_of(graph: fx.GraphModule) -> Any:
     """Nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
     return _tree_of(graph).out_spec
+
+
+@contextmanager
+def traced_as_called() -> Iterator[None]:
+    """Hide that ``torch.export`` traces.
+
+    It is hidden from ``torch.compiler.is_compiling`` and ``is_exporting``; and, where there are no gradients, from the
+    questions by which torch.nn's modules for attention take fused operators, as they do in evaluations.
+    """
+    hidden: list[tuple[Any, str, Any]] = [
+        (torch.compiler, "_is_compiling_flag", False),
+        (torch.compiler, "_is_exporting_flag", False),
+        (torch.overrides, "has_torch_function", _has_torch_function),
+        (torch.nn.modules.activation, "_is_make_fx_tracing", torch.is_grad_enabled),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in hidden]
+    for owner, name, value in hidden:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(hidden, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _has_torch_function(values: Iterable[Any]) -> bool:
+    """Answer as torch does; of tensors, without gradients, as if no ``TorchFunctionMode`` were active."""
+    if torch.is_grad_enabled() or any(type(value) not in (FakeTensor, Tensor, nn.Parameter) for value in values):
+        return has_torch_function(values)
+    return False
 
 
 OperatorOverload = torch._ops.OpOverload

@@ -61,7 +61,7 @@ class Captured:
         self.frozen = frozen
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
-        self.in_vain = 0
+        self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
         self._name = name
         self._module = module

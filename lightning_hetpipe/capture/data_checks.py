@@ -87,6 +87,10 @@ class Decisions(TorchFunctionMode):
         self._seen = seen
         self._times: dict[_Place, int] = {}
 
+    def anew(self) -> Decisions:
+        """The same answers, of which nothing was asked yet."""
+        return Decisions(self._known, self._seen)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _ASK or args[0].dtype != torch.bool or args[0].numel() != 1:
             return func(*args, **(kwargs or {}))

@@ -76,13 +76,13 @@ class EvaluationWatch(Watch):
             if piece is None:
                 return NOT_TAKEN
             self._called.append(module)
-            with call.aside():
+            with call.own_forward():
                 return piece.run(self.generators, self._batch, call.args, call.kwargs, ordinal)
         overlaps = any(part in other.modules() for other in self._called for part in module.modules())
         self._called.append(module)
         if overlaps:  # it is left to user code, which may run it while stages run the other
             return call.run()
-        with call.aside():
+        with call.own_forward():
             return self._try(self._known.get(module) or Piece.of(call.name, module), call)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
@@ -171,7 +171,7 @@ class EvaluationWatch(Watch):
                 inputs.append(Value.of(value))
                 value = calls[layer.name](value)
         if not equal_outputs(Value.of(value), Value.of(output)):
-            raise SettingError("its layers give other values, one by one, than the module itself")
+            raise _other_values(piece.module)
         if not self._known:
             piece.inputs = [inputs]
 
@@ -185,6 +185,21 @@ def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], fr
     for name, layer in [] if piece.captured is not None else piece.modules_of_layers():
         refuse_hooks(name, layer)
         piece.layers.append(Layer(name, layer, kind=class_of(layer)))
+
+
+def _other_values(module: nn.Module) -> SettingError:
+    said = "its layers give other values, one by one, than the module itself"
+    if any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in module.modules()):
+        said += (
+            ", as nn.TransformerEncoder computes with nested tensors where it is given a padding mask; make it with"
+            " enable_nested_tensor=False"
+        )
+    elif torch.is_inference_mode_enabled():
+        said += (
+            ", as attention to other tokens does, which torch computes otherwise in inference mode while it is watched;"
+            " set Trainer(inference_mode=False)"
+        )
+    return SettingError(said)
 
 
 def _counter(tensor: Tensor) -> int:

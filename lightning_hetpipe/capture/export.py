@@ -8,10 +8,11 @@ import io
 import linecache
 import logging
 import random
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private import pytree, without_hooks
+from lightning_hetpipe.torch_private import pytree, traced_as_called, without_hooks
+
+_IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
+"""A line of code that turns data into a number, such as the size of an output."""
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
@@ -64,6 +68,43 @@ def graph_of(
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
     decisions = decisions or Decisions((), SeenAnswers())
+    try:
+        return _traced(name, module, args, kwargs, decisions, images_vary, floats, as_called=True)
+    except SettingError:
+        with contextlib.suppress(SettingError):
+            return _traced(name, module, args, kwargs, decisions.anew(), images_vary, floats, as_called=False)
+        _refuse_cumulative_averages(name, module)
+        raise
+
+
+def _refuse_cumulative_averages(name: str, module: nn.Module) -> None:
+    """Refuse BatchNorm that counts its batches in Python, which torch's error for it does not say."""
+    for path, part in module.named_modules(prefix=name):
+        batch_norm = isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if batch_norm and part.training and part.track_running_stats and part.momentum is None:
+            raise SettingError(
+                f"'{path}' is a {type(part).__name__} with momentum=None, by which it weights a batch by how many it"
+                " has seen, a number that a graph keeps as it is; give it a momentum, such as 0.1, or set stages=1 and"
+                " in_flight=1 (for StochasticWeightAveraging, too, which sets it to None in the last epoch)"
+            )
+
+
+def _traced(
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decisions: Decisions,
+    images_vary: bool,
+    floats: Collection[int],
+    *,
+    as_called: bool,
+) -> tuple[fx.GraphModule, DataChecks]:
+    """Do what :func:`graph_of` says. ``as_called``: the code of ``module`` is not told that it is traced.
+
+    Some libraries compute by other operators then, whose gradients differ in their last bits; few parts of them can be
+    traced in no other way.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
     given = [torch.tensor(each, dtype=torch.float64) if n in floats else each for n, each in enumerate(leaves)]
@@ -80,7 +121,7 @@ def graph_of(
     states = (random.getstate(), _numpy_state())
     try:
         with (
-            _as_one_call(name, module, decisions, floats),
+            _as_one_call(name, module, decisions, floats, as_called=as_called),
             without_checkpoints(module),
             _left_alone(name, module),
             _silently(),
@@ -90,7 +131,7 @@ def graph_of(
     except SettingError:
         raise
     except Exception as error:
-        raise _refusal(name, error) from error
+        raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):
         raise SettingError(
             f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
@@ -106,29 +147,39 @@ def graph_of(
     try:
         return graph, DataChecks(graph, module, decisions)
     except Undecidable as error:
-        raise decides(name, f" at {error}") from None
+        raise decides(name, f" at {error}", kwargs) from None
 
 
-def _refusal(name: str, error: Exception) -> SettingError:
+def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingError:
     line = _users_line(error)
     where = f" at {line}" if line else ""
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        return decides(name, where)
+        return decides(name, where, kwargs)
     return SettingError(
-        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); write that part in another way, or"
-        " let training_step itself run the module, by naming the ones to pipeline (module=[...])"
+        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
+        " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
+        " (module=[...])"
     )
 
 
-def decides(name: str, where: str = "") -> SettingError:
+def _without_labels(kwargs: Mapping[str, Any]) -> str:
+    """Way out for a model that computes its loss, as those of Hugging Face do where they are given labels."""
+    if kwargs.get("labels") is None:
+        return ""
+    return "if that is in its loss, call it without labels, and compute the loss in training_step; else "
+
+
+def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None) -> SettingError:
     """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
     way_out = "use torch.where, or decide in training_step, outside the pipelined module"
     if "distribution.py:" in where:  # torch.distributions checks its arguments
         way_out = "give the distribution validate_args=False, or make it in training_step"
+    elif _IS_NUMBER.search(where):
+        way_out = f"give it that number as an argument (a size, say, as size= of a pooling over graphs), or {way_out}"
     return SettingError(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
-        f" for every minibatch; {way_out}"
+        f" for every minibatch; {_without_labels(kwargs or {})}{way_out}"
     )
 
 
@@ -162,7 +213,9 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_one_call(name: str, module: nn.Module, decisions: Decisions, floats: Collection[int]) -> Iterator[None]:
+def _as_one_call(
+    name: str, module: nn.Module, decisions: Decisions, floats: Collection[int], *, as_called: bool
+) -> Iterator[None]:
     """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
 
     It gives what the pipeline hands on, and the tensors that it has decided by.
@@ -178,7 +231,7 @@ def _as_one_call(name: str, module: nn.Module, decisions: Decisions, floats: Col
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         held["forward"] = forward
         try:
-            with decisions:
+            with decisions, traced_as_called() if as_called else contextlib.nullcontext():
                 output = without_opaque(name, forward(*args, **kwargs))
             return output, decisions.asked
         finally:
@@ -199,7 +252,7 @@ def _silently() -> Iterator[None]:
     """Withhold torch's own diagnostics, such as the whole graph where it fails: our error says enough."""
     logs, printed = [logging.getLogger(name) for name in _LOGS], io.StringIO()
     for log in logs:
-        log.addFilter(_is_error)
+        log.addFilter(_is_said_better)
     try:
         with contextlib.redirect_stderr(printed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* assigned during export.*")  # which is undone
@@ -207,14 +260,19 @@ def _silently() -> Iterator[None]:
         sys.stderr.write(printed.getvalue())
     finally:
         for log in logs:
-            log.removeFilter(_is_error)
+            log.removeFilter(_is_said_better)
 
 
-_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+_LOGS = (
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+def _is_said_better(record: logging.LogRecord) -> bool:
+    """Withhold ``record``: what fails is raised, too, and our error has one sentence of it."""
+    return False
 
 
 def _numpy_state() -> Any:

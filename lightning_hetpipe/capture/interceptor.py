@@ -38,9 +38,9 @@ class ModuleCall:
         self._redirect = redirect
         self._calls = calls
 
-    def aside(self) -> AbstractContextManager[None]:
+    def own_forward(self) -> AbstractContextManager[None]:
         """Within it, the module has its own ``forward``."""
-        return self._redirect.aside()
+        return self._redirect.suspended()
 
     def run(self) -> Any:
         """Run the module's own ``forward``; modules that it calls are not intercepted."""
@@ -86,11 +86,11 @@ class Interceptor:
             redirect.remove()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Within it, the modules have their own ``forward``."""
         with ExitStack() as stack:
             for redirect in self._redirects:
-                stack.enter_context(redirect.aside())
+                stack.enter_context(redirect.suspended())
             yield
 
     def __enter__(self) -> Self:

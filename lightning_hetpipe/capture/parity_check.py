@@ -28,7 +28,7 @@ from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from lightning_hetpipe.torch_private import pytree
 
-IN_VAIN = 20
+MOST_NEEDLESS = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
@@ -115,12 +115,12 @@ def compare(
                 " captured; give it to the module as a tensor argument, or keep it in a buffer of the module's"
             )
     captured.take_equal(value, way)
-    captured.in_vain += changed is not None
-    if changed is not None and captured.in_vain == IN_VAIN:
+    captured.needless_comparisons += changed is not None
+    if changed is not None and captured.needless_comparisons == MOST_NEEDLESS:
         warnings.warn(
-            f"{IN_VAIN} times Python values changed that the forward of '{piece.name}' may read, last {changed}, and"
-            " the module computed what its graph computes; each time the pipeline stops to compare both, which is slow;"
-            " let forward read no values that change all the time, or set them less often",
+            f"{MOST_NEEDLESS} times Python values changed that the forward of '{piece.name}' may read, last {changed},"
+            " and the module computed what its graph computes; each time the pipeline stops to compare both, which is"
+            " slow; let forward read no values that change all the time, or set them less often",
             stacklevel=2,
         )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -28,7 +28,7 @@ CAPTURE_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class TakenApart:
-    """Modules that ``training_step`` calls and no pipeline can run, as a whole.
+    """Modules that ``training_step`` calls and no pipeline can run, as a whole; false if there are none.
 
     Attributes:
         modules: These modules, by their paths. Their own code runs as user code.
@@ -38,11 +38,14 @@ class TakenApart:
         timed_out: Whether the time was over before everything was tried.
     """
 
-    modules: dict[str, nn.Module]
-    reasons: dict[str, str]
-    pieces: Sequence[str]
-    share: float
-    timed_out: bool
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    pieces: Sequence[str] = ()
+    share: float = 1.0
+    timed_out: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
 
     def explanation(self) -> str:
         """Tell what is pipelined and what is not, for people."""
@@ -117,11 +120,9 @@ class PieceSearch:
     def _place(self, piece: Piece) -> int:
         return next((place for place, found in enumerate(self._found) if found is piece), -1)
 
-    def taken_apart(self, seconds: float) -> TakenApart | None:
-        """Tell what is not pipelined as a whole, in a step that took so many ``seconds``; None if all is."""
+    def taken_apart(self, seconds: float) -> TakenApart:
+        """Tell what is not pipelined as a whole, in a step that took so many ``seconds``."""
         left = [call for call in self._calls if self._place(call.piece) < 0]
-        if not left:
-            return None
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
             {call.piece.name: str(call.refusal) for call in left},

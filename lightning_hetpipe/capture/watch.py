@@ -86,7 +86,7 @@ class TrainingWatch(Watch):
         capture_timeout: Seconds after which nothing more is taken apart.
 
     Attributes:
-        apart: What was taken apart, once :meth:`check` was called; None if nothing was.
+        apart: What was taken apart, once :meth:`check` was called.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingWatch(Watch):
         capture_timeout: float = CAPTURE_TIMEOUT,
     ) -> None:
         super().__init__(root, names, generators)
-        self.apart: TakenApart | None = None
+        self.apart = TakenApart()
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._capture_timeout = capture_timeout
@@ -141,8 +141,10 @@ class TrainingWatch(Watch):
             raise SettingError(
                 f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
             )
+        held = {id(weight) for call in self._calls for weight in call.piece.module.parameters()}
         for name, weight in self.root.named_parameters():
-            if version_counter(weight) != self._counters.get(name, version_counter(weight)):
+            versioned = weight.requires_grad or id(weight) in held  # others are read as they are
+            if versioned and version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
         refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
         self._made_inside.clear()
@@ -214,7 +216,7 @@ class TrainingWatch(Watch):
         with ExitStack() as stack:
             run = call.run  # in the generators of the outermost call
             if len(self._open) == 1:
-                stack.enter_context(call.aside())
+                stack.enter_context(call.own_forward())
                 stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
                 stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already

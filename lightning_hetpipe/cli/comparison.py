@@ -42,6 +42,9 @@ def compared() -> Iterator[dict[str, str]]:
     try:
         yield job.figures
         job.status = "done"
+    except Exception as error:  # the job's reason in one sentence
+        job.status = f"failed: {error}"
+        raise
     except KeyboardInterrupt:
         job.status = "interrupted"
         raise

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import comparison
@@ -41,11 +43,15 @@ class _JobFailed(BaseException):
     """Carrier of a job's error, its cause, out of Hydra, which would print something about an Exception."""
 
 
+class SweepJobFailed(Exception):
+    """Reason why a job of a sweep has failed, in one sentence; Hydra takes the error, and starts the next job."""
+
+
 def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     """Run ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
 
-    It ends the process unless all goes well, with exit code 1 for a failure, with its traceback; 2 for a wrong setting;
-    130 for Ctrl-C; 143 for SIGTERM.
+    It ends the process unless all goes well, with exit code 1 for a failure, with its traceback, and for a sweep with
+    jobs that have failed; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
@@ -62,6 +68,8 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
         sys.exit(_ended_by("interrupted", INTERRUPTED, program))
     except _Terminated:
         sys.exit(_ended_by("terminated", TERMINATED, program))
+    except SweepJobFailed:  # reported when it failed
+        sys.exit(FAILED)
     except (_JobFailed, Exception) as caught:
         started = isinstance(caught, _JobFailed)
         error = caught.__cause__ or caught if started else caught
@@ -71,7 +79,10 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
 
 
 def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScript) -> T:
-    """Run one job of Hydra's; an error that a setting has caused leaves it as a ``SettingError`` that names it."""
+    """Run one job of Hydra's; an error that a setting has caused leaves it as a ``SettingError`` that names it.
+
+    In a sweep the error is reported at once, and the next job begins.
+    """
     try:
         return run(config)
     except SystemExit as end:
@@ -81,7 +92,14 @@ def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScri
             raise _Terminated from end
         raise
     except Exception as error:
-        raise _JobFailed from attributed(error, config, program) or error
+        found = attributed(error, config, program) or error
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            raise _JobFailed from found
+        if _wants_all():
+            traceback.print_exception(found)
+        else:
+            report(found, program)
+        raise SweepJobFailed(_reason(found, program)) from found
 
 
 def report(error: BaseException, program: ConsoleScript, *, started: bool = True, arguments: Sequence[str] = ()) -> int:
@@ -110,6 +128,13 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
     if child is None or not child.failed(error, text):
         print(text, file=sys.stderr)
     return code
+
+
+def _reason(error: BaseException, program: ConsoleScript) -> str:
+    """Say in one line why a job has failed."""
+    one_line = " ".join(str(error).split())
+    says_all = isinstance(error, SettingError) or program.exit_code(error) is not None
+    return one_line if says_all else f"{type(error).__name__}: {one_line}".removesuffix(": ")
 
 
 def _wants_all() -> bool:

@@ -20,6 +20,7 @@ from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 
 _CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+_ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
 _LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
 _LIBRARIES = {"torch", "lightning", "lightning_hetpipe", "lightning_utilities", "torchmetrics", "fsspec", "numpy"}
 _AROUND = {"hydra", "omegaconf", "__main__"}  # __main__ is this command, run as a module
@@ -39,6 +40,8 @@ def sentence(error: Exception, config: DictConfig) -> str | None:
         return _checkpoint(error, config, read_by_torch="torch.serialization" in dict(functions))
     if not functions or not functions[-1][0].startswith("lightning."):
         return None
+    if isinstance(error, ModuleNotFoundError) and any(module.startswith(_ACCELERATORS) for module, _ in functions):
+        return f"trainer.accelerator={config.trainer.accelerator}: {_one_line(error)}; or set it to cpu, gpu or auto."
     if _is_raise(error):
         return _with_setting(error, config)
     fitting = ("lightning.pytorch.trainer.trainer", "fit") in functions

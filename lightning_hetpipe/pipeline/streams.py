@@ -73,7 +73,7 @@ class HostStream:
 
     def __init__(self) -> None:
         self._busy = 0.0
-        self._sides = _Sides()
+        self._copy_streams = _CopyStreams()
 
     def enter(self) -> None:
         pass
@@ -84,7 +84,7 @@ class HostStream:
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         if event is not None:
             event.synchronize()
-            self._sides.of(tensors)
+            self._copy_streams.of(tensors)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -125,7 +125,7 @@ class WaitingStream(HostStream):
             self._stream.synchronize()
 
 
-class _Sides:
+class _CopyStreams:
     """A thread's own streams on devices from which it copies: torch does so in what is the thread's stream there."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device)
-        self._sides = _Sides()
+        self._copy_streams = _CopyStreams()
         self._busy = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class CudaStream:
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         tensors = list(tensors)
-        streams = {self._stream, *self._sides.of(tensors, self._stream)}
+        streams = {self._stream, *self._copy_streams.of(tensors, self._stream)}
         for tensor in tensors:
             if tensor.device == self._stream.device:
                 _used(tensor, self._stream)

@@ -17,11 +17,11 @@ LEAST_GAIN = 0.05
 
 
 def without_gain(apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> str | None:
-    """Say that the pipeline of ``decision`` is hardly faster than one stage; None where it is, or has but one stage.
+    """Say that the pipeline of ``decision`` is hardly faster than one stage; None where it is, or nothing was parted.
 
     A minibatch's user code runs in one thread at a time. Its seconds are estimated from its share of the watched step.
     """
-    if len(decision.times) < 2:
+    if not apart or len(decision.times) < 2:
         return None
     computed = sum(decision.times)
     user = computed * (1 - apart.share) / max(apart.share, 1e-3)

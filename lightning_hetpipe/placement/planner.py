@@ -8,7 +8,7 @@ settings alone, and measured times decide the split points only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
@@ -85,7 +86,7 @@ class Planner:
         stages, in_flight, recompute: What the strategy was asked for.
         plan: To be followed.
         plan_name: For people.
-        emulation: Of the placement's devices, where they are emulated; it is told what stages take.
+        emulation: Is told what stages take, where the placement's devices are emulated.
         cache: Of profiles.
         bar: Shows the measuring.
         even: Whether devices are taken to be all the same, and without a memory limit.
@@ -101,12 +102,17 @@ class Planner:
     recompute: bool = False
     plan: Plan | None = None
     plan_name: str = ""
-    emulation: Emulation | None = None
+    emulation: Emulation = field(default_factory=partial(Emulation, ()))
     cache: ProfileCache | None = None
     bar: Bar = hidden
     even: bool = False
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
+
+    @property
+    def before_pass(self) -> BeforePass | None:
+        """Padding of stages that are emulated; None where their devices are here."""
+        return self.emulation if self.placement.emulated else None
 
     def __call__(self, profiling: ProfilingInput) -> Decision:
         """Decide.
@@ -115,6 +121,10 @@ class Planner:
             SettingError: where the plan is one for another model, where what was asked for does not fit, or for more
                 stages than there are layers.
         """
+        if not self.recompute and any(layer.recompute for piece in profiling.pieces for layer in piece.layers):
+            return replace(self, recompute=True)(
+                profiling
+            )  # a stage with a checkpointed layer computes all of it again
         if self.plan is not None:
             return self._follow(self.plan, profiling)
         if self.even:
@@ -265,7 +275,6 @@ class Planner:
         slots, first = [stage.slot for stage in stages], [stage.first for stage in stages]
         reasons = [why]
         if placement.emulated:
-            assert self.emulation is not None
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -74,6 +74,8 @@ class RunReport:
         emulated: Whether stages took as long as other devices would, and ``time_s`` is of those.
         virtual_worker: i, of the virtual worker that this is the report of.
         virtual_workers: N.
+        taken_apart: Why modules do not run in stages as a whole, by their paths: their own code runs as user code,
+            around the pipelined modules in them. Empty where all that ``training_step`` calls is pipelined.
     """
 
     in_flight: int = 1
@@ -84,6 +86,7 @@ class RunReport:
     emulated: bool = False
     virtual_worker: int = 0
     virtual_workers: int = 1
+    taken_apart: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.stages:
@@ -97,7 +100,8 @@ class RunReport:
         """Headline, a row for each stage, and what the columns mean; :data:`NOTHING` without stages."""
         if not self.stages:
             return NOTHING
-        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED]
+        apart = [f"user code: of '{name}', the part around its pipelined modules" for name in self.taken_apart]
+        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED, *apart]
         return "\n".join([self._headline(), "", *self._rows(), "", *notes])
 
     @property

@@ -31,9 +31,10 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
 from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
+from lightning_hetpipe.run.trainer_run import TrainerRun
 
 
-class Evaluation:
+class Evaluation(TrainerRun):
     """The runs of one of Lightning's evaluating loops.
 
     Args:
@@ -52,6 +53,7 @@ class Evaluation:
     def __init__(
         self, trainer: L.Trainer, loop: EvaluatingLoop, precision: Precision, settings: RunSettings, run_seed: int
     ) -> None:
+        super().__init__()
         self.trainer = trainer
         self.loop = loop
         self.module: L.LightningModule = trainer.lightning_module
@@ -111,8 +113,7 @@ class Evaluation:
                 finally:
                     torch.set_num_threads(threads)
 
-    def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
-        """The loop's step ``hook``, of which ``native`` is the strategy's own."""
+    def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         return native(*args) if self._run is None else self._run.step(hook, native, *args)
 
     # What a run asks.

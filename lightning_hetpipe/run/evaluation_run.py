@@ -65,7 +65,7 @@ class EvaluationRun:
 
     def suspended(self) -> AbstractContextManager[None]:
         """Suspend this run, for another run of the loop within it."""
-        return self._reset.aside()
+        return self._reset.suspended()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """The loop's next step."""
@@ -80,7 +80,7 @@ class EvaluationRun:
         """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
-        evaluation.settings.asked()
+        evaluation.settings.waited_in()
         with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
             if evaluation.layout is not None and evaluation.layout.is_spread():
                 # No module could run as it is: its layers run on their devices, one by one.
@@ -101,7 +101,7 @@ class EvaluationRun:
                 if watch.apart:
                     evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
                 evaluation.warn(watch.reasons)
-        waited = evaluation.settings.asked() is not None  # with the other virtual workers, which wait in each step
+        waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._evaluator or self._stand_in(pieces))
         return output
@@ -239,7 +239,7 @@ class EvaluatedPieces(PieceForwards, Extension):
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
-            with call.aside():  # an input of a new kind is captured now
+            with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
                     given, tag = (call.args, call.kwargs), self._tag(batch.number)

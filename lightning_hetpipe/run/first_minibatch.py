@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.compiled_modules import look_through
-from lightning_hetpipe.capture.piece_search import TakenApart
-from lightning_hetpipe.capture.pieces import Piece, named_pieces
+from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
@@ -29,12 +26,11 @@ from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
-from lightning_hetpipe.run.single_stage import SingleStage
 from lightning_hetpipe.run.staleness_warning import check_staleness
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
 from lightning_hetpipe.workers.collectives import ahead
-from lightning_hetpipe.workers.synchroniser import Synchroniser
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 WHOLE = "the first minibatch of a fit runs whole on the device of the last stage, in this release"
 
@@ -68,21 +64,18 @@ def noting_where() -> Iterator[None]:
         raise
 
 
-Begin = Callable[
-    [Sequence[Piece], Sequence[int], Mapping[str, nn.Module], Decision, int, OutsideParameters, set[int]], None
-]
+Begin = Callable[[TrainingWatch, Decision, int, OutsideParameters], None]
 """Begins the pipeline that was decided on.
 
-Called with the pieces that it runs, which of them ``training_step`` calls in which order, the modules that were taken
-apart, the decision on stages, Nm, what the module has besides the pieces, and the ``id`` of each live buffer that
-forwards change.
+Called with what the watched step has shown, the decision on stages, Nm, and what the module has besides the pieces.
 """
 
 
 class FirstMinibatch(Extension):
-    """Watches the first minibatch of a fit in Lightning's own thread; once its gradients are there, calls ``begin``.
+    """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
 
-    Where hand-overs would eat the gain of a pipeline, ``stay`` is called instead: all minibatches run as the first one.
+    Then it calls ``begin`` for a pipeline; or ``stay``, which has something else take its place, where hand-overs would
+    eat the gain of one.
     """
 
     def __init__(
@@ -90,62 +83,49 @@ class FirstMinibatch(Extension):
         trainer: L.Trainer,
         precision: Precision,
         settings: RunSettings,
-        run_seed: int,
         generators: RandomGenerators,
         user_step: UserStep,
-        synchroniser: Synchroniser | None,
+        synchroniser: Synchroniser | NoSynchroniser,
         begin: Begin,
-        stay: Callable[[], SingleStage],
+        stay: Callable[[], None],
     ) -> None:
         callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-        module: L.LightningModule = trainer.lightning_module
         self._trainer = trainer
-        self._module = module
+        self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
         self._settings = settings
-        self._run_seed = run_seed
         self._generators = generators
         self._user_step = user_step
         self._synchroniser = synchroniser
         self._begin = begin
         self._stay = stay
-        self._single: SingleStage | None = None
-        self._names = named_pieces(module, settings.module)
+        self._names = named_pieces(self._module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        self._compiled = look_through(module, stages_compile=settings.compile is not None)
-        self._watched: tuple[TrainingWatch, OutsideParameters] | None = None
-        self._apart: TakenApart | None = None
-        self._asked: str | None = None  # of the other virtual workers
+        self._watch: TrainingWatch
+        self._outside: OutsideParameters
+        self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
         self._samples = 1
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
-        if self._single is not None:
-            with self._own_random_numbers(minibatch), self._single.inline_step(minibatch):
-                yield
-            return
-        watch = TrainingWatch(
+        self._watch = TrainingWatch(
             self._module, self._names, self._generators, minibatch, self._finetuned, settings.capture_timeout
         )
-        self._watched = watch, OutsideParameters(self._module)
+        self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         if settings.first_memory is not None:
             check_first_minibatch(self._module, self._trainer.optimizers[0], settings.first_memory)
-        settings.asked()
-        with watch.watching(), self._own_random_numbers(minibatch), noting_where():
+        settings.waited_in()
+        with self._watch.watching(), noting_where():
             yield
-        self._asked = settings.asked()
+        self._waited = settings.waited_in()
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        if self._single is not None:
-            self._single.inline_output(minibatch, args, output)
-            return
-        assert self._watched is not None
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
-            self._watched[0].check(loss)
-        if (apart := self._watched[0].apart) is not None:
+            self._watch.check(loss)
+        if apart := self._watch.apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
                 warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
@@ -153,93 +133,61 @@ class FirstMinibatch(Extension):
 
     @contextmanager
     def inline_backward(self, minibatch: int) -> Iterator[None]:
-        if self._single is not None:
-            with self._single.inline_backward(minibatch):
-                yield
-            return
-        assert self._watched is not None
-        watch, outside = self._watched
-        self._watched = None
+        watch, outside = self._watch, self._outside
+        del self._watch, self._outside
         with noting_where():
             yield
-            self._go_on(watch, outside)
+            decision = self._decide(watch)
+            if self._is_without_gain(watch, decision):
+                self._stay()
+            else:
+                self._begin(watch, decision, self._agreed(watch, decision), outside)
 
-    def _go_on(self, watch: TrainingWatch, outside: OutsideParameters) -> None:
-        """Begin the pipeline for what ``watch`` has found, unless it is not worth it."""
-        self._apart = watch.apart
-        decision, in_flight = self.decide(watch.pieces, watch.called, self._synchroniser)
-        if self._single is None:
-            apart = {} if watch.apart is None else watch.apart.modules
-            self._begin(watch.pieces, watch.called, apart, decision, in_flight, outside, watch.changed_buffers())
+    def _decide(self, watch: TrainingWatch) -> Decision:
+        """Decide on stages and Nm.
 
-    def _is_in_vain(self, pieces: Sequence[Piece], decision: Decision) -> bool:
+        Raises:
+            SettingError: where what was asked for cannot be done with these layers.
+        """
+        dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
+        return self._settings.decide(
+            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called)
+        )
+
+    def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
         """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
 
         Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
         """
-        if self._apart is None or (why := without_gain(self._apart, pieces, decision)) is None:
+        settings = self._settings
+        if (why := without_gain(watch.apart, watch.pieces, decision)) is None:
             return False
-        asked = (self._settings.stages, self._settings.in_flight) != ("auto", "auto")
-        if asked or self._synchroniser is not None or decision.emulated:
+        asked = (settings.stages, settings.in_flight) != ("auto", "auto")
+        if asked or settings.virtual_workers > 1 or decision.emulated:
             rank_zero_info(f"HetPipe: {why}, so that a pipeline is hardly worth it; leave stages and in_flight out")
             return False
         rank_zero_info(f"HetPipe: one stage, as {why}; set stages for a pipeline all the same")
         return True
 
-    def closed(self) -> None:
-        if self._single is not None:
-            self._single.closed()
-        for redirect in self._compiled:
-            redirect.remove()
-
-    def decide(
-        self, pieces: Sequence[Piece], called: Sequence[int], synchroniser: Synchroniser | None
-    ) -> tuple[Decision, int]:
-        """Decide what is to be run, and on the Nm that all virtual workers agree on.
-
-        Where a pipeline is not worth it, all other minibatches run as this one.
-
-        Args:
-            pieces: What is to be divided into stages.
-            called: Which of these a step calls, in order.
-            synchroniser: Of several virtual workers.
-
-        Raises:
-            SettingError: where what was asked for cannot be done with these layers.
-        """
-        settings = self._settings
-        dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
-        assert settings.decide is not None
-        decision = settings.decide(ProfilingInput(pieces, self._generators, dtype, optimizer, self._samples, called))
-        if self._is_in_vain(pieces, decision):
-            self._single = self._stay()
-            return decision, 1
-        in_flight = decision.in_flight if synchroniser is None else synchroniser.agree(decision.in_flight)
+    def _agreed(self, watch: TrainingWatch, decision: Decision) -> int:
+        """Nm on which all virtual workers agree; what there is to say of it and of ``decision`` is said."""
+        settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
+        in_flight = self._synchroniser.agree(decision.in_flight)
         check_resumed(settings.resumed, in_flight)
-        if self._asked is not None and in_flight > 1:
-            raise ahead(self._asked)
+        if self._waited is not None and in_flight > 1:
+            raise ahead(self._waited)
         for line in decision.explanation:
             rank_zero_info(line)
         if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
                 f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
             )
-        if any(layer.recompute for piece in pieces for layer in piece.layers):
+        if any(layer.recompute for layer in layers):
             rank_zero_info(
                 "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
                 " the backward, as recompute=True does, and not by torch.utils.checkpoint"
             )
-        check_staleness(self._trainer, in_flight, synchroniser)
-        if settings.recompute and len(decision.split_points) == len(called) == 1:
+        check_staleness(self._trainer, in_flight, *self._synchroniser.staleness(in_flight))
+        if settings.recompute and len(decision.split_points) == len(watch.called) == 1:
             nothing_to_recompute()
-        return decision, in_flight
-
-    @contextmanager
-    def _own_random_numbers(self, minibatch: int) -> Iterator[None]:
-        """The minibatch's, if several are to be in flight: it draws the same where a run is resumed."""
-        asked, stages = self._settings.in_flight, self._settings.stages
-        if asked == 1 or (asked == "auto" and (stages == 1 or (stages == "auto" and len(self._settings.devices) == 1))):
-            yield
-            return
-        with own_state(ProcessState.seeded(self._run_seed, self._settings.virtual_worker, minibatch)):
-            yield
+        return in_flight

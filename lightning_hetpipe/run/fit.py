@@ -9,7 +9,7 @@ and all minibatches run as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,9 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
 
-from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.compiled_modules import look_through
+from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import (
     BEFORE_TRANSFER,
@@ -40,11 +40,12 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.extensions.logged_settings import LoggedSettings
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.extensions.random_states import RandomStates
+from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.structure import Structure
@@ -59,17 +60,20 @@ from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.single_stage import SingleStage, is_single_stage
 from lightning_hetpipe.run.steps import PipelinedSteps, Steps
+from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.run.user_step import UserStep
-from lightning_hetpipe.workers.synchroniser import Synchroniser
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
-class Fit:
-    """One ``fit``; :meth:`close` leaves no thread and no change in the module behind.
+class Fit(TrainerRun):
+    """One ``fit``, with its validation.
 
-    Attributes:
-        report: The numbers of the run, once :meth:`finish_report` was called.
-        evaluation: Its validation.
-        engine: The pipeline, once there is one.
+    Args:
+        trainer, precision: Lightning's.
+        settings: What the strategy was asked for.
+        run_seed: Seed of the run's random numbers.
+        synchroniser: What virtual workers share; has met the others.
+        reported: Is given the report, at the end of training.
     """
 
     def __init__(
@@ -78,10 +82,10 @@ class Fit:
         precision: Precision,
         settings: RunSettings,
         run_seed: int,
-        synchroniser: Synchroniser | None = None,
+        synchroniser: Synchroniser | NoSynchroniser,
+        reported: Callable[[RunReport], None],
     ) -> None:
-        self.report: RunReport | None = None
-        self.engine: Engine | None = None
+        super().__init__()
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
@@ -91,18 +95,21 @@ class Fit:
             before_pass = recording.passes(before_pass)
         settings = replace(settings, before_pass=shown_to_profiler(before_pass, trainer))
         self._settings = settings
-        self._run_seed = run_seed
         self._synchroniser = synchroniser
+        self._reported = reported
         self._driver: Driver[Minibatch] = Driver(self)
         self._loss_scale = LossScale(precision, self._driver.unlocked)
         self._user_step = UserStep(trainer, precision, self._loss_scale)
         self._generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
-        self.evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
+        self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
+        self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._steps = Steps(self._driver)
+        self._inline: Extension
         self._looks_ahead = settings.in_flight != 1
-        self._report: Callable[[], RunReport | None] = lambda: None
+        self._report: Callable[[], RunReport] = RunReport
+        self._is_reported = False
         self._undo = ExitStack()
 
     def open(self) -> None:
@@ -119,45 +126,51 @@ class Fit:
             self._undo.callback(redirect.remove)
         driver, extensions = self._driver, self._driver.extensions
         extensions.add(*self._recordings, *profiled_sections(self._trainer))
-        if self._synchroniser is not None:  # after those, so that what they open is inside of its cut
+        if isinstance(self._synchroniser, Synchroniser):  # after those, so that what they open is inside of its cut
             waves = driver.synchronising, driver.computing, driver.unlocked
             extensions.add(WavesAndCuts(self._trainer, self._synchroniser, *waves))
-        extensions.add(self._loss_scale, self._inline())
+        extensions.add(self._loss_scale)
+        if self._settings.may_run_ahead:
+            extensions.add(InlineRandomStates(self._state))
+        self._inline = self._first_steps()
+        extensions.add(self._inline)
+        extensions.add(LoggedSettings(self._trainer, self._settings, self._synchroniser, lambda: self._report()))
 
     def close(self) -> None:
         with self._undo:
             self._undo.callback(self._driver.close)
-            if self.report is None:
+            if not self._is_reported:
                 self.finish_report()
 
     def finish_report(self) -> None:
-        """Takes the numbers of the run so far."""
-        report = self._report()
-        if report is None:
-            return
-        self.report = report
-        for recording in self._recordings:
+        workers = self._settings.virtual_worker, self._settings.virtual_workers
+        report = replace(self._report(), virtual_worker=workers[0], virtual_workers=workers[1])
+        self._is_reported = bool(report.stages)
+        for recording in self._recordings if report.stages else []:
             timeline = recording.timeline([stage.device for stage in report.stages], report.in_flight)
-            self.report = replace(report, timeline=timeline)
+            report = replace(report, timeline=timeline)
             recording.show(timeline)
+        self._reported(report)
+
+    def trained_in_flight(self, before: int) -> int:
+        return self.pipeline.in_flight
 
     # Lightning's step.
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
-        """Runs Lightning's step, or waits for its minibatch if there is a pipeline."""
         return self._steps.step(self.begun(), native, args)
 
     def backward(self, native: Callable[[], None]) -> None:
-        """Runs Lightning's backward, or hands over the gradients if there is a pipeline."""
         self._steps.backward(self.begun(), native)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Open around ``optimizer``'s step."""
         return self._steps.optimizer_step(optimizer)
 
     def offer(self) -> None:
-        """Between Lightning's hooks: lets user code that stages wait for go first."""
         self._driver.offer()
+
+    def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        return self._evaluation.evaluation_step(hook, native, *args)
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         torch.set_num_threads(self._settings.torch_threads)
@@ -192,21 +205,22 @@ class Fit:
 
     # The pipeline.
 
-    def _inline(self) -> Extension:
+    def _first_steps(self) -> Extension:
         """Extension for the minibatches that run in Lightning's own thread: all with a single stage, else the first."""
-        settings, synchroniser = self._settings, self._synchroniser
-        if synchroniser is None and is_single_stage(settings):
+        settings = self._settings
+        if is_single_stage(settings):
             self._looks_ahead = False
             return self._single_stage(settings)
+        for redirect in look_through(self._module, stages_compile=settings.compile is not None):
+            self._undo.callback(redirect.remove)
         return FirstMinibatch(
             self._trainer,
             self._precision,
             settings,
-            self._run_seed,
             self._generators,
             self._user_step,
-            synchroniser,
-            self._pipeline,
+            self._synchroniser,
+            self._begin,
             self._stay,
         )
 
@@ -215,24 +229,17 @@ class Fit:
         self._report = single.report
         return single
 
-    def _stay(self) -> SingleStage:
+    def _stay(self) -> None:
         """The first minibatch has shown that a pipeline is not worth it: the device that has run it trains on."""
         root: torch.device = self._trainer.strategy.root_device
-        self.evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
-        return self._single_stage(replace(self._settings, stages=1, devices=[root]))
+        self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
+        single = self._single_stage(replace(self._settings, stages=1, devices=[root]))
+        self._driver.extensions.replace(self._inline, single)
 
-    def _pipeline(
-        self,
-        pieces: Sequence[Piece],
-        called: Sequence[int],
-        apart: Mapping[str, nn.Module],
-        decision: Decision,
-        in_flight: int,
-        outside: OutsideParameters,
-        changing: set[int],
-    ) -> None:
+    def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, outside: OutsideParameters) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""
         settings, number, trainer, driver = self._settings, self.begun(), self._trainer, self._driver
+        pieces, apart = watch.pieces, watch.apart
         add, context = driver.extensions.add, self._precision.train_step_context
         layout = Layout.of(pieces, decision)
         moved = self._move(layout)
@@ -251,17 +258,16 @@ class Fit:
             ),
             settings.timeout,
             self._module,
-            changing,
-            called=called,
+            watch.changed_buffers(),
+            called=watch.called,
         )
         modules = [piece.module for piece in pieces]
         outside.leave_out(modules, engine.versioned)
-        parts = user_parts(apart.values(), modules)
-        add(ModulesApart(apart, modules, self._generators))
+        parts = user_parts(apart.modules.values(), modules)
+        add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
-            state = partial(ProcessState.seeded, self._run_seed, settings.virtual_worker)
-            add(outside, TrainerCounters(trainer), RandomStates(state), Replay(self._module, context))
+            add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
@@ -269,16 +275,15 @@ class Fit:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
                 piece.captured.exclusive = engine.compute_lock.exclusive
-        self.evaluation.take_over(pieces, layout, in_flight)
-        self.evaluation.parts = parts
-        synchronisation = dict if self._synchroniser is None else self._synchroniser.metrics
-        telemetry = Telemetry(trainer, engine, layout, synchronisation)
-        self._report = telemetry.report
+        self._evaluation.take_over(pieces, layout, in_flight)
+        self._evaluation.parts = parts
+        telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
+        self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(
-            trainer, driver, engine, self._user_step, self._loss_scale, self.evaluation, number, moved, bool(apart)
+            trainer, driver, engine, self._user_step, self._loss_scale, self._evaluation, number, moved, bool(apart)
         )
-        add(steps, Structure(driver, engine, calls, context, self.evaluation.is_worth_it), telemetry)
-        self.engine = engine
+        add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
+        self.pipeline, self.devices = engine, layout.devices
         driver.start(engine)
         engine.begin(number - 1, forwards=number)
 

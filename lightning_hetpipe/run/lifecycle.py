@@ -141,6 +141,11 @@ class Extensions:
         self._all.extend(extensions)
         self._listening.clear()
 
+    def replace(self, one: Extension, other: Extension) -> None:
+        """Has ``other`` take the place of ``one``, which hears of no later event."""
+        self._all[self._all.index(one)] = other
+        self._listening.clear()
+
     def tell(self, event: Callable[Concatenate[Extension, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Raises ``event``."""
         for hear in self._who_hear(event):

@@ -37,7 +37,7 @@ class PieceForwards:
         index, piece = self._pieces[call.module]
         output = self.through_pipeline(index, piece, call)
         if output is NOT_TAKEN and self._layout.is_spread():
-            with call.aside():
+            with call.own_forward():
                 return self._layout.run_piece(piece, call.args, call.kwargs)
         return output
 
@@ -67,7 +67,7 @@ class PieceCalls(PieceForwards):
 
     def follow(self) -> None:
         """Captures anew what has changed; the copies of layers are made next, and then its fingerprint is taken."""
-        with self.interceptor.aside():
+        with self.interceptor.suspended():
             self.fingerprint.follow()
 
     def take_modes(self) -> None:
@@ -81,7 +81,7 @@ class PieceCalls(PieceForwards):
         self._check(index, piece.name)
 
         def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            with call.aside():  # an input of a new kind is captured now
+            with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(*given)
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)

@@ -36,20 +36,31 @@ class RunSettings:
     torch_threads: int
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
     before_pass: BeforePass | None
+    decide: Decide
+    """Decides on stages and Nm of a fit."""
     virtual_worker: int = 0
+    virtual_workers: int = 1
     recompute: bool = False
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
-    decide: Decide | None = None
-    """Decides on stages and Nm; None outside of a fit."""
     planned: bool = False
     """True if more is decided than for devices that are all the same: for a plan, a cluster, unequal devices."""
     first_memory: int | None = None
     """Bytes of the device that runs the first minibatch whole; None for no limit."""
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
-    asked: Callable[[], str | None] = lambda: None
-    """A call in which virtual workers have waited for each other since it was last asked for."""
+    waited_in: Callable[[], str | None] = lambda: None
+    """Gives a call in which virtual workers have waited for each other since it last did."""
+
+    @property
+    def is_one_stage(self) -> bool:
+        """True if there is one stage, whatever the layers are."""
+        return self.stages == 1 or (self.stages == "auto" and len(self.devices) == 1)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """True if several minibatches may be in flight."""
+        return self.in_flight != 1 and not (self.is_one_stage and self.in_flight == "auto")
 
 
 def check_module(module: L.LightningModule) -> None:

@@ -32,12 +32,12 @@ from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
 def is_single_stage(settings: RunSettings) -> bool:
     """Tell from ``settings`` whether there is one stage with one minibatch in flight.
 
-    Not so where there is something to compile, to emulate or to compare with a plan, which is a stage's work.
+    Not so where there is something to compile, to emulate, to compare with a plan, or to synchronise, which is a
+    stage's work.
     """
-    if settings.compile is not None or settings.planned:
+    if settings.compile is not None or settings.planned or settings.virtual_workers > 1:
         return False
-    one_stage = settings.stages == 1 or (settings.stages == "auto" and len(settings.devices) == 1)
-    return one_stage and settings.in_flight in ("auto", 1)
+    return settings.is_one_stage and not settings.may_run_ahead
 
 
 class SingleStage(Extension):
@@ -82,9 +82,9 @@ class SingleStage(Extension):
         for redirect in self._redirects:
             redirect.remove()
 
-    def report(self) -> RunReport | None:
+    def report(self) -> RunReport:
         if self._first:
-            return None
+            return RunReport()
         self._meter.stop()
         seconds, parameters = max(self._meter.seconds, 1e-9), self._module.parameters()
         layers = self._layers()
@@ -152,7 +152,7 @@ class SingleStage(Extension):
             piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
             ordinal = calls[call.name]
             calls[call.name] += 1
-            with call.aside():
+            with call.own_forward():
                 return piece.run(self._generators, minibatch, call.args, call.kwargs, ordinal)
 
         with Interceptor(modules, run, one_step=True):

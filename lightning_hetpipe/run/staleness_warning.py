@@ -10,8 +10,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.rules.staleness import Momentum, bearable_rate, steps_behind
-from lightning_hetpipe.rules.waves import global_staleness
-from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 DOWN = Context(prec=1, rounding=ROUND_DOWN)
 """Rounding by which a user who does as the warning says has done enough."""
@@ -20,19 +18,15 @@ AVERAGING = (torch.optim.Muon,)
 """Optimizers whose ``momentum`` averages gradients, as Adam's first beta does, and so does not add to the rate."""
 
 
-def check_staleness(trainer: L.Trainer, in_flight: int, synchroniser: Synchroniser | None) -> None:
+def check_staleness(trainer: L.Trainer, in_flight: int, minibatches: int, workers: int) -> None:
     """Warns where momentum makes the learning rate larger than gradients so stale are likely to bear.
 
     Args:
         trainer: Before its first step.
         in_flight: Nm.
-        synchroniser: Of several virtual workers.
+        minibatches: By how many gradients may be behind.
+        workers: Virtual workers whose updates are added.
     """
-    minibatches, workers = in_flight - 1, 1
-    if synchroniser is not None and synchroniser.group.size > 1:
-        wsp = synchroniser.group.settings
-        minibatches = global_staleness(in_flight, wsp.clock_distance, synchroniser.wave)
-        workers = synchroniser.group.size if wsp.aggregate == "sum" else 1
     steps = steps_behind(minibatches, trainer.accumulate_grad_batches)
     clipped = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
     for group in momenta(trainer.optimizers[0]):

@@ -44,6 +44,7 @@ from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.single_stage import is_single_stage
+from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.checkpoints import (
     ReplacingCheckpointIO,
@@ -181,10 +182,9 @@ class HetPipeStrategy(VirtualWorkers):
         self.compile = compile_setting.options(compile)
         self._timeline = settings.timeline(timeline)
         self.last_run = RunReport()
-        self._fit: Fit | None = None
-        self._evaluation: Evaluation | None = None
+        self._run = TrainerRun()
         self._before_pass: BeforePass | None = None
-        self._emulation: Emulation | None = None
+        self._emulation = Emulation(())
         self._asked_in_flight = in_flight != "auto"
         self._resumed: int | None = None  # Nm of the checkpoint that is loaded
 
@@ -198,9 +198,8 @@ class HetPipeStrategy(VirtualWorkers):
     @property
     def root_device(self) -> torch.device:
         """The last stage's device; until there are stages, the one that runs the first minibatch of a fit whole."""
-        if self._engine is not None:
-            root: torch.device = self._engine.root_device
-            return root
+        if self._run.devices:
+            return self._run.devices[-1]
         if self.plan is None and self._group is None and not (placement := self._placement()).is_even:
             return placement.roomiest  # until it is planned where the last stage lies
         devices = self._devices()
@@ -249,18 +248,16 @@ class HetPipeStrategy(VirtualWorkers):
         wanted, seed = self._fit_settings(), self._agreed(settings.run_seed())
         self._resumed = None
         if not fitting:
-            loop = evaluating_loop(trainer)
-            wanted = replace(wanted, before_pass=self._before_pass, decide=None, planned=False)
-            self._evaluation = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
-            self._evaluation.open()
+            loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass, planned=False)
+            self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
         else:
-            if is_single_stage(wanted) and self._group is None:
+            if is_single_stage(wanted):
                 run_settings.check_resumed(wanted.resumed, 1)
             else:
                 run_settings.check_pipelined(trainer.lightning_module)
-            self._fit = Fit(trainer, self.precision_plugin, wanted, seed, self._synchroniser(trainer))
-            self._evaluation = self._fit.evaluation
-            self._fit.open()
+            synchroniser = self._synchroniser(trainer)
+            self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, self._take_report)
+        self._run.open()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         try:
@@ -273,67 +270,48 @@ class HetPipeStrategy(VirtualWorkers):
 
     def teardown(self) -> None:
         """Ends every thread and takes every trace out of the module."""
-        fit, self._fit = self._fit, None
-        evaluation, self._evaluation = self._evaluation, None
+        run, self._run = self._run, TrainerRun()
         try:
-            if evaluation is not None:
-                evaluation.close()
-            if fit is not None:
-                try:
-                    fit.close()
-                finally:
-                    self.last_run = self._report_of(fit)
-                if self._emulation is not None and self._failure is None:
-                    self._emulation.check(emulated_speeds.TOLERATED)
+            run.close()
+            if self._failure is None:
+                self._emulation.check(emulated_speeds.TOLERATED)
         finally:
             super().teardown()
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._report()
+        self._run.finish_report()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._report()
+        self._run.finish_report()
 
-    def _report(self) -> None:
-        """While loggers are open."""
-        if self._fit is not None:
-            self._fit.finish_report()
-            self.last_run = self._report_of(self._fit)
-
-    def _report_of(self, fit: Fit) -> RunReport:
-        report = fit.report or RunReport()
-        return replace(report, virtual_worker=self.global_rank, virtual_workers=self.world_size)
+    def _take_report(self, report: RunReport) -> None:
+        self.last_run = report
 
     # Lightning's steps.
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._fit is not None
-        output: STEP_OUTPUT = self._fit.training_step(super().training_step, *args)
+        output: STEP_OUTPUT = self._run.training_step(super().training_step, *args)
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._evaluate("validation_step", super().validation_step, *args)
+        output: STEP_OUTPUT = self._run.evaluation_step("validation_step", super().validation_step, *args)
         return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._evaluate("test_step", super().test_step, *args)
+        output: STEP_OUTPUT = self._run.evaluation_step("test_step", super().test_step, *args)
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", super().predict_step, *args)
-
-    def _evaluate(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
-        return native(*args) if self._evaluation is None else self._evaluation.step(hook, native, *args)
+        return self._run.evaluation_step("predict_step", super().predict_step, *args)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._fit is not None
         assert self.lightning_module is not None
-        fit, module = self._fit, self.lightning_module
+        module = self.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        fit.backward(lambda: self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs))
+        self._run.backward(lambda: self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs))
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -345,13 +323,11 @@ class HetPipeStrategy(VirtualWorkers):
         model: L.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._fit is not None
-        with self._fit.optimizer_step(optimizer):
+        with self._run.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._fit is not None:
-            self._fit.offer()
+        self._run.offer()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, ReadyBatch):
@@ -359,9 +335,9 @@ class HetPipeStrategy(VirtualWorkers):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._engine is not None and self._engine.in_flight > 1 and isinstance(current(), Minibatch):
+        if self._in_flight_now > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
-        note_in_flight(checkpoint, self._in_flight_now if self._fit else self.last_run.in_flight)
+        note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -393,7 +369,7 @@ class HetPipeStrategy(VirtualWorkers):
         placement = self._placement()
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
         assert self.lightning_module is not None
-        self._emulation = Emulation(()) if placement.emulated else None
+        self._emulation = Emulation(())
         trainer = self.lightning_module.trainer
         return Planner(
             placement,
@@ -424,14 +400,15 @@ class HetPipeStrategy(VirtualWorkers):
             devices=self._devices(),
             torch_threads=settings.torch_threads(),
             choose_split_points=self._choose_split_points,
-            before_pass=self._before_pass or planner.emulation,
+            before_pass=self._before_pass or planner.before_pass,
             decide=planner,
             planned=not planner.even,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
+            virtual_workers=self.world_size,
             timeline=self._timeline,
-            asked=self.asked,
+            waited_in=self._waited_in,
             first_memory=self._placement().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
@@ -444,9 +421,4 @@ class HetPipeStrategy(VirtualWorkers):
 
     @property
     def _in_flight_now(self) -> int:
-        return 1 if self._engine is None else self._engine.in_flight
-
-    @property
-    def _engine(self) -> Any:
-        """The running engine, if any."""
-        return self._fit.engine if self._fit is not None else None
+        return self._run.pipeline.in_flight

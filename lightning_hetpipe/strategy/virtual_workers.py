@@ -29,7 +29,7 @@ from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_metrics import share
-from lightning_hetpipe.workers.synchroniser import Synchroniser
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
@@ -62,11 +62,11 @@ class VirtualWorkers(ParallelStrategy):
         self.timeout = checks.seconds("timeout", timeout)
         self._num_nodes = 1
         self._group: Group | None = None
-        self._shared: Synchroniser | None = None
+        self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
         self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
-        self._asked: str | None = None
+        self._waiting_call: str | None = None
 
     @property
     def _rank(self) -> Rank:
@@ -149,13 +149,13 @@ class VirtualWorkers(ParallelStrategy):
             if collectives.runs_ahead(self._in_flight_now):
                 raise collectives.ahead(what)
             if not collectives.is_logging():
-                self._asked = what
+                self._waiting_call = what
         return self._group
 
-    def asked(self) -> str | None:
+    def _waited_in(self) -> str | None:
         """A call, other than by ``self.log``, in which virtual workers have waited for each other since last asked."""
-        asked, self._asked = self._asked, None
-        return asked
+        call, self._waiting_call = self._waiting_call, None
+        return call
 
     def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's ``tensor``, for a metric."""
@@ -240,7 +240,7 @@ class VirtualWorkers(ParallelStrategy):
 
     def teardown(self) -> None:
         """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
-        self._shared = None
+        self._shared = NoSynchroniser()
         try:
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
@@ -259,9 +259,9 @@ class VirtualWorkers(ParallelStrategy):
         given: T = collectives.broadcast(self._group, value, 0)
         return given
 
-    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | None:
+    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | NoSynchroniser:
         if self._group is None:
-            return None
+            return NoSynchroniser()
         synchroniser = Synchroniser(self._group, trainer.lightning_module)
         wsp = self._group.settings
         if wsp.aggregate == "sum":
@@ -280,8 +280,7 @@ class VirtualWorkers(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
-            rounded = [] if self._shared is None else self._shared.rounded
-            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, rounded)
+            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -296,8 +295,7 @@ class VirtualWorkers(ParallelStrategy):
         """Restores the optimizer; torch puts each state on its parameter's device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-        if self._shared is not None:
-            self._shared.rounded, self._rounded = self._rounded, []
+        self._shared.rounded, self._rounded = self._rounded, []
 
     def _is_interrupted(self) -> bool:
         trainer = getattr(self._launcher, "trainer", None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.torch_private import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
 
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
 
 Computing = Callable[[], AbstractContextManager[None]]
 """Opened around computing, as ``RunnerPool.computing`` is."""
+
+
+class NoSynchroniser:
+    """Stands in for the synchroniser of a single virtual worker, which has nobody to agree with."""
+
+    def __init__(self) -> None:
+        self.rounded: list[Tensor] = []
+
+    def agree(self, in_flight: int) -> int:
+        return in_flight
+
+    def staleness(self, in_flight: int) -> tuple[int, int]:
+        return in_flight - 1, 1
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        return {"virtual_workers": 1}
 
 
 class Synchroniser:
@@ -89,6 +109,12 @@ class Synchroniser:
         self.wave = in_flight if asked == "auto" else asked
         return in_flight
 
+    def staleness(self, in_flight: int) -> tuple[int, int]:
+        """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums)."""
+        wsp = self.group.settings
+        workers = self.group.size if wsp.aggregate == "sum" else 1
+        return global_staleness(in_flight, wsp.clock_distance, self.wave), workers
+
     def metrics(self) -> dict[str, float]:
         """The metrics for loggers; times and bytes are those since the last call."""
         client = self.group.weights
@@ -103,6 +129,17 @@ class Synchroniser:
             "hetpipe/sync_wait_seconds": waited,
             "hetpipe/push_bytes": float(pushed),
             "hetpipe/pull_bytes": float(pulled),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that virtual workers share, as loggers show them."""
+        wsp = self.group.settings
+        return {
+            "virtual_workers": self.group.size,
+            "wave": self.wave,
+            "clock_distance": wsp.clock_distance,
+            "aggregate": wsp.aggregate,
+            "update_dtype": wsp.update_dtype,
         }
 
     def published(self, version: int) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lightning_hetpipe.capture.export import graph_of
@@ -29,6 +30,16 @@ class Decides(Linear):
         y: Tensor = self.linear(x)
         if y.sum() > 0:
             return -y
+        return y
+
+
+class Averages(Linear):
+    def __init__(self, momentum: float | None = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
         return y
 
 
@@ -56,6 +67,45 @@ class RollsNumpy(Linear):
         return y
 
 
+class Pools(Linear):
+    """Adds rows up by groups, of which there are as many as the data says, unless that is given."""
+
+    def forward(self, x: Tensor, group: Tensor, size: int | None = None) -> Tensor:
+        y = self.linear(x)
+        groups = int(group.max()) + 1 if size is None else size
+        sums: Tensor = y.new_zeros(groups, y.shape[1]).index_add(0, group, y)
+        return sums
+
+
+def test_the_remedy_for_a_size_that_is_computed_from_data() -> None:
+    group = torch.tensor([0, 1, 1, 2])
+    with pytest.raises(SettingError, match=r"`groups = int\(.*; give it that number as an argument \(a size, say"):
+        graph_of("model", Pools(), (X, group), {})
+    graph_of("model", Pools(), (X, group, 3), {})
+
+
+class WithLoss(Linear):
+    """Computes its loss, if it is given labels, and in a way that has no graph."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = self.linear(x)
+        if labels is None:
+            return y
+        return F.cross_entropy(y, labels) * labels.numpy().size
+
+
+def test_the_remedy_for_a_loss_in_the_model() -> None:
+    labels = torch.arange(len(X)) % 2
+    with pytest.raises(
+        SettingError, match=r"; if that is in its loss, call it without labels, and compute the loss in"
+    ):
+        graph_of("model", WithLoss(), (X,), {"labels": labels})
+    with pytest.raises(SettingError) as refused:
+        graph_of("model", Numpy(), (X,), {})
+    assert "labels" not in str(refused.value)
+    graph_of("model", WithLoss(), (X,), {})
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -66,11 +116,17 @@ class RollsNumpy(Linear):
         (Numpy(), r"cannot be captured by torch.export at test_export.py:\d+, `y: Tensor .*numpy\(\)"),
         (Rolls(), r"'model' draws random numbers of Python or numpy in forward, .*; draw them with torch"),
         (RollsNumpy(), r"'model' draws random numbers of Python or numpy in forward"),
+        (Averages(), r"'model.norm' is a BatchNorm1d with momentum=None, .*; give it a momentum, such as 0.1"),
     ],
 )
 def test_what_has_no_graph(module: nn.Module, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         graph_of("model", module, (X,), {})
+
+
+@pytest.mark.parametrize("module", [Averages(0.1), Averages().eval()])
+def test_batchnorm_with_a_momentum_has_one(module: nn.Module) -> None:
+    graph_of("model", module, (X,), {})
 
 
 def test_a_refusal_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,3 +204,29 @@ def test_hooks_of_the_module_itself_are_no_part_of_its_graph() -> None:
     module.register_forward_pre_hook(lambda module, args: (args[0] * 100,))
     assert torch.equal(graph_of("model", module, (X,), {})[0]((X,), {}), expected)
     assert not torch.equal(module(X), expected)
+
+
+def test_a_module_is_not_told_that_it_is_traced() -> None:
+    """Libraries compute by other operators then, whose gradients differ in their last bits."""
+
+    class Tells(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y.tanh() if torch.compiler.is_compiling() or torch.compiler.is_exporting() else y.relu()
+
+    module = Tells()
+    graph, _ = graph_of("model", module, (X,), {})
+    assert torch.equal(graph((X,), {}), module(X))
+
+
+def test_a_module_that_can_only_be_traced_where_it_is_told_so() -> None:
+    class Tells(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if torch.compiler.is_compiling():
+                return y.relu()
+            return y * torch.from_numpy((y > 0).numpy())
+
+    module = Tells()
+    graph, _ = graph_of("model", module, (X,), {})
+    assert torch.equal(graph((X,), {}), module(X))

@@ -88,13 +88,13 @@ def test_aside_the_module_has_its_own_forward() -> None:
     inner = Inner()
 
     def handler(call: ModuleCall) -> Any:
-        with call.aside():
+        with call.own_forward():
             assert "forward" not in vars(inner)
         assert "forward" in vars(inner)
         return call.run()
 
     interceptor = Interceptor([("inner", inner)], handler)
-    with interceptor.aside():
+    with interceptor.suspended():
         assert "forward" not in vars(inner)
     inner(ONE)
     interceptor.remove()

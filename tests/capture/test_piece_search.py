@@ -90,7 +90,7 @@ def test_the_outermost_calls_that_can_be_captured() -> None:
     assert [len(piece.layers) for piece in watch.pieces] == [1, 1, 2, 1, 1]
     assert [len(piece.inputs[0]) for piece in watch.pieces] == [1, 1, 2, 1, 1]
     assert watch.called == [0, 1, 2, 3, 4]
-    assert watch.apart is not None
+    assert watch.apart
     assert list(watch.apart.modules) == ["net"]
     assert 0 < watch.apart.share <= 1
     told = watch.apart.explanation()
@@ -103,7 +103,7 @@ def test_the_outermost_calls_that_can_be_captured() -> None:
 def test_a_model_that_is_captured_whole_is_not_taken_apart() -> None:
     watch = searched(Outer(Leaf(), Leaf()))
     assert found(watch) == ["net"]
-    assert watch.apart is None
+    assert not watch.apart
 
 
 def test_a_step_with_failed_attempts_is_as_it_would_be_without_them() -> None:
@@ -150,7 +150,7 @@ def test_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = searched(Decides(*[Leaf() for _ in range(6)]), timeout=30.0)
     assert tried == ["net", "net.parts.0", "net.parts.1"]
     assert found(watch) == ["net.parts.0", "net.parts.1"]
-    assert watch.apart is not None
+    assert watch.apart
     assert watch.apart.timed_out
     assert watch.apart.timeout_warning(30.0).startswith("taking 'net' apart took more than capture_timeout=30 seconds")
 

@@ -87,13 +87,34 @@ def test_a_sweep_runs_each_job_and_ends_with_a_table(
     assert len(list(folder.glob("multirun/*/*/*/checkpoints/*.ckpt"))) == 2
 
 
-def test_a_sweep_that_a_job_ends_shows_how_far_it_came(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, error = ends(1, "-m", "--config-dir", "mine", "experiment=mine", "+model.fails=null,1", "callbacks=none")
-    assert "a bug in training_step" in error
-    header, first, second = output.splitlines()[-3:]
-    assert header.split()[:2] == ["job", "model.fails"]
-    assert (first.split()[:2], first.split()[-1]) == (["0", "null"], "done")
-    assert (second.split()[:2], second.split()[-1]) == (["1", "1"], "failed")
+def test_a_sweep_goes_on_after_a_job_that_fails_and_its_table_gives_the_reason(ends: Ends) -> None:
+    jobs = ["+model.fails=1,null", "strategy.stages=2,50"]
+    output, error = ends(1, "-m", "--config-dir", "mine", "experiment=mine", *jobs, "callbacks=none")
+    assert error.count("Traceback") == error.count("ValueError: a bug in training_step") == 1
+    assert error.count("hetpipe-train: strategy.stages=50 is more than the 3 layers of the pipelined module;") == 2
+    header, *rows = output.splitlines()[-5:]
+    assert header.split() == [
+        "job",
+        "model.fails",
+        "strategy.stages",
+        "samples",
+        "per",
+        "second",
+        "train",
+        "loss",
+        "status",
+    ]
+    assert [row.split()[:3] for row in rows] == [
+        ["0", "1", "2"],
+        ["1", "1", "50"],
+        ["2", "null", "2"],
+        ["3", "null", "50"],
+    ]
+    endings = [row.partition("–  ")[2].lstrip("– ") for row in rows]
+    assert endings[0] == "failed: ValueError: a bug in training_step"
+    assert endings[1] == endings[3]
+    assert endings[1].startswith("failed: strategy.stages=50 is more than the 3 layers of the pipelined module; set")
+    assert rows[2].endswith("  done")
 
 
 def test_settings_reach_the_loggers_as_hyperparameters(train: Train, folder: Path) -> None:

@@ -96,6 +96,7 @@ VALUES = [  # of the wrong type or size
     ("train", ["trainer.accumulate_grad_batches=-1"], "trainer.accumulate_grad_batches=-1", "must be at least 1."),
     ("train", ["trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val=-0.5", "must be at least 0."),
     ("train", ["trainer.accelerator=abacus"], "trainer.accelerator=abacus", "You selected an invalid accelerator name"),
+    ("train", ["trainer.accelerator=tpu"], "trainer.accelerator=tpu", "or set it to cpu, gpu or auto."),
     ("train", ["trainer.devices=-3"], "trainer.devices=-3", "should be an int > 0."),
     ("train", ["trainer.max_time=abc"], "trainer.max_time=abc", "is not a valid duration."),
     ("train", ["trainer.max_time={days: 1, hoors: 2}"], "trainer: 'hoors'", "is an invalid keyword argument"),

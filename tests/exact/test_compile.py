@@ -160,7 +160,7 @@ def test_while_one_compiles_nothing_else_runs() -> None:
     seen: list[tuple[bool, bool]] = []
 
     def look() -> None:
-        engine = strategy._engine
+        engine: Any = strategy._run.pipeline
         alone = (
             engine.compute_lock._writer == threading.get_ident() and engine.compute_lock._readers == 1
         )  # this stage's own

@@ -127,8 +127,7 @@ def test_workers_that_start_in_the_middle_of_an_epoch() -> None:
     working: list[int] = []
 
     def starts() -> None:
-        engine = strategy._engine
-        working.append(sum(1 for m in engine.minibatches.values() if not m.ended) if engine is not None else 0)
+        working.append(sum(1 for m in strategy._run.pipeline.minibatches.values() if not m.ended))
 
     def lag(*_: Any) -> None:
         threading.Event().wait(0.01)  # so that the loader gets ahead of the stages

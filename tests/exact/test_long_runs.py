@@ -44,7 +44,7 @@ class Looks(L.Callback):
         if trainer.global_step not in (EARLY, LATE):
             return
         assert isinstance(trainer.strategy, HetPipeStrategy)
-        engine = trainer.strategy._engine
+        engine: Any = trainer.strategy._run.pipeline
         engine.drain()
         let_go(engine)
         gc.collect()

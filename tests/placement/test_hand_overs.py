@@ -14,7 +14,7 @@ from lightning_hetpipe.placement.planner import Decision
 
 
 def apart(share: float) -> TakenApart:
-    return TakenApart({}, {}, [], share, False)
+    return TakenApart({"net": nn.Identity()}, share=share)
 
 
 def pieces(*layers: int) -> list[Piece]:

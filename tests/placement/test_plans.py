@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
-from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_first_minibatch
+from lightning_hetpipe.run.first_minibatch import check_first_minibatch
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser
 from tests.exact.running import assert_equal, expect, fit
+from tests.oracle import Batch, Outputs
+from tests.support import models
 from tests.support.models import SGD, Task, mlp, vectors
 from tests.support.small import Learner, assert_refused, refused
 from tests.support.trainers import quiet_trainer
@@ -313,6 +318,52 @@ def test_one_device_has_one_minibatch_in_flight(measured: Says) -> None:
     assert strategy.last_run.in_flight == 1
 
 
+class Block(nn.Module):
+    """A block that Hugging Face's ``gradient_checkpointing_enable()`` was called for, or not."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.gradient_checkpointing = checkpoints
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._gradient_checkpointing_func(self.linear, x) if self.gradient_checkpointing else self.linear(x)
+        return y.tanh()
+
+
+class Checkpointed(models.Learner):
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__(SGD)
+        self.model = Blocks(checkpoints)
+
+    def compute(self, batch: Batch) -> Outputs:
+        return {"loss": self.model(batch[0]).square().mean()}
+
+
+class Blocks(nn.Module):
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(checkpoints) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_gradient_checkpointing_is_planned_as_recompute(measured: Says) -> None:
+    """Its plan counted activations that nothing keeps, and left out the forwards that are computed again."""
+
+    def stages(checkpoints: bool, recompute: bool) -> list[tuple[str, list[str], float]]:
+        measured({"T4": 0.3}, cpu=0.01)
+        strategy = HetPipeStrategy(cluster=box("T4", "T4"), stages=2, in_flight=3, recompute=recompute)
+        fit(Checkpointed(checkpoints), vectors(14, 4), strategy=strategy, max_epochs=1)
+        return [(stage.device, stage.layers, stage.time_s) for stage in strategy.last_run.stages]
+
+    assert stages(True, False) == stages(False, True) != stages(False, False)
+
+
 def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(cpu=0.2)
     told: list[str] = []
@@ -499,9 +550,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    others: Any = SimpleNamespace(agree=lambda in_flight: in_flight + 2, group=SimpleNamespace(size=1))
-    decide = FirstMinibatch.decide
-    monkeypatch.setattr(FirstMinibatch, "decide", lambda self, pieces, called, _: decide(self, pieces, called, others))
+    monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight: in_flight + 2)
     strategy = HetPipeStrategy(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5

@@ -54,6 +54,42 @@ def test_graphs_of_compiled_code_are_checked() -> None:
     assert seen == [1], "stages would compile anew whenever user code changes the default dtype"
 
 
+@guards("_is_compiling_flag", "_is_exporting_flag")
+def test_tracing_is_hidden() -> None:
+    told: list[bool] = []
+
+    class Told(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
+            with torch_private.traced_as_called():
+                told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
+            return x + 1
+
+    torch.export.export(Told(), (torch.ones(2),))
+    assert told[:2] == [True, False], "models would compute by operators of which plain training knows nothing"
+
+
+@guards("_is_make_fx_tracing", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_tracing_is_hidden_from_attention_without_gradients(gradients: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            with torch_private.traced_as_called():
+                x = self.encoder(x)
+                return self.attention(x, x, x)
+
+    with torch.set_grad_enabled(gradients):
+        graph = torch.export.export(Attends().eval(), (torch.ones(2, 3, 8),), strict=False).graph
+    found = [name for name in ("encoder_layer_fwd", "native_multi_head") if name in str(graph)]
+    # Fused operators have no gradients; without these, evaluations compute by them.
+    assert len(found) == (0 if gradients else 2)
+
+
 @guards("_dynamo")
 def test_errors_of_the_compiler() -> None:
     def breaks(x: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
 from tests.support.equality import assert_same
 from tests.support.small import Learner, batches, pipeline
 from tests.support.trainers import quiet_trainer
@@ -67,6 +68,37 @@ def test_a_backbone_that_is_unfrozen_later(callback: Callable[[], BaseFinetuning
     assert "backbone.0" in [layer for stage in strategy.last_run.stages for layer in stage.layers]
     torch.manual_seed(3)
     assert not torch.equal(module.get_parameter("backbone.0.weight"), Frozen().get_parameter("backbone.0.weight"))
+
+
+class Normalised(Learner):
+    """No ``nn.Sequential``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Normalises()
+
+
+class Normalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(x)).relu())
+        return y
+
+
+def test_weight_averaging_of_captured_batchnorm() -> None:
+    """The error advised to use torch.where."""
+
+    def averaged(strategy: Any) -> Any:
+        return trained(Normalised, strategy, callbacks=[StochasticWeightAveraging(0.01, 1, 1)], max_epochs=3)
+
+    with pytest.raises(
+        SettingError, match=r"'net.norm' is a BatchNorm1d with momentum=None, .* set stages=1 and in_fl"
+    ):
+        averaged(pipeline(2))
+    assert_equal_states(averaged(HetPipeStrategy(stages=1, in_flight=1)), averaged("auto"))
 
 
 def test_such_a_backbone_with_minibatches_in_flight() -> None:

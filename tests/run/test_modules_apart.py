@@ -93,3 +93,5 @@ def test_many_layers_taken_apart(layers: int) -> None:
     )
     assert strategy.last_run is not None
     assert sum(len(stage.layers) for stage in strategy.last_run.stages) >= layers + 2
+    assert list(strategy.last_run.taken_apart) == ["model"]
+    assert "user code: of 'model', the part around its pipelined modules" in str(strategy.last_run)

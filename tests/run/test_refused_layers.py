@@ -78,6 +78,49 @@ def test_a_teacher_that_a_callback_moves() -> None:
     )
 
 
+def follows(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    """As self-supervised models of libraries do it: the teacher follows where the step begins."""
+    with torch.no_grad():
+        for mine, its in zip(module.teacher.parameters(), module.net.parameters(), strict=True):
+            mine.lerp_(its, 0.1)
+    return distil(module, x, y, batch_idx)
+
+
+def test_a_teacher_that_training_step_moves() -> None:
+    message = "'teacher.0.weight', which lies outside the pipelined modules, was changed by training_step"
+    remedy = "change it in on_train_batch_end, and pipeline 'teacher', too (module=['net', 'teacher'])"
+    assert_refused(
+        Learner(follows, teacher=layers().requires_grad_(False)), message, remedy, strategy=pipeline(3), callbacks=[]
+    )
+
+
+def test_that_remedy() -> None:
+    module = Learner(distil, teacher=layers().requires_grad_(False))
+    strategy = HetPipeStrategy(stages=2, in_flight=3, module=["net", "teacher"])
+    quiet_trainer(strategy, callbacks=[Teacher()]).fit(module, batches())
+    assert strategy.last_run.in_flight == 3
+
+
+def test_such_a_teacher_with_nothing_in_flight_is_that_of_a_plain_run() -> None:
+    weights = list[dict[str, Tensor]]()
+    for strategy in ("auto", pipeline(1)):
+        torch.manual_seed(0)
+        module = Learner(follows, teacher=layers().requires_grad_(False))
+        quiet_trainer(strategy).fit(module, batches())
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def normed_teacher() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+
+
+def test_a_teacher_with_batchnorm() -> None:
+    remedy = "set in_flight=1, or pipeline 'teacher', too (module=['net', 'teacher'])"
+    message = "'teacher.1.running_mean', which lies outside the pipelined modules, was changed by training_step"
+    assert_refused(Learner(distil, teacher=normed_teacher()), message, remedy, strategy=pipeline(3))
+
+
 def test_such_a_teacher_with_nothing_in_flight() -> None:
     module = Learner(distil, teacher=layers().requires_grad_(False))
     before = module.get_parameter("teacher.0.weight").clone()

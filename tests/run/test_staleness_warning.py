@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_hetpipe.run.staleness_warning import check_staleness
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 from tests.support.small import Learner, batches, pipeline
 from tests.support.trainers import quiet_trainer
 
@@ -130,7 +131,7 @@ def test_it_can_be_silenced_as_the_docs_say() -> None:
     ],
 )
 def test_virtual_workers_add_to_both(size: int, in_flight: int, wsp: dict[str, Any], wave: int, part: str) -> None:
-    group = SimpleNamespace(size=size, settings=SimpleNamespace(**{"clock_distance": 0, "aggregate": "sum"} | wsp))
+    group: Any = SimpleNamespace(size=size, settings=SimpleNamespace(**{"clock_distance": 0, "aggregate": "sum"} | wsp))
     module = Trained(sgd())
     trainer: Any = SimpleNamespace(
         accumulate_grad_batches=1,
@@ -138,10 +139,12 @@ def test_virtual_workers_add_to_both(size: int, in_flight: int, wsp: dict[str, A
         lightning_module=module,
         optimizers=[module.configure_optimizers()],
     )
-    synchroniser: Any = SimpleNamespace(group=group, wave=wave)
+    synchroniser = NoSynchroniser() if size == 1 else Synchroniser(group, module)
+    if isinstance(synchroniser, Synchroniser):
+        synchroniser.wave = wave
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_staleness(trainer, in_flight, synchroniser)
+        check_staleness(trainer, in_flight, *synchroniser.staleness(in_flight))
     assert len(caught) == (part is not None)
     if part is not None:
         assert part in str(caught[0].message)

@@ -58,8 +58,8 @@ def test_without_it_nothing_is_recorded_and_nothing_left(tmp_path: Path) -> None
 
     class Looks(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            engine = trainer.strategy._engine
-            asked.extend([] if engine is None else [stage._settings.before_pass for stage in engine.stages])
+            pipeline = trainer.strategy._run.pipeline
+            asked.extend(stage._settings.before_pass for stage in getattr(pipeline, "stages", []))
 
     asked: list[Any] = []
     strategy = pipeline(3)

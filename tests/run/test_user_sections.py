@@ -43,10 +43,9 @@ class Registers(L.Callback):
         assert self._trainer is not None
         strategy: Any = self._trainer.strategy
         self.calls += 1
-        if strategy._engine is not None:
-            for minibatch in 20 * list(strategy._engine.minibatches.values()):  # a hook that takes its time
-                if minibatch.in_user_code:
-                    self.running.append(minibatch.number)
+        for minibatch in 20 * list(strategy._run.pipeline.minibatches.values()):  # a hook that takes its time
+            if minibatch.in_user_code:
+                self.running.append(minibatch.number)
 
 
 class Busy(Learner):
@@ -92,7 +91,7 @@ class Meeting:
         if self.steps != 2:
             return
         self.stepping.set()
-        engine = self.strategy._engine
+        engine = self.strategy._run.pipeline
         while not self.running and not engine.lock.wanted():
             self.running += [m.number for m in list(engine.minibatches.values()) if m.in_user_code]
         self.looked.set()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
+from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
@@ -47,7 +48,7 @@ class OnlyOne:
         return self.held
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        if self.strategy._engine is not None:
+        if self.strategy._run.devices:
             with self.waiting():
                 self._meet(what)
         return [value]
@@ -77,9 +78,9 @@ class OnlyOne:
 
     def _meet(self, where: str) -> None:
         stretch = Ticket(Precedence.START, 0)
-        self.strategy._engine.lock.request(stretch)
+        self.strategy._run.pipeline.lock.request(stretch)
         assert stretch.wait(30), f"user code has to wait for the {where}"
-        self.strategy._engine.lock.release()
+        self.strategy._run.pipeline.lock.release()
         self.met.append(where)
 
 
@@ -117,7 +118,7 @@ def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str |
     """It stayed on the GPU on which a run begins: the first wave of a virtual worker with several was an error."""
     module = L.LightningModule()
     module.first, module.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    group: Any = OnlyOne(SimpleNamespace(_engine=None))
+    group: Any = OnlyOne(SimpleNamespace(_run=TrainerRun()))
     group.settings = WSPCallback(update_dtype=update_dtype).settings
     synchroniser = Synchroniser(group, module)
     synchroniser.enter([])
@@ -135,7 +136,7 @@ def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: st
     module.weight = nn.Parameter(torch.ones(2))
     module.mask = nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False)
     module.teacher = nn.Parameter(torch.ones(2), requires_grad=False)
-    group: Any = OnlyOne(SimpleNamespace(_engine=None))
+    group: Any = OnlyOne(SimpleNamespace(_run=TrainerRun()))
     group._meet = lambda where: None
     group.settings = WSPCallback(update_dtype=update_dtype).settings
     synchroniser = Synchroniser(group, module)

@@ -17,6 +17,9 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private import version_counter
 
+MOST_NAMED = 12
+"""Most modules that a message names."""
+
 
 class OutsideParameters(Extension):
     """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far.
@@ -27,6 +30,7 @@ class OutsideParameters(Extension):
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._inside: set[int] = set()
+        self._pieces: list[str] = []
         self._owners: list[tuple[str, nn.Module]] = []
         self._versioned: Callable[[], Collection[int]] = tuple
         self._begin()
@@ -36,11 +40,12 @@ class OutsideParameters(Extension):
         self._versioned = versioned
         self._exempt = versioned()
         self._inside = {id(part) for root in roots for part in root.modules()}
+        self._pieces = [name for name, part in self._module.named_modules() if part in roots]
         self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
 
     def check_step(self) -> None:
         """Refuse what ``training_step`` itself has changed since this was made."""
-        self._check("was changed by training_step")
+        self._check("was changed by training_step", in_step=True)
 
     def continues(self, version: int) -> None:
         """Refuse what was changed while later minibatches had read it already."""
@@ -77,15 +82,41 @@ class OutsideParameters(Extension):
             for (name, tensor), value in zip(found.items(), sums, strict=True)
         }
 
-    def _check(self, what: str) -> None:
+    def _check(self, what: str, *, in_step: bool = False) -> None:
+        changed: list[tuple[str, Tensor]] = []
         for name, (tensor, *state) in self._states().items():
             seen, *before = self._seen.get(name, (None,))
             if seen is not tensor or before != state:
-                raise SettingError(
-                    f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
-                    " so that they would see it at a moment that depends on timing; set in_flight=1, or move it into"
-                    " a pipelined module"
-                )
+                changed.append((name, tensor))
+        if changed:
+            owners = {name: self._owner(name) for name, _ in changed}
+            name, tensor = next((each for each in changed if not owners[each[0]]), changed[0])  # the worst comes first
+            if owners[name]:
+                way_out = self._naming(set(owners.values()))
+                if in_step and isinstance(tensor, nn.Parameter):
+                    way_out = f"change it in on_train_batch_end, and {way_out}"
+            else:
+                way_out = "move it into a pipelined module"
+            raise SettingError(
+                f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
+                f" so that they would see it at a moment that depends on timing; set in_flight=1, or {way_out}"
+            )
+
+    def _naming(self, owners: Collection[str]) -> str:
+        """Say how to pipeline ``owners``, paths of modules, as well."""
+        also = [name for name, _ in self._module.named_modules() if name in owners]
+        modules = [*self._pieces, *also]
+        named = f" (module={modules!r})" if len(modules) <= MOST_NAMED else ""
+        return f"pipeline {' and '.join(map(repr, also))}, too{named}"
+
+    def _owner(self, name: str) -> str:
+        """The outermost module with the tensor ``name`` that can be a further piece; empty if there is none."""
+        parts = name.split(".")[:-1]
+        for length in range(1, len(parts) + 1):
+            path = ".".join(parts[:length])
+            if not any(f"{piece}.".startswith(f"{path}.") for piece in self._pieces):
+                return path if any(True for _ in self._module.get_submodule(path).parameters()) else ""
+        return ""
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Structure(Extension):
         self._calls.fingerprint.take()
 
     def evaluating(self, minibatch: int) -> Around:
-        return self._calls.interceptor.aside() if self._evaluates() else NOTHING
+        return self._calls.interceptor.suspended() if self._evaluates() else NOTHING
 
     def closed(self) -> None:
         self._calls.interceptor.remove()

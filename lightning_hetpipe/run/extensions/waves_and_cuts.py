@@ -142,7 +142,7 @@ class WavesAndCuts(Extension):
     def _save_and_requeue(self) -> None:
         """Save and requeue, as SLURM's signal wants it; at a cut, on all."""
         told, self._requeue = self._requeue, None
-        with self._redirects[0].aside():  # this is the cut to save at
+        with self._redirects[0].suspended():  # this is the cut to save at
             self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:

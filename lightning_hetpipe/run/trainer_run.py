@@ -1,0 +1,57 @@
+"""Interface between the strategy and the run of the Trainer that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.run.driver import NoPipeline
+
+
+class TrainerRun:
+    """One run of the Trainer: a fit or an evaluation. This class itself stands in between runs: all is Lightning's own.
+
+    Attributes:
+        pipeline: What computes minibatches in flight.
+        devices: The stages' devices, once there are stages.
+    """
+
+    def __init__(self) -> None:
+        self.pipeline: Engine | NoPipeline = NoPipeline()
+        self.devices: Sequence[torch.device] = ()
+
+    def open(self) -> None:
+        """Begin the run."""
+
+    def close(self) -> None:
+        """End the run, and leave no thread and no change in the module behind."""
+
+    def finish_report(self) -> None:
+        """Report the numbers so far; training is over, and loggers are open."""
+
+    def trained_in_flight(self, before: int) -> int:
+        """Nm that the weights of now are trained with; ``before``, that of the last fit, outside of a fit."""
+        return before
+
+    def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
+        """Run ``native``, Lightning's step, or wait for its minibatch if there is a pipeline."""
+        return native(*args)
+
+    def backward(self, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's backward, or hand over the gradients if there is a pipeline."""
+        native()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Open around ``optimizer``'s step."""
+        return nullcontext()
+
+    def offer(self) -> None:
+        """Let user code that stages wait for go first, between Lightning's hooks."""
+
+    def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """Run ``native``, the strategy's own step ``hook``, or take its output from the pipeline."""
+        return native(*args)
