@@ -27,7 +27,7 @@ from lightning_hetpipe.placement.layout import Layout
 from tests.exact.pipelines import Pinned
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
-from tests.support.marks import quick
+from tests.support.marks import quick, slow_except
 from tests.support.models import CLASSES, SGD, Learner, vectors
 from tests.support.trainers import quiet_trainer
 
