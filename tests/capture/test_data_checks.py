@@ -13,6 +13,7 @@ from lightning_hetpipe.capture import data_checks
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
+from tests.support.marks import quick
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 
@@ -72,6 +73,7 @@ ASKS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@quick("bool", "a buffer", "without gradients", "in place")
 @pytest.mark.parametrize("name", ASKS)
 def test_each_answer_has_its_graph(name: str) -> None:
     module = Asks(ASKS[name])
@@ -177,11 +179,12 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
 PADDING = torch.tensor([[False, False, True, True]]).expand(2, 4)
 
 
+@quick("mask0")
 @pytest.mark.parametrize("mask", [CAUSAL, torch.eye(4) * -1e9, CAUSAL == 0])
 def test_masks_of_torchs_transformers(mask: Tensor) -> None:
     torch.manual_seed(5)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    module, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 4, 8)
+    module, x = nn.TransformerEncoder(layer, 1), torch.randn(2, 4, 8)
     graphs = captured(module, x, mask)
     for other in (mask, CAUSAL, torch.zeros(4, 4), mask):
         assert torch.equal(variant_and_output(graphs, x, other)[1], module(x, other))

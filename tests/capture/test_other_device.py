@@ -12,6 +12,7 @@ from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from tests.support.captured_models import GPT, ResNet
+from tests.support.marks import quick
 from tests.support.models import WORDS
 
 META = torch.device("meta")  # the one other device that every machine has: it computes shapes only
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[Any, Tensor]] = {
 }
 
 
+@quick("resnet", "makes")
 @pytest.mark.parametrize("name", CASES)
 def test_layers_run_on_another_device(name: str) -> None:
     make, x = CASES[name]

@@ -15,6 +15,7 @@ from tests.exact.pipelines import delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Whole
+from tests.support.marks import quick
 from tests.support.models import CLASSES, SGD, Learner, vectors
 from tests.support.small import assert_refused, pipeline
 
@@ -34,6 +35,7 @@ class Creates(nn.Module):
         return z
 
 
+@quick("bf16-true")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_one_in_flight_is_the_plain_trainer(precision: Any) -> None:
     torch.manual_seed(5)
@@ -51,6 +53,7 @@ def model_of(model: nn.Module) -> nn.Module:
     return made
 
 
+@quick("bf16-true")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_several_in_flight_repeat(precision: Any) -> None:
     torch.manual_seed(5)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
+from tests.support.marks import quick
 from tests.support.models import CLASSES, SGD, Learner, Task, mlp, vectors
 
 # The lock.
@@ -168,6 +169,7 @@ class Stops(Learner):
         return {"loss": F.cross_entropy(self.net(batch[0]), batch[1])}
 
 
+@quick("at0-4-4-True-1", "at0-4-1-True-2", "at1-5-4-False-2", "at2-1-4-True-1", "at3-7-4-False-1")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 4])
@@ -273,6 +275,7 @@ class Watches(L.Callback):
         self.seen.append(pl_module.look())
 
 
+@quick("1-1", "2-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_counters_are_those_of_a_plain_run(seed: int, accumulate: int) -> None:
