@@ -22,7 +22,12 @@ from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaqu
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.plain_attributes import (
+    attributes_restored,
+    attributes_with_contents,
+    changed_attribute,
+    contents_restored,
+)
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -149,6 +154,7 @@ class EvaluationWatch(Watch):
         with (
             own_state(ProcessState.seeded(0, 0, "capture")),
             attributes_restored(call.module),
+            contents_restored(call.module),
             call.intercepting(),
             suppress(Exception),
         ):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
 from tests.support.equality import assert_same
 from tests.support.models import vectors
-from tests.support.refused_models import Checks
+from tests.support.refused_models import Checked, Checks
 from tests.support.trainers import quiet_trainer
 
 
@@ -39,6 +39,30 @@ def test_stages_compute_batches_of_what_is_inside() -> None:
     with pytest.warns(UserWarning, match="'task.model' does not run in the pipeline"):
         quiet_trainer(strategy=strategy).validate(made(), vectors(20, 4), verbose=False)
     assert seen == {(stage, batch) for stage in (0, 1) for batch in range(2, 6)}
+
+
+class Counts(Checked):
+    """Counts its samples in a tensor and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.count = torch.zeros(())
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        self.count += len(x)
+        self.sizes.append(len(x))
+        return super().forward(x, labels)
+
+
+def test_what_it_counts_is_counted_once() -> None:
+    """The first batch was counted twice, as the module is run again to look into it."""
+    task = Checks(2)
+    task.model = Counts()
+    with pytest.warns(UserWarning, match="'task.model' does not run in the pipeline"):
+        quiet_trainer(strategy=pipeline(2)).validate(Evaluates(task), vectors(20, 4), verbose=False)
+    assert task.model.sizes == [4] * 5
+    assert task.model.count == 20
 
 
 class Trains(Checks):
