@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture import data_checks
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
 from tests.support.marks import quick
 
 X = torch.arange(12.0).reshape(4, 3) / 10
-OFF = Autocast((("cpu", None),), True)
 
 
 def captured(module: nn.Module, *args: Any) -> Captured:
@@ -24,7 +23,7 @@ def captured(module: nn.Module, *args: Any) -> Captured:
     frozen = FrozenValues(module)
     with frozen.answers.noted():
         module(*args)
-    return Captured("net", module, args, {}, OFF, frozen)
+    return Captured("net", module, args, {}, frozen)
 
 
 def variant_and_output(graphs: Captured, *args: Any) -> tuple[int, Any]:
@@ -134,6 +133,40 @@ def test_a_check_that_fails_later_says_what_the_module_says() -> None:
     with pytest.raises(SettingError, match=r"'net' cannot be captured .* at test_data_checks.py:.* \(x is negative\)"):
         variant_and_output(graphs, -X)
     assert variant_and_output(graphs, X + 1)[0] == 0
+
+
+class Shrinks(nn.Module):
+    """Asks until the answer is yes; where ``also`` holds, in a second loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while not bool((x.abs() < 1).all()):
+            x = x / 2
+        if (x < 0).any():
+            while not bool((x > -0.1).all()):
+                x = x / 2
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("size", [0.5, 7.0, 15.0])
+def test_a_loop_that_goes_on_longer_than_it_was_seen(size: float) -> None:
+    """It was traced for ever."""
+    module = Shrinks()
+    graphs, x = captured(module, torch.full((2, 3), 3.0)), torch.full((2, 3), size)
+    assert torch.equal(variant_and_output(graphs, x)[1], module(x))
+
+
+def test_a_loop_that_was_never_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_checks, "UNSEEN", 8)
+    graphs = captured(Shrinks(), torch.full((2, 3), 3.0))
+    with pytest.raises(
+        SettingError, match=r"'net' decides by the values of its data .* at test_data_checks.py:\d+, `w"
+    ):
+        variant_and_output(graphs, -torch.full((2, 3), 3.0))
 
 
 def test_nothing_of_it_remains_in_the_graph() -> None:

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import assert_same_run, fit
-from tests.oracle import Batch, Outputs
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
+from tests.oracle import Batch, Outputs, Recipe
 from tests.support.marks import quick
-from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
+from tests.support.models import CLASSES, SGD, Learner, Task, mlp, vectors
 
 # The lock.
 
@@ -120,6 +120,29 @@ def test_an_output_that_arrives_during_a_hook_waits() -> None:
     fit(Meets(meeting), vectors(26, 4), strategy=meeting.strategy, max_epochs=1)
     assert meeting.looked.is_set()
     assert meeting.running == []
+
+
+class Wraps(torch.optim.Optimizer):
+    """Wraps ``inner``, as Lookahead does, and never calls ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_an_optimizer_that_takes_no_hooks() -> None:
+    """It was called without the attributes that every optimizer has."""
+    task, loader = Task(mlp().net, Recipe(lambda module: Wraps(SGD.optimizer(module)))), vectors(26, 4)
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(7, 2, 3)))
 
 
 # Requests to stop.
