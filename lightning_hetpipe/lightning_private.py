@@ -157,6 +157,11 @@ def move_before_transfer(module: L.LightningModule, batch: Any, dataloader_idx: 
     return module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Tell whether ``optimizer`` takes hooks: one that wraps another may never have called ``Optimizer.__init__``."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:
     """Lets the registered ``post_hook`` run before all others after ``optimizer.step``."""
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, declared as a dict

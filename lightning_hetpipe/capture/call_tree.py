@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.torch_private import version_counter
 
@@ -56,12 +57,14 @@ class WatchedCall:
         buffers: Copies of its buffers from before, by path.
         gave: What it gave; None until it is over.
         frozen: What it may have read of Python outside itself.
+        autocast: What autocast did at the call.
         counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
     """
 
     given: Value
     buffers: dict[str, Tensor]
     frozen: FrozenValues
+    autocast: Autocast = field(default_factory=Autocast.current)
     gave: Value | None = None
     counters: list[int] = field(default_factory=list)
 

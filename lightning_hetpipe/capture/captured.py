@@ -34,14 +34,18 @@ FITTED = 256
 """Combinations of sizes that are remembered to fit a graph."""
 
 
+_Mode = tuple[bool, bool, tuple[tuple[str, torch.dtype | None], ...]]
+
+
 class Captured:
     """Graphs of one module, and the layers that they are split into.
+
+    Each graph is for one mode: the module's, whether gradients are wanted, and what autocast does at the call.
 
     Args:
         name: The module's path in the LightningModule.
         module: The live module.
         args, kwargs: What it was given in the watched step; kept, as later captures may need them.
-        autocast: What held where it was called.
         frozen: What it read of Python outside itself when it was run there.
 
     Raises:
@@ -54,7 +58,6 @@ class Captured:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        autocast: Autocast,
         frozen: FrozenValues,
     ) -> None:
         self.layers: list[Layer] = []
@@ -65,8 +68,8 @@ class Captured:
         """Number of comparisons in which a changed Python value made no difference."""
         self._name = name
         self._module = module
-        self._autocast = autocast
         self._example = (args, kwargs)
+        self._autocast = Autocast.current()
         self._variants: list[_Variant] = []
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
@@ -98,15 +101,17 @@ class Captured:
         return "what it reads" if held is None else self.frozen.changed(held)
 
     def take_equal(self, value: tuple[Any, ...], way: Way | None = None) -> None:
-        """The graph that ``value`` is for gives what the module gives, with all Python values as they are now.
+        """Note that the graph for ``value`` was seen to give what the module gives, with Python values as they are now.
 
-        Its gradients are those of the module, too, if that goes ``way``.
+        Args:
+            value: An input of the first layer.
+            way: The autograd nodes by which the module computed it; None if that was not looked at.
         """
         self._variants[value[0]].held = self.frozen.now()
         self._variants[value[0]].way = way
 
     def way(self, value: tuple[Any, ...]) -> Way | None:
-        """Way in which the module computed when the graph for ``value`` was last compared with it in a minibatch."""
+        """The autograd nodes of the module when the graph for ``value`` was last compared with it in a minibatch."""
         variant: _Variant = self._variants[value[0]]
         return variant.way
 
@@ -115,17 +120,21 @@ class Captured:
         self._variants.clear()
         for layer in self.layers:
             graph_layer(layer).code.clear()
-        self._capture(*self._example)
+        with self._autocast.opened():
+            self._capture(*self._example)
 
     def _of_this_mode(self) -> list[tuple[int, _Variant]]:
-        mode = (self._module.training, torch.is_grad_enabled())
+        mode = self._mode()
         return [(n, variant) for n, variant in enumerate(self._variants) if variant.mode == mode]
 
+    def _mode(self) -> _Mode:
+        return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
+
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], floats: frozenset[int] = frozenset()) -> None:
-        again, gradients = bool(self._of_this_mode()), torch.is_grad_enabled()
+        again = bool(self._of_this_mode())
         floats = self._inputs(args, kwargs, again, floats)
         graph, checks = self._decided(args, kwargs, again, floats)
-        variant = _Variant(graph, args, kwargs, (self._module.training, gradients), checks, floats)
+        variant = _Variant(graph, args, kwargs, self._mode(), checks, floats)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
@@ -151,7 +160,8 @@ class Captured:
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: frozenset[int]
     ) -> frozenset[int]:
-        """Those of ``floats`` that may be inputs: by others it decides, or gives them where graphs take constants."""
+        """Those of ``floats`` of which a graph can make inputs; others are constants, as an operator takes no tensor
+        there, or as ``forward`` decides by them."""
         found = frozenset[int]()
         for number in sorted(floats - self._constants):
             try:
@@ -173,7 +183,6 @@ class Captured:
                 self.exclusive(),
                 torch.inference_mode(False),
                 torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
-                self._autocast.opened(),
                 on_one_device(self._module, self.device),
             ):
                 graph, checks = graph_of(
@@ -244,7 +253,7 @@ class _Variant:
     """Conditions under which a call may run one graph.
 
     Attributes:
-        mode: Whether the module was to be trained, and whether gradients were wanted.
+        mode: Whether the module was to be trained, whether gradients were wanted, and the dtypes of autocast.
         held: The Python values outside the module with which it gave what the module gives, once this was seen.
         way: How the module computed then, if that was in a minibatch in flight.
     """
@@ -254,7 +263,7 @@ class _Variant:
         graph: fx.GraphModule,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        mode: tuple[bool, bool],
+        mode: _Mode,
         checks: DataChecks,
         floats: frozenset[int],
     ) -> None:

@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_by
 from lightning_hetpipe.torch_private import READ_VALUE, ThreadDispatchMode, split_outputs
 
+UNSEEN = 64
+"""Most answers in one graph that nobody has seen: a loop that none of them ends would be traced for ever."""
+
 Answers = tuple[bool, ...]
 
 _Place = tuple[str, int]
@@ -33,22 +36,28 @@ _BETWEEN = tuple(str(_TORCH / name) for name in ("overrides.py", "_ops.py", "uti
 
 
 class SeenAnswers:
-    """Answers that the module itself was given, by the line of code that asks."""
+    """Answers that the module was given when it last ran with Python around it, by the line of code that asks."""
 
     def __init__(self) -> None:
         self._found: dict[_Place, list[bool]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the module itself runs."""
+        """Note the answers that the module is given within it, in place of those before."""
         self._found.clear()
         with _Noting(self._found):
             yield
 
     def at(self, place: _Place, ordinal: int) -> bool:
-        """The answer when that line asked for the ``ordinal``-th time; False if it was not seen to ask."""
-        found = self._found.get(place, [])
-        return found[ordinal] if ordinal < len(found) else False
+        """The answer when that line asked for the ``ordinal``-th time.
+
+        Where it was seen to ask less often, its last answer, as that has ended a loop; False if it never was.
+        """
+        return self._found.get(place, [False])[: ordinal + 1][-1]
+
+    def count(self, place: _Place) -> int:
+        """Number of times that line was seen to ask."""
+        return len(self._found.get(place, []))
 
 
 class _Noting(ThreadDispatchMode):
@@ -66,11 +75,11 @@ class _Noting(ThreadDispatchMode):
 
 
 class Decisions(TorchFunctionMode):
-    """Answers what a module asks while a graph of it is made.
+    """Mode in which a module's questions are answered, since tensors have no values while its graph is made.
 
     Args:
-        known: The first answers.
-        seen: The others.
+        known: The answers to its first questions, in order.
+        seen: Has those to all others.
 
     Attributes:
         asked: The tensors that were asked for, as they were then.
@@ -86,6 +95,7 @@ class Decisions(TorchFunctionMode):
         self._known = known
         self._seen = seen
         self._times: dict[_Place, int] = {}
+        self._unseen = 0
 
     def anew(self) -> Decisions:
         """The same answers, of which nothing was asked yet."""
@@ -102,11 +112,14 @@ class Decisions(TorchFunctionMode):
         self.asked.append(args[0].detach().clone())
         self.answers.append(answer)
         self.lines.append(f"{Path(place[0]).name}:{place[1]}, `{linecache.getline(*place).strip()}`")
+        self._unseen += number >= len(self._known) and ordinal >= self._seen.count(place)
+        if self._unseen > UNSEEN:
+            raise Undecidable(self.lines[-1])
         return answer
 
 
 class Undecidable(Exception):
-    """A decision that depends on more than inputs and constants: the argument is the line that asks."""
+    """A decision that depends on more than inputs and constants, or is made for ever: the argument is its line."""
 
 
 class DataChecks:

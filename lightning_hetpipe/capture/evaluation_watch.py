@@ -180,7 +180,7 @@ def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], fr
     refuse_scripted(piece.name, piece.module)
     if piece.needs_graph():
         refuse_hooks(piece.name, piece.module)
-        piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, frozen)
+        piece.captured = Captured(piece.name, piece.module, args, kwargs, frozen)
         piece.layers = piece.captured.layers
     for name, layer in [] if piece.captured is not None else piece.modules_of_layers():
         refuse_hooks(name, layer)

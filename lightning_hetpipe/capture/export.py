@@ -46,10 +46,11 @@ def graph_of(
     images_vary: bool = False,
     floats: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
-    """The graph of ``module(*args, **kwargs)``: operators with the casts of the autocast that holds now, no Python.
+    """The graph of ``module(*args, **kwargs)``: operators and no Python.
 
     The sizes of inputs may vary from call to call, as far as the graph does not depend on them. Its inputs are the
-    leaves of ``(args, kwargs)``, in order. The module is left as it was.
+    leaves of ``(args, kwargs)``, in order. The module is left as it was. The graph is to be run under the autocast that
+    holds now: its operators cast as that says, and dtypes that ``forward`` asks tensors for are as they were.
 
     Args:
         name: The module's path in the LightningModule, for messages.
@@ -130,6 +131,8 @@ def _traced(
             graph = export(module, (args, kwargs), dynamic_shapes=dynamic, strict=False).module(check_guards=True)
     except SettingError:
         raise
+    except Undecidable as error:
+        raise decides(name, f" at {error}") from None
     except Exception as error:
         raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):

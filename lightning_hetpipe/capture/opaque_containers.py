@@ -41,6 +41,7 @@ def without_opaque(name: str, output: Any) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """The leaves of ``value``; registers the classes of plain dataclasses in it, for the whole process."""
     while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
         for each in classes:
             torch.export.register_dataclass(each)
@@ -55,12 +56,22 @@ def _is_plain_dataclass(item: Any) -> bool:
     """Tell whether ``item`` can be made again from its fields."""
     if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
         return False
-    fields = {field.name for field in dataclasses.fields(item)}
+    fields = {field.name: getattr(item, field.name, None) for field in dataclasses.fields(item)}
     return (
-        set(inspect.signature(type(item)).parameters) == fields
-        and set(getattr(item, "__dict__", ())) <= fields
+        set(inspect.signature(type(item)).parameters) == set(fields)
+        and set(getattr(item, "__dict__", ())) <= set(fields)
         and _holds_tensors(item, set())
+        and _keeps(type(item), fields)
     )
+
+
+def _keeps(kind: type, fields: Mapping[str, Any]) -> bool:
+    """Tell whether a ``kind`` that is made of ``fields`` holds these very objects, and ``__post_init__`` no others."""
+    try:
+        made = kind(**fields)
+    except Exception:  # whatever __post_init__ raises
+        return False
+    return all(getattr(made, name, None) is value for name, value in fields.items())
 
 
 def _holds_tensors(item: Any, seen: set[int]) -> bool:

@@ -40,11 +40,12 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
     """
     for ordinal, call in enumerate(calls):
         args, kwargs = call.given.tree(call.given.tensors)
-        if piece.captured is None:
-            piece.captured = Captured(piece.name, piece.module, args, kwargs, piece.autocast, call.frozen)
-            piece.layers = piece.captured.layers
-        value = piece.value(args, kwargs)
-        found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
+        with call.autocast.opened():
+            if piece.captured is None:
+                piece.captured = Captured(piece.name, piece.module, args, kwargs, call.frozen)
+                piece.layers = piece.captured.layers
+            value = piece.value(args, kwargs)
+            found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
         piece.inputs.append(inputs)
         if call.was_changed:  # what it was given or gave is not there any more: the next minibatch compares them
             continue
@@ -139,7 +140,7 @@ def _run_graph(
 ) -> tuple[Value, list[Value]]:
     """Run the layers of ``piece`` on ``value``, starting from ``buffers``; also return the input of each."""
     inputs: list[Value] = []
-    with generators.minibatch(minibatch, call), piece.autocast.opened():
+    with generators.minibatch(minibatch, call):
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():

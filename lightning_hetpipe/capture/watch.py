@@ -203,6 +203,12 @@ class TrainingWatch(Watch):
             if node.piece.needs_graph():
                 return self._run_whole(node, call, earlier)
             return self._run_layers(node, call, len(earlier))
+        except Exception as error:
+            node.refusal = node.refusal or SettingError(
+                f"a call of '{call.name}' in the first minibatch raised {type(error).__name__}, which was caught; call"
+                " it only where it does not, as the pipeline makes the same calls in every minibatch"
+            )
+            raise
         finally:
             self._open.pop()
             self._observing = before + _now() - began - node.seconds

@@ -30,20 +30,21 @@ class Autocast:
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
 
     def opened(self, *, alone: bool = True) -> AbstractContextManager[None]:
-        """Lets it hold in this thread.
+        """Lets it hold in this thread, whatever does so far.
 
         Torch's cache of cast weights belongs to the process, and whoever leaves autocast clears it. So unless this
         thread is ``alone``, nothing is kept, not even by layers that open autocast themselves: gradients of a weight
         that is used again would depend on timing.
         """
-        return _Opened([pair for pair in self.dtypes if pair[1] is not None], self.cache and alone, alone)
+        differs = [(kind, dtype) for kind, dtype in self.dtypes if dtype is not None or torch.is_autocast_enabled(kind)]
+        return _Opened(differs, self.cache and alone, alone)
 
 
 class _Opened:
     def __init__(self, dtypes: Sequence[tuple[str, torch.dtype | None]], cache: bool, alone: bool) -> None:
         self._alone = alone
         self._regions: list[AbstractContextManager[object]] = [
-            torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype in dtypes
+            torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=cache) for kind, dtype in dtypes
         ]
 
     def __enter__(self) -> None:

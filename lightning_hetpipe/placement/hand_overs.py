@@ -17,9 +17,10 @@ LEAST_GAIN = 0.05
 
 
 def without_gain(apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> str | None:
-    """Say that the pipeline of ``decision`` is hardly faster than one stage; None where it is, or nothing was parted.
+    """Say that the pipeline of ``decision`` is hardly faster than one stage; None where it is much faster, where no
+    module was taken apart, and where there is one stage.
 
-    A minibatch's user code runs in one thread at a time. Its seconds are estimated from its share of the watched step.
+    Sections of user code never run at the same time. Their seconds are estimated from their share of the watched step.
     """
     if not apart or len(decision.times) < 2:
         return None

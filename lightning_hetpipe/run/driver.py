@@ -180,20 +180,20 @@ class Driver(Generic[F]):
 
     @contextmanager
     def synchronising(self) -> Iterator[None]:
-        """Around a synchronisation with other virtual workers: user code may run."""
+        """Raise ``synchronising`` around a synchronisation with other virtual workers, in which user code may run."""
         with self.extensions.around(Extension.synchronising, self._loop.begun()), self.unlocked():
             yield
 
     def offer(self) -> None:
-        """Between Lightning's hooks: lets user code that stages wait for go first."""
+        """Let sections of user code that stages wait for run; called between Lightning's hooks."""
         self._pipeline.offer()
 
     def unlocked(self) -> AbstractContextManager[None]:
-        """Around a wait of Lightning's thread: user code may run. Not so in a minibatch's own thread."""
+        """Give the lock over user code away during a wait of Lightning's thread; in a runner's thread do nothing."""
         return self._pipeline.unlocked() if current() is None else nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around what Lightning's thread computes."""
+        """Give the lock over user code away while Lightning's thread computes without user code, as in a copy."""
         return self._pipeline.computing()
 
     def drain(self) -> None:

@@ -15,8 +15,8 @@ user_step(p)                *around*: all of the user's step for p
 section(p)                  *around*: each section of it, between two calls of pipelined modules; a pair of functions
 submitted(p, v)             p is in flight, on the weights of version v
 waiting(p)                  *around*: Lightning's loop is at step p, and waits for its gradients
-arrived(p)                  they are there, or p has failed
-finished(p, args)           they are there, and Lightning's buffers are those that p's forward has left
+arrived(p)                  the gradients of p are there, or p has failed
+finished(p, args)           the gradients of p are there, and Lightning's buffers are those that its forward has left
 inline_step(p)              *around*: the user's step for p runs in Lightning's own thread, on the live weights
 inline_output(p, ...)       it was called with ``args``, and has returned ``output``
 inline_backward(p)          *around*: Lightning's own backward of it
@@ -26,11 +26,11 @@ stepped(v)                  step v is over, with all its callbacks, and its weig
 synchronising(v)            *around*: step v has ended a wave, which is merged with other virtual workers'
 continues(v)                later minibatches are in flight, and stay so
 publishing(v)               *around*: the live weights become version v on all stages
-published(v)                they are, and minibatches are in flight
-emptied(v)                  they are, and the pipeline starts empty, at version v
+published(v)                version v is on all stages, and minibatches are in flight
+emptied(v)                  version v is on all stages, and the pipeline starts empty at it
 draining(p)                 *around*: an evaluation is to begin after step p, and waits until nothing in flight moves
 evaluating(p)               *around*: that evaluation
-epoch_ends()                Lightning's loop is through with the epoch, and what is in flight is of no use
+epoch_ends()                Lightning's loop is through with the epoch; what is in flight is discarded next
 discarded()                 nothing is in flight any more
 closed()                    the run is over
 ==========================  ============================================================================================
@@ -39,9 +39,9 @@ Where the user's step runs in Lightning's own thread (the first minibatch of a f
 single stage), there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``,
 ``epoch_ends``, ``discarded`` and ``closed``.
 
-Version v is published by ``Driver.publish``; a wave is pushed at ``stepped`` (``extensions/waves_and_cuts.py``);
-gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``); ``rules/versions.py`` says which version p
-uses.
+Version v is published by ``Driver.publish``, and copied by ``Engine.publish``; a wave is pushed before that, at
+``stepped`` (``extensions/waves_and_cuts.py``); gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``);
+``rules/versions.py`` says which version p uses.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import run_first
+from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -62,9 +62,9 @@ class PipelinedSteps(Steps, Extension):
         user_step: What runners run.
         loss_scale: That of each minibatch.
         evaluation: Runs validations.
-        first: The minibatch that is not repeated: that of Lightning's loop now.
-        moved: Whether batches may have been moved to another root device than the engine's.
-        apart: Whether modules were taken apart.
+        first: The minibatch that has run in Lightning's own thread. An optimizer that begins it again is refused.
+        moved: Whether the look-ahead may have moved batches to another device than the engine's root device.
+        apart: Whether modules were taken apart, whose own code may make leaves that want no gradient.
     """
 
     def __init__(
@@ -145,6 +145,9 @@ def _released(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None
 
     Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
     """
+    if not has_step_hooks(optimizer):  # nobody says when its closure has returned
+        yield
+        return
     released = ExitStack()
 
     def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

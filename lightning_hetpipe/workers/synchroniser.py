@@ -142,8 +142,8 @@ class Synchroniser:
             "update_dtype": wsp.update_dtype,
         }
 
-    def published(self, version: int) -> bool:
-        """Count ``version``, which is there after Lightning's step of that number, with all its callbacks.
+    def ends_wave(self, version: int) -> bool:
+        """Count ``version``, which Lightning's step of that number has made and which is published next.
 
         Returns:
             True if it ends a wave, so that :meth:`synchronise` is due.

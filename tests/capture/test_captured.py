@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.pipeline.autocast import Autocast
 
 X = torch.arange(12.0).reshape(4, 3) / 10
-OFF = Autocast((("cpu", None),), True)
 
 
 class Tells(nn.Module):
@@ -41,7 +39,7 @@ def run(captured: Captured, *args: Any) -> Any:
 
 
 def captured(module: nn.Module, *args: Any) -> Captured:
-    return Captured("net", module, args, {}, OFF, FrozenValues(module))
+    return Captured("net", module, args, {}, FrozenValues(module))
 
 
 @pytest.mark.parametrize("scale", ["nan", "-0.0", "1.5"])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture import data_checks
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
+from tests.support.marks import quick
 
 X = torch.arange(12.0).reshape(4, 3) / 10
-OFF = Autocast((("cpu", None),), True)
 
 
 def captured(module: nn.Module, *args: Any) -> Captured:
@@ -23,7 +23,7 @@ def captured(module: nn.Module, *args: Any) -> Captured:
     frozen = FrozenValues(module)
     with frozen.answers.noted():
         module(*args)
-    return Captured("net", module, args, {}, OFF, frozen)
+    return Captured("net", module, args, {}, frozen)
 
 
 def variant_and_output(graphs: Captured, *args: Any) -> tuple[int, Any]:
@@ -73,6 +73,7 @@ ASKS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@quick("bool", "a buffer", "without gradients", "in place")
 @pytest.mark.parametrize("name", ASKS)
 def test_each_answer_has_its_graph(name: str) -> None:
     module = Asks(ASKS[name])
@@ -134,6 +135,40 @@ def test_a_check_that_fails_later_says_what_the_module_says() -> None:
     assert variant_and_output(graphs, X + 1)[0] == 0
 
 
+class Shrinks(nn.Module):
+    """Asks until the answer is yes; where ``also`` holds, in a second loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while not bool((x.abs() < 1).all()):
+            x = x / 2
+        if (x < 0).any():
+            while not bool((x > -0.1).all()):
+                x = x / 2
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("size", [0.5, 7.0, 15.0])
+def test_a_loop_that_goes_on_longer_than_it_was_seen(size: float) -> None:
+    """It was traced for ever."""
+    module = Shrinks()
+    graphs, x = captured(module, torch.full((2, 3), 3.0)), torch.full((2, 3), size)
+    assert torch.equal(variant_and_output(graphs, x)[1], module(x))
+
+
+def test_a_loop_that_was_never_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_checks, "UNSEEN", 8)
+    graphs = captured(Shrinks(), torch.full((2, 3), 3.0))
+    with pytest.raises(
+        SettingError, match=r"'net' decides by the values of its data .* at test_data_checks.py:\d+, `w"
+    ):
+        variant_and_output(graphs, -torch.full((2, 3), 3.0))
+
+
 def test_nothing_of_it_remains_in_the_graph() -> None:
     asked, plain = captured(Asks(ASKS["bool"]), X), captured(Asks(lambda module, x: False), X)
     texts = [[graph_layer(layer).code.graphs[0].text for layer in graphs.layers] for graphs in (asked, plain)]
@@ -144,11 +179,12 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
 PADDING = torch.tensor([[False, False, True, True]]).expand(2, 4)
 
 
+@quick("mask0")
 @pytest.mark.parametrize("mask", [CAUSAL, torch.eye(4) * -1e9, CAUSAL == 0])
 def test_masks_of_torchs_transformers(mask: Tensor) -> None:
     torch.manual_seed(5)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    module, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 4, 8)
+    module, x = nn.TransformerEncoder(layer, 1), torch.randn(2, 4, 8)
     graphs = captured(module, x, mask)
     for other in (mask, CAUSAL, torch.zeros(4, 4), mask):
         assert torch.equal(variant_and_output(graphs, x, other)[1], module(x, other))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.export import graph_of
 from lightning_hetpipe.capture.one_device import on_one_device
 from tests.support.captured_models import GPT, ResNet
+from tests.support.marks import quick
 from tests.support.models import WORDS
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ def gpt() -> tuple[nn.Module, nn.Module, Tensor]:
     return model, model.blocks, torch.randint(WORDS, (2, 6))
 
 
+@quick("resnet")
 @pytest.mark.parametrize("make", [resnet, gpt])
 def test_the_graph_is_the_same(make: Callable[[], tuple[nn.Module, nn.Module, Tensor]]) -> None:
     model, part, x = make()

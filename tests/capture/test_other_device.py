@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from tests.support.captured_models import GPT, ResNet
+from tests.support.marks import quick
 from tests.support.models import WORDS
 
 META = torch.device("meta")  # the one other device that every machine has: it computes shapes only
@@ -42,11 +42,12 @@ CASES: dict[str, tuple[Any, Tensor]] = {
 }
 
 
+@quick("resnet", "makes")
 @pytest.mark.parametrize("name", CASES)
 def test_layers_run_on_another_device(name: str) -> None:
     make, x = CASES[name]
     module = make()
-    captured = Captured("model", module, (x,), {}, Autocast.current(), FrozenValues(module))
+    captured = Captured("model", module, (x,), {}, FrozenValues(module))
     value: Any = captured.value((x,), {})
     moved: Any = tuple(part.to(META) if isinstance(part, Tensor) else part for part in value)
     for layer in captured.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import types
@@ -39,6 +40,16 @@ class Out:
         self.size = len(self.hidden)
 
 
+@dataclasses.dataclass
+class Doubles:
+    """One that is not made of its fields."""
+
+    hidden: Tensor
+
+    def __post_init__(self) -> None:
+        self.hidden = self.hidden * 2
+
+
 class Slotted:
     __slots__ = ("hidden",)
 
@@ -69,6 +80,7 @@ class Takes(nn.Module):
 
 AROUND: list[tuple[Callable[[Tensor], Any], str]] = [
     (Out, "Out"),
+    (Doubles, "Doubles"),
     (Slotted, "Slotted"),
     (lambda x: Bag(hidden=x), "Bag"),
     (lambda x: (1, [types.SimpleNamespace(hidden={"x": (x,)})]), "SimpleNamespace"),
@@ -379,3 +391,16 @@ def test_a_module_that_computes_with_the_parameter_of_another_one(sequential: bo
     net = nn.Sequential(borrows) if sequential else borrows
     assert [each.name for each in watch(Watched(run_net, net=net, other=other), X)] == [piece]
     refused("layer 'net' computes with the parameter 'other.weight'", names=["net"], net=net, other=other)
+
+
+@pytest.mark.parametrize("make", [linear_net, Block])
+def test_a_call_that_fails_shows_no_layers(make: Callable[[], nn.Module]) -> None:
+    """It was a piece without layers."""
+
+    def step(module: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            module.net(x[:, :1])
+        loss: Tensor = module.other(x).sum()
+        return loss
+
+    assert [piece.name for piece in watch(Watched(step, net=make(), other=nn.Linear(4, 2)), X)] == ["other"]

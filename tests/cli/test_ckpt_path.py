@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Ends, Train
+from tests.support.marks import quick
 
 MINE = ["--config-dir", "mine", "experiment=mine", "trainer.enable_progress_bar=false"]
 
@@ -26,6 +27,7 @@ def refused(ends: Ends, *arguments: str) -> str:
     return error.splitlines()[-2].removeprefix("hetpipe-train: ")
 
 
+@quick("hello\\n")
 @pytest.mark.parametrize("content", [b"", b"hello\n", b"# not a checkpoint, but Python\n"])
 def test_a_file_that_is_no_checkpoint(ends: Ends, folder: Path, content: bytes) -> None:
     (folder / "bad.ckpt").write_bytes(content)

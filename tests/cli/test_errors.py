@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.process.supervisor import ServerLost
 from tests.cli.conftest import Ends, Train
+from tests.support.marks import quick
 
 MINE = ["--config-dir", "mine", "experiment=mine"]
 
@@ -29,6 +31,7 @@ def test_an_error_begins_on_a_line_of_its_own(ends: Ends) -> None:
     assert hint == "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
 
 
+@quick("trainer.enable_checkpointing=false-.ckpt")
 @pytest.mark.parametrize(
     ("switch", "missing"),
     [
@@ -49,6 +52,7 @@ def test_the_trainers_switches_hold_for_the_callbacks_of_the_configuration(
     assert missing not in shown
 
 
+@quick("output_dir=taken/x", "callbacks.model_checkpoint.dirpath=taken/x")
 @pytest.mark.parametrize(
     "argument",
     [
@@ -143,14 +147,28 @@ def test_an_import_that_fails_in_the_users_file_shows_its_line(ends: Ends, folde
     assert 'users_model.py", line 1' in error
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Ctrl-C works afterwards: Lightning ignores it once it was pressed."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("sigint")
+def test_ctrl_c_while_it_trains(ends: Ends) -> None:
+    _, error = ends(130, *MINE, f"model.signal={int(signal.SIGINT)}")
+    assert "hetpipe-train: interrupted." in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
-    ],
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_signal_while_it_trains_ends_with_its_code(folder: Path, number: int, code: int, said: str) -> None:
+def test_a_signal_while_it_trains_ends_the_process_with_its_code(
+    folder: Path, number: int, code: int, said: str
+) -> None:
     command = [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", *MINE, f"model.signal={int(number)}"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert run.returncode == code, run.stderr

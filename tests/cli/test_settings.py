@@ -13,6 +13,7 @@ from lightning_hetpipe.cli import trainer_checks
 from lightning_hetpipe.cli.config_sections import hyperparameters
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
 from lightning_hetpipe.cli.overrides import settled
+from tests.support.marks import quick
 
 CONF = Path(__file__).parents[2] / "conf"
 DEFAULT_CALLBACKS = ("model_checkpoint", "progress_bar", "learning_rate_monitor")
@@ -33,12 +34,18 @@ def composed(*overrides: str) -> DictConfig:
     return compose("train", overrides=settled(["output_dir=somewhere", *overrides]))
 
 
+@quick("hetpipe-digits", "plain-gpt")
 @pytest.mark.parametrize("experiment", ["digits", "gpt"])
 @pytest.mark.parametrize("strategy", ["hetpipe", "plain"])
 def test_the_experiments_are_right(experiment: str, strategy: str) -> None:
     check(composed(f"experiment={experiment}", f"strategy={strategy}"))
 
 
+@quick(
+    "strategy.virtual_workers=2",
+    "callbacks.progress_bar=null",
+    "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",
+)
 @pytest.mark.parametrize(
     "override",
     [

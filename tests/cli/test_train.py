@@ -53,7 +53,7 @@ def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys
 
 @pytest.mark.filterwarnings("error:stale gradients and momentum")
 def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train("experiment=gpt", "data.max_bytes=20000", "strategy.stages=2", *FAST)
+    train("experiment=gpt", "model.blocks=1", "data.max_bytes=20000", "strategy.stages=2", *FAST)
     assert "test bits per byte" in capsys.readouterr().out
 
 
@@ -167,8 +167,16 @@ def test_it_runs_as_a_module(folder: Path) -> None:
 def test_devices_of_a_cluster_are_emulated(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In two stages, however long the layers take on this machine."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
-    train("--config-dir", "mine", "experiment=mine", "cluster=mixed_box", "trainer.enable_progress_bar=false")
+    train(
+        "--config-dir",
+        "mine",
+        "experiment=mine",
+        "cluster=mixed_box",
+        "strategy.stages=2",
+        "trainer.enable_progress_bar=false",
+    )
     said = capsys.readouterr().out
     assert "Trained as a pipeline of 2 stages" in said
     assert re.search(r"0 +(RTX-3090:0|RTX-2080-Ti:1|Quadro-RTX-4000:2) \(emulated\)", said)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.evaluation.evaluating import Model
 from tests.exact.pipelines import Pinned, delayed
 from tests.support.equality import assert_same, difference
+from tests.support.marks import quick
 from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
@@ -48,6 +49,7 @@ def run(sequential: bool, cuts: tuple[int, ...], in_flight: int, seed: int) -> A
     return quiet_trainer(delayed(Pinned(cuts, in_flight), seed)).predict(Draws(net), vectors(23, 4))
 
 
+@quick("True")
 @pytest.mark.parametrize("sequential", [True, False])
 def test_draws_belong_to_the_batch(sequential: bool) -> None:
     first = run(sequential, (0, 1), 2, 1)

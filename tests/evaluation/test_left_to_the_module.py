@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.evaluation.evaluating import Model, pipeline
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
@@ -92,6 +92,18 @@ class Captured(nn.Module):
         return x
 
 
+@quick(
+    "twice-<lambda>-True",
+    "twice-Captured-True",
+    "as_often_as_it_likes-Captured-True",
+    "sometimes-<lambda>-True",
+    "parts-Captured-True",
+    "parameters-<lambda>-True",
+    "with_gradients-Captured-True",
+    "gradients_later-<lambda>-True",
+    "functional-Captured-True",
+    "other_shapes-<lambda>-True",
+)
 @pytest.mark.parametrize("inference_mode", slow_except([True, False], True))
 @pytest.mark.parametrize("net", [lambda: None, Captured])
 @pytest.mark.parametrize("step", STEPS)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from tests.evaluation.evaluating import Model, pipeline
 from tests.support.equality import assert_same
+from tests.support.marks import quick
 from tests.support.models import vectors
 from tests.support.traces import ours_in
 from tests.support.trainers import quiet_trainer
@@ -92,6 +93,16 @@ class Trouble(Exception):
     pass
 
 
+@quick(
+    "validate-step-0",
+    "validate-step-4",
+    "validate-layer-1",
+    "validate-layer-4",
+    "validate-hook-1",
+    "predict-step-1",
+    "predict-layer-0",
+    "predict-hook-4",
+)
 @pytest.mark.parametrize("bad", [0, 1, 4])
 @pytest.mark.parametrize("place", ["step", "layer", "hook"])
 @pytest.mark.parametrize("task", ["validate", "predict"])

@@ -16,9 +16,9 @@ from tests.evaluation.evaluating import Evaluates, Model, evaluated, pipeline
 from tests.exact.running import fit
 from tests.exact.test_captured import CASES, made
 from tests.support import models
-from tests.support.captured_models import GPT, Whole, Words
+from tests.support.captured_models import Whole, Words
 from tests.support.equality import assert_same, difference
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import Learner, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -40,6 +40,7 @@ def evaluates(name: str) -> tuple[Learner, DataLoader[Any]]:
 NAMES = [*sorted(CASES.keys() - RANDOM), "mlp", "sequential resnet", "transformer"]
 
 
+@quick("pieces", "transformer")
 @pytest.mark.parametrize("name", slow_except(NAMES, "clip", "pieces", "resnet", "transformer"))
 def test_all_that_evaluation_shows(name: str) -> None:
     expected = evaluated(*evaluates(name), "auto")
@@ -49,10 +50,11 @@ def test_all_that_evaluation_shows(name: str) -> None:
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", slow_except(["bf16-mixed", "64-true", "bf16-true"], "bf16-mixed"))
-def test_precision(precision: str, inference_mode: bool) -> None:
+@pytest.mark.parametrize("name", slow_except(["resnet", "pieces"], "pieces"))
+def test_precision(name: str, precision: str, inference_mode: bool) -> None:
     settings: dict[str, Any] = {"precision": precision, "inference_mode": inference_mode}
-    expected = evaluated(*evaluates("resnet"), "auto", **settings)
-    assert_same(expected, evaluated(*evaluates("resnet"), pipeline(3, 4), **settings))
+    expected = evaluated(*evaluates(name), "auto", **settings)
+    assert_same(expected, evaluated(*evaluates(name), pipeline(3, 4), **settings))
 
 
 @pytest.mark.slow
@@ -103,6 +105,18 @@ def test_a_dataset_without_length_and_workers() -> None:
     assert_same(evaluated(module, loader, "auto"), evaluated(evaluates("mlp")[0], loader, pipeline()))
 
 
+class Sums(nn.Module):
+    """Each word's logits depend on the words before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(models.WORDS, 8), nn.Linear(8, models.WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.words(ids).cumsum(-2))
+        return y
+
+
 def test_lengths_that_vary() -> None:
     torch.manual_seed(3)
     words: Any = [(torch.randint(models.WORDS, (4, length)),) for length in (7, 5, 9, 2)]
@@ -110,11 +124,12 @@ def test_lengths_that_vary() -> None:
 
     def run(strategy: Any) -> list[Any]:
         torch.manual_seed(7)
-        return evaluated(Evaluates(Words(GPT(blocks=1))), loader, strategy)
+        return evaluated(Evaluates(Words(Sums())), loader, strategy)
 
     assert_same(run("auto"), run(pipeline()))
 
 
+@quick("mlp")
 @pytest.mark.parametrize("name", slow_except(["mlp", "resnet", "gpt", "transformer"], "mlp", "transformer"))
 def test_validation_in_the_middle_of_training(name: str) -> None:
     """Its results are right, and training does not notice."""

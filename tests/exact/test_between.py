@@ -18,7 +18,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Whole
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import CLASSES, SGD, Learner, Task, vectors
 from tests.support.small import assert_refused, pipeline
 
@@ -73,7 +73,8 @@ class AtEpoch(L.Callback):
             self.change(pl_module)
 
 
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@quick("False-a dict-3", "False-a tensor-3", "True-an object-3", "True-a list-3")
+@pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("captured", [False, True])
 def test_contents_that_change_between_epochs_are_followed(captured: bool, change: str, in_flight: int) -> None:

@@ -14,11 +14,13 @@ from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, State
 from tests.support.equality import assert_same
+from tests.support.marks import quick
 from tests.support.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
 
 
+@quick("4")
 @pytest.mark.parametrize("in_flight", NM)
 def test_averaged_weights(in_flight: int) -> None:
     """Evaluations swap the average in and out, and training does not notice; the average is what is left."""

@@ -16,7 +16,7 @@ from tests.exact.pipelines import Pinned, delayed
 from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.captured_models import Backbone, Views
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, SGD, Learner, vectors
 
 
@@ -39,14 +39,16 @@ def check(task: Learner, cuts: Sequence[int], in_flight: int, **settings: Any) -
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("backbone", [Backbone, sequential])
+@quick("Backbone-3-cuts2", "sequential-3-cuts0", "sequential-3-cuts3")
 def test_two_views(backbone: Any, cuts: Sequence[int], in_flight: int) -> None:
     """Statistics, masks and sums of gradients are those of a plain loop."""
     torch.manual_seed(0)
     check(Views(backbone()), cuts, in_flight)
 
 
+@quick("sequential")
 @pytest.mark.parametrize("backbone", [Backbone, sequential])
 def test_with_one_in_flight_it_is_the_plain_trainer(backbone: Any) -> None:
     """But for masks, which are those of each minibatch."""
@@ -197,6 +199,7 @@ def test_a_target_that_follows(cuts: Sequence[int]) -> None:
     assert_equal(expected, fit(task, loader, [Momentum()], strategy=strategy))
 
 
+@quick("<lambda>", "Recurrent")
 @pytest.mark.parametrize("task", [lambda: Views(sequential()), Recurrent, Siamese])
 def test_forwards_that_are_computed_again(task: Any) -> None:
     """Each from the buffers that its call started from, and with its call's masks."""
@@ -212,6 +215,7 @@ def test_accumulation_and_clipping() -> None:
     assert_equal(expected, fit(task, loader, strategy=Pinned((0, 2), 3), **settings))
 
 
+@quick("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_timing(seed: int) -> None:
     """Stages that dawdle change nothing: statistics neither."""

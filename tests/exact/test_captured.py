@@ -58,7 +58,7 @@ GRID = [
     # With one in flight, noise in training_step itself is a plain run's: see test_captured_changes.
     if (name, in_flight) != ("noise between", 1)
 ]
-FAST = [*((name, 5, 3) for name in CASES), ("unet", 1, 2), ("resnet", 2, 2), ("towers", 1, 1)]
+FAST = [*((name, 5, 3) for name in CASES if name not in ("gpt", "clip", "towers")), ("unet", 1, 2), ("towers", 1, 1)]
 ROWS = [pytest.param(*row, marks=[] if row in FAST else pytest.mark.slow) for row in GRID]
 
 
@@ -86,7 +86,7 @@ def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
-@pytest.mark.parametrize("name", slow_except(["resnet", "gpt", "translator", "views"], "resnet", "translator", "views"))
+@pytest.mark.parametrize("name", slow_except(["resnet", "gpt", "translator", "views"], "views"))
 def test_mixed_precision(name: str, in_flight: int) -> None:
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, in_flight, autocast=torch.bfloat16)
@@ -100,5 +100,10 @@ def test_lengths_that_vary(in_flight: int) -> None:
     sizes = [(2, 5), (2, 3), (3, 8), (1, 6), (2, 2), (1, 9)]
     batches = [(torch.randint(WORDS, size, generator=chance),) for size in sizes]
     loader = DataLoader(cast(Dataset[Any], batches), batch_size=None)
-    expected = expect(made("gpt"), [batches] * 2, in_flight)
-    assert_equal(expected, fit(made("gpt"), loader, strategy=even(7, 3, in_flight)))
+
+    def made() -> Learner:
+        torch.manual_seed(7)
+        return Words(GPT(blocks=1), ADAMW)
+
+    expected = expect(made(), [batches] * 2, in_flight)
+    assert_equal(expected, fit(made(), loader, strategy=even(3, 3, in_flight)))

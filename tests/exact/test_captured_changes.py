@@ -15,9 +15,9 @@ from tests.exact.running import Record, assert_same_run, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_live_changes import Edit, assert_differs
 from tests.oracle import Batch, Outputs
-from tests.support.captured_models import ResNet, Tower, Whole, Words
-from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, vectors, words
+from tests.support.captured_models import Tower, Whole, Words
+from tests.support.marks import quick, slow_except
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors, words
 from tests.support.small import assert_refused
 
 
@@ -28,7 +28,7 @@ def run(make: Callable[[], Learner], loader: Any, strategy: Any, callbacks: Any 
 
 @pytest.mark.parametrize(
     "name",
-    slow_except(["resnet", "gpt", "translator", "pieces", "towers", "noise between"], "towers", "noise between"),
+    slow_except(["resnet", "gpt", "translator", "pieces", "towers", "noise between"], "towers"),
 )
 def test_one_in_flight_is_the_plain_trainer(name: str) -> None:
     _, loader, layers = CASES[name]
@@ -43,14 +43,14 @@ def test_validation_evaluates_the_model_itself() -> None:
 
     def losses(strategy: Any, **settings: Any) -> tuple[Record, Tensor]:
         torch.manual_seed(7)
-        record = fit(Validates(ResNet()), images(14, 4), val_loader=images(9, 3), strategy=strategy, **settings)
+        record = fit(Validates(Slope()), vectors(14, 4), val_loader=vectors(9, 3), strategy=strategy, **settings)
         assert record.trainer is not None
         return record, record.trainer.callback_metrics["val_loss"]
 
-    plain, one = losses("auto"), losses(even(6, 3, 1))
+    plain, one = losses("auto"), losses(even(3, 3, 1))
     assert torch.equal(plain[1], one[1])
     assert_same_run(plain[0], one[0])
-    ahead, often = losses(even(6, 3, 4)), losses(even(6, 2, 4), val_check_interval=2)
+    ahead, often = losses(even(3, 3, 4)), losses(even(3, 2, 4), val_check_interval=2)
     assert_same_run(ahead[0], often[0])
 
 
@@ -84,6 +84,7 @@ class EditModel(Edit):
             self.edit(pl_module.model)
 
 
+@quick("exchange")
 @pytest.mark.parametrize("edit", [bend, exchange])
 def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) -> None:
     def callbacks() -> list[Any]:
@@ -99,6 +100,7 @@ def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) 
     assert_differs(one, run(make, vectors(26, 4), Pinned((0,), 3), max_epochs=3))
 
 
+@pytest.mark.slow  # test_captured and tests/pipeline/test_random_operators.py have such draws
 def test_attention_dropout_does_not_depend_on_the_cut() -> None:
     """torch's own attention, whose dropout is no module."""
 

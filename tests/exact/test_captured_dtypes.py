@@ -15,6 +15,7 @@ from tests.exact.pipelines import delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Whole
+from tests.support.marks import quick
 from tests.support.models import CLASSES, SGD, Learner, vectors
 from tests.support.small import assert_refused, pipeline
 
@@ -34,6 +35,7 @@ class Creates(nn.Module):
         return z
 
 
+@quick("bf16-true")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_one_in_flight_is_the_plain_trainer(precision: Any) -> None:
     torch.manual_seed(5)
@@ -51,6 +53,7 @@ def model_of(model: nn.Module) -> nn.Module:
     return made
 
 
+@quick("bf16-true")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_several_in_flight_repeat(precision: Any) -> None:
     torch.manual_seed(5)
@@ -127,6 +130,7 @@ class Casts(Learner):
         return {"loss": F.cross_entropy(logits.float(), batch[1])}
 
 
+@pytest.mark.slow
 def test_autocast_with_its_cache_repeats() -> None:
     torch.manual_seed(5)
     weights, loader = Casts().state_dict(), vectors(60, 4)
@@ -137,3 +141,49 @@ def test_autocast_with_its_cache_repeats() -> None:
         runs.append(fit(task, loader, strategy=delayed(even(5, 2, 4), seed)))
     for run in runs[1:]:
         assert_same_run(runs[0], run)
+
+
+class Rounds(nn.Module):
+    """Asks a tensor for its dtype, which autocast may have chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        z: Tensor = self.two(torch.softmax(y.float(), -1).to(y.dtype))
+        return z
+
+
+class AutocastByData(Whole):
+    """Opens autocast for some minibatches."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(x[0, 0] > 0)):
+            logits = self.model(x)
+        return {"loss": F.cross_entropy(logits.float(), y), "logits": logits.float().detach()}
+
+
+def test_autocast_of_some_calls() -> None:
+    """A graph kept the dtype that the first call had."""
+    task, loader = AutocastByData(Rounds()), vectors(60, 4)
+    assert len({bool(x[0, 0] > 0) for x, _ in loader}) == 2
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(2, 2, 3, module=["model"])))
+
+
+class WithoutAutocast(Whole):
+    """Runs the model in full precision, and what the Trainer is set to around it."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        with torch.autocast("cpu", enabled=False):
+            logits = self.model(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits.detach()}
+
+
+def test_autocast_that_training_step_turns_off() -> None:
+    """The model was captured as if it were on."""
+    task, loader = WithoutAutocast(Rounds()), vectors(26, 4)
+    strategy = even(2, 2, 3, module=["model"])
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=strategy, precision="bf16-mixed"))

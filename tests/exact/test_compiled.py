@@ -13,7 +13,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch
 from tests.support.captured_models import ResNet, Whole
-from tests.support.marks import slow_except
+from tests.support.marks import quick
 from tests.support.models import Learner, Task, images, vectors
 from tests.support.traces import ours_in
 
@@ -52,7 +52,8 @@ KINDS: dict[str, tuple[Callable[[], Learner], Any, int, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@quick("sequential-3", "in place-3", "named-3", "a part-3")
+@pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_modules(kind: str, in_flight: int) -> None:
     make, loader, count, module = KINDS[kind]

@@ -21,12 +21,13 @@ from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same, difference
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, Task, mlp, vectors
 
 NM = slow_except([1, 4], 4)
 
 
+@quick("4-2")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("in_flight", NM)
 def test_shuffled_data(in_flight: int, workers: int) -> None:

@@ -18,7 +18,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.calling_models import Caches, Checkpoints, Generates, Rebinds, Scaled
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, WORDS, Learner, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -33,6 +33,7 @@ def made(kind: type[Learner], **settings: Any) -> Any:
     return kind(**settings)
 
 
+@quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_cache_and_hidden_states(in_flight: int) -> None:
     expected = expect(made(Caches), words(), in_flight)
@@ -64,6 +65,7 @@ def test_a_cache_that_training_step_gives_is_named() -> None:
         fit(made(Gives), words(), strategy=even(4, 2, 3, module=["model"]))
 
 
+@quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_evaluation_that_gives_a_cache(in_flight: int) -> None:
     """The call with labels is pipelined, those with a cache run outside."""
@@ -95,7 +97,8 @@ class Demonstrates(Learner):
         return {"loss": F.nll_loss(self.model(ids[:, :-1], ids[:, 1:]), ids[:, 1:].flatten())}
 
 
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.slow  # tests/capture/test_data_checks.py has such masks
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_lightnings_transformer(in_flight: int) -> None:
     expected = expect(made(Demonstrates), words(), in_flight)
     assert_equal(expected, fit(made(Demonstrates), words(), strategy=HetPipeStrategy(stages=2, in_flight=in_flight)))
@@ -106,7 +109,7 @@ class Adapts(Learner):
 
     def __init__(self) -> None:
         super().__init__(ADAMW)
-        sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "n_positions": 8}
+        sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": WORDS, "n_positions": 8}
         still: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
         config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
         self.model = get_peft_model(hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **still)), config)
@@ -121,6 +124,7 @@ def test_lora(in_flight: int) -> None:
     assert_equal(expected, fit(made(Adapts), words(), strategy=HetPipeStrategy(stages=2, in_flight=in_flight)))
 
 
+@quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_numbers_that_change(in_flight: int) -> None:
     """More values than there may be graphs, so that a number is an input; the other one has two graphs."""
@@ -128,6 +132,7 @@ def test_numbers_that_change(in_flight: int) -> None:
     assert_equal(expected, fit(made(Scaled), vectors(44, 2), strategy=even(2, 2, in_flight), max_epochs=1))
 
 
+@quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_buffer_that_the_first_forward_makes(in_flight: int) -> None:
     expected = expect(made(Rebinds), vectors(14, 4), in_flight)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Learner, Pieces, Task, vectors
 from tests.support.small import assert_refused, pipeline
 
@@ -146,9 +146,19 @@ KINDS: dict[str, tuple[Callable[[Recipe], Learner], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("in_flight", "stages"), slow_except([(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)], (1, 3), (4, 3))
+@quick(
+    "temperature-1-3",
+    "temperature-4-3",
+    "penalty-4-3",
+    "prompt-4-3",
+    "query-4-3",
+    "around-4-3",
+    "beside-4-3",
+    "momentum-1-3",
+    "tied-4-3",
+    "later-4-3",
 )
+@pytest.mark.parametrize(("in_flight", "stages"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_direct_use_equals_the_oracle(kind: str, in_flight: int, stages: int) -> None:
     make, layers, settings = KINDS[kind]
@@ -167,6 +177,7 @@ def test_with_accumulation_and_clipping(kind: str) -> None:
     assert_equal(expected, fit(task, loader, strategy=even(layers, 2, 3, **settings), **options))
 
 
+@quick("around", "tied", "later")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_repeats_under_delays(kind: str) -> None:
     make, layers, settings = KINDS[kind]
@@ -203,7 +214,8 @@ class Scaled(Temperature):
         return {"loss": F.cross_entropy(self.product(self.net(x), scale), y)}
 
 
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@quick("own-3")
+@pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("kind", ["own", "compiled"])
 def test_what_is_no_function_of_torchs(kind: str, in_flight: int) -> None:
     product: Any = Own.apply if kind == "own" else torch.compile(torch.mul, backend="aot_eager")

@@ -16,7 +16,7 @@ from tests.exact.pipelines import delayed, even
 from tests.exact.running import Record, assert_same_run, fit
 from tests.oracle import Batch, Outputs
 from tests.support.equality import difference
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
 
 # Autocast.
@@ -61,6 +61,7 @@ def run(make: Callable[[], Learner], strategy: Any, **settings: Any) -> Record:
     return fit(make(), vectors(26, 4), strategy=strategy, **settings)
 
 
+@quick("whole-32-true-2", "inner-32-true-1", "off-bf16-mixed-2", "inner-bf16-mixed-2", "whole-bf16-mixed-1")
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     ("call", "precision"),
@@ -132,6 +133,7 @@ class Promoted(Exact):
         self.net = nn.Sequential(nn.Linear(6, 8), Promotes(), nn.Tanh(), Promotes(), nn.Linear(8, CLASSES))
 
 
+@quick("4")
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight: int) -> None:
     settings: dict[str, Any] = {"precision": "64-true"}
@@ -146,6 +148,7 @@ def test_layers_that_make_floats_of_whole_numbers_are_exact_or_refused(in_flight
         assert_same_run(first, other)
 
 
+@quick("bf16-true")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_layers_that_create_tensors_repeat(precision: str) -> None:
     settings: dict[str, Any] = {"precision": precision}

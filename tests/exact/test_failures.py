@@ -16,7 +16,7 @@ from tests.exact.pipelines import Delays, even
 from tests.exact.running import Recorder, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Task, mlp, sentences, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -44,6 +44,7 @@ class Failing(Task):
             raise ArithmeticError(f"minibatch {p}")
 
 
+@quick("1-True-1", "2-False-1", "8-True-1", "14-False-1")
 @pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("at", [1, 2, 6, 7, 8, 14])
@@ -100,6 +101,7 @@ class Fragile(nn.Module):
         return x
 
 
+@quick("8-1-False", "8-4-True", "11-4-False")
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("position", [1, 4])
 @pytest.mark.parametrize("at", [8, 11])

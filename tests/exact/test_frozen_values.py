@@ -27,7 +27,7 @@ from lightning_hetpipe.placement.layout import Layout
 from tests.exact.pipelines import Pinned
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import CLASSES, SGD, Learner, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -218,8 +218,19 @@ def fitted(task: Model, change: Callable[[Any], None], in_flight: int = 3, after
     return fit(task, vectors(48, 4), [Change(after, change)], strategy=strategy, **{"max_epochs": 1, **settings})
 
 
+@quick(
+    "3-a global of a helper",
+    "3-a closure",
+    "3-a class attribute",
+    "3-an object's object",
+    "3-slots",
+    "3-a method",
+    "3-a table that loads",
+    "3-the owner's attribute",
+    "3-the global step",
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_change_that_makes_a_difference_is_refused_by_name(kind: str, in_flight: int) -> None:
     """These ran on with the value of the first minibatch, without a word."""
     scale, change, named = KINDS[kind]()
@@ -350,7 +361,9 @@ class Counts(L.Callback):
         CONFIG.inner.scale = trainer.global_step
 
 
-@pytest.mark.parametrize(("steps", "warned"), [(MOST_NEEDLESS, False), (MOST_NEEDLESS + 1, True)])
+@pytest.mark.parametrize(
+    ("steps", "warned"), slow_except([(MOST_NEEDLESS, False), (MOST_NEEDLESS + 1, True)], (MOST_NEEDLESS + 1, True))
+)
 def test_a_value_that_always_changes_is_warned_of(steps: int, warned: bool) -> None:
     """Each time the pipeline stops for a comparison."""
     seen: list[Any] = []

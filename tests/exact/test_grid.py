@@ -8,6 +8,7 @@ import pytest
 
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
+from tests.support.marks import quick
 from tests.support.models import ADAMW, MODELS, SGD
 
 STAGES = range(1, 5)
@@ -28,6 +29,17 @@ def check(stages: int, in_flight: int, model: str, recipe: str, epochs: int) -> 
     assert_equal(expected, fit(task, loader, strategy=even(layers, stages, in_flight), max_epochs=epochs))
 
 
+@quick(
+    "1-3-resnet-sgd",
+    "1-7-transformer-adamw",
+    "2-1-mlp-sgd",
+    "2-4-mlp-adamw",
+    "2-6-transformer-sgd",
+    "3-2-transformer-adamw",
+    "3-7-resnet-adamw",
+    "4-5-mlp-adamw",
+    "4-8-mlp-sgd",
+)
 @pytest.mark.parametrize(("stages", "in_flight", "model", "recipe"), PAIRWISE)
 def test_pairwise(stages: int, in_flight: int, model: str, recipe: str) -> None:
     check(stages, in_flight, model, recipe, epochs=1)

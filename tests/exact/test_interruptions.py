@@ -15,7 +15,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Batch, Outputs, Run, State
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -130,9 +130,7 @@ def evaluated(task: Task, expected: Run, p: int, loader: Any) -> float:
 
 
 @pytest.mark.parametrize("in_flight", NM)
-@pytest.mark.parametrize(
-    ("interval", "accumulate"), slow_except([(2, 1), (2, 3), (1.0, 1), (1.0, 3)], (2, 3), (1.0, 1))
-)
+@pytest.mark.parametrize(("interval", "accumulate"), slow_except([(2, 1), (2, 3), (1.0, 1), (1.0, 3)], (2, 3)))
 def test_validation_leaves_training_as_it_was(interval: float, accumulate: int, in_flight: int) -> None:
     """It evaluates version p, holds what is in flight, and training is that of a run without validation."""
     task, loader, val_loader = resnet(ADAMW), images(26, 4), images(10, 4, seed=9)
@@ -196,6 +194,7 @@ def test_evaluation_after_training() -> None:
     assert_same(expected.states[-1], finish(recorder, trainer, task).end, "end")
 
 
+@quick("True")
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_a_second_fit(same_trainer: bool) -> None:
     """It starts with fresh optimizers from the weights that the first one left, as Lightning does."""

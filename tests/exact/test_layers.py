@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
 
 LENGTH = 7  # batches of an epoch of 26 samples in fours
@@ -91,8 +91,9 @@ def with_layers(name: str, recipe: Recipe = ADAMW) -> Task:
     return Task(nn.Sequential(nn.Linear(6, 8), *layers, nn.Tanh(), nn.Linear(8, CLASSES)), recipe)
 
 
+@quick("4-buffer replaced", "4-cumulative batch norm", "4-weight norm", "4-unused weights", "4-views", "4-own code")
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
+@pytest.mark.parametrize("in_flight", [1, 4])
 def test_layers(name: str, in_flight: int) -> None:
     task, loader = with_layers(name), vectors(26, 4)
     expected = expect(task, loader, in_flight, clip_norm=1.0)
@@ -164,6 +165,7 @@ class Shared(Pieces):
         self.decoder.insert(0, layer)
 
 
+@quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 4), (0, 2, 5), (0, 3, 5, 6)])
 def test_a_layer_shared_by_two_pieces(cuts: tuple[int, ...]) -> None:
     task, loader = Shared(), vectors(26, 4)

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
+from tests.support.marks import quick
 from tests.support.models import mlp, sentences, tied_language_model, vectors
 
 
@@ -48,6 +49,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     gc.enable()
 
 
+@quick("False-True", "True-False")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_versions(held: Held, monkeypatch: pytest.MonkeyPatch, fails: bool, compiled: bool) -> None:

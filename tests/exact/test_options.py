@@ -14,7 +14,7 @@ from lightning_hetpipe import HetPipeStrategy
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Recipe
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -39,6 +39,14 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=30)  # changes the momentum, too
 
 
+@quick(
+    "3-accumulate-accumulate_grad_batches-0",
+    "3-accumulate-accumulate_grad_batches-3",
+    "3-clip_value-gradient_clip_val,gradient_clip_algorithm-",
+    "3-clip_norm,accumulate-gradient_clip_val,accumulate_grad_batches-",
+    "3---1",
+    "3---2",
+)
 @pytest.mark.parametrize(
     ("options", "settings", "recipe"),
     [
@@ -59,13 +67,14 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_optimization(options: dict[str, Any], settings: dict[str, Any], recipe: Recipe, in_flight: int) -> None:
     task, loader = mlp(recipe), vectors(30, 4)
     expected = expect(task, loader, in_flight, **options)
     assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight), **settings))
 
 
+@quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_batch_norm_while_accumulating_and_clipping(accumulate: int) -> None:
     task, loader = resnet(ADAMW), images(22, 4)
@@ -81,10 +90,11 @@ def test_accumulation_that_changes_with_the_epoch() -> None:
     assert_equal(expected, fit(task, loader, callbacks, strategy=even(7, 2, 4), max_epochs=3))
 
 
+@quick("3-bf16-mixed-dtype0")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
 )
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_precision(precision: Any, dtype: torch.dtype, in_flight: int) -> None:
     # The layers that autocast runs in bfloat16 stand in every stage, and so does one that it keeps in float32.
     task, loader = transformer(ADAMW), sentences(18, 4)
@@ -111,6 +121,7 @@ def test_a_model_called_through_forward(in_flight: int) -> None:
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(7, 3, in_flight)))
 
 
+@quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 1), (0, 6), (0, 3, 6), (0, 1, 2, 6)])
 def test_tied_weights(cuts: tuple[int, ...]) -> None:
     task, loader = tied_language_model(ADAMW), sentences(22, 4)
@@ -120,6 +131,7 @@ def test_tied_weights(cuts: tuple[int, ...]) -> None:
     assert task.get_parameter("net.0.weight") is task.get_parameter("net.6.weight")
 
 
+@quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2, 5), (0, 1, 4, 6), (0, 5, 6)])
 def test_one_module_in_two_places(cuts: tuple[int, ...]) -> None:
     task, loader = recurring(), vectors(22, 4)

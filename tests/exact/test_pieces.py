@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
-from tests.support.marks import slow_except
+from tests.support.marks import quick
 from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vectors
 
 
+@quick("3-cuts1", "3-cuts3", "3-cuts6")
 @pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2), (0, 5), (0, 2, 5), (0, 1, 3, 6), (0, 1, 2, 4)])
-@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_encoder_and_decoder(cuts: tuple[int, ...], in_flight: int) -> None:
     # Layers 0-2 are the encoder's, 3-6 the decoder's: stages begin before, at and after the boundary.
     task, loader = Pieces(ADAMW), vectors(26, 4)
@@ -47,6 +48,7 @@ class Three(Pieces):
         return {"loss": F.mse_loss(y, x) + z.abs().mean(), "y": y.detach()}
 
 
+@quick("cuts1")
 @pytest.mark.parametrize("cuts", [(0,), (0, 4), (0, 2, 5, 8)])
 def test_three_pieces(cuts: tuple[int, ...]) -> None:
     task, loader = Three(Recipe(adamw)), vectors(26, 4)
@@ -94,6 +96,7 @@ class Join(nn.Module):
         return pair[0] + pair[1]
 
 
+@quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 2), (0, 1, 3), (0, 2, 3, 4)])
 def test_layers_that_hand_on_tuples(cuts: tuple[int, ...]) -> None:
     net = nn.Sequential(nn.Linear(6, 12), Carry(12), Carry(12), Carry(12), Join(), nn.Linear(12, CLASSES))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_equal, expect, fit
-from tests.support.marks import slow_except
+from tests.support.marks import explores, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Residual, Task
 
 WIDTH = 6
@@ -139,7 +139,7 @@ def test_a_module_that_is_used_before_and_after_another_with_its_weight(cuts: tu
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(explores(24), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_models(case: Case) -> None:
     check(case)
 

@@ -19,7 +19,7 @@ from tests.exact.running import Record, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_layers import LAYERS
 from tests.oracle import Batch, Outputs
-from tests.support.marks import explores, slow_except
+from tests.support.marks import explores, quick, slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, SGD, Learner, Pieces, Task, mlp, resnet, vectors
 
 FURTHER = [(1, 1), (1, 3), (2, 1), (3, 2), (4, 6)]
@@ -36,9 +36,7 @@ def check(task: Learner, loader: Any, strategy: Pinned, in_flight: int, **option
     return record
 
 
-@pytest.mark.parametrize(
-    ("stages", "in_flight"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER), (2, 4), (3, 1)]
-)
+@pytest.mark.parametrize(("stages", "in_flight"), slow_except([*FURTHER, (2, 4), (3, 1)], (2, 4)))
 @pytest.mark.parametrize("model", MODELS)
 def test_sequentials(model: str, stages: int, in_flight: int) -> None:
     """With dropout, BatchNorm and in-place layers."""
@@ -53,7 +51,7 @@ def test_sequentials(model: str, stages: int, in_flight: int) -> None:
     # With one in flight, noise in training_step itself is a plain run's: see test_captured_changes.
     slow_except(
         [(name, in_flight) for name in CASES for in_flight in (1, 4) if (name, in_flight) != ("noise between", 1)],
-        *((name, 4) for name in ("noise between", "pieces", "towers")),
+        ("noise between", 4),
     ),
 )
 def test_captured_models(name: str, in_flight: int) -> None:
@@ -64,7 +62,7 @@ def test_captured_models(name: str, in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "resnet", "dropout"])
+@pytest.mark.parametrize("name", slow_except(["gpt", "resnet", "dropout"], "resnet"))
 def test_mixed_precision(name: str, in_flight: int) -> None:
     _, loader, layers = CASES[name]
     strategy = even(layers, 3, in_flight, recompute=True)
@@ -76,6 +74,7 @@ def test_pieces(in_flight: int) -> None:
     check(Pieces(), vectors(26, 4), even(8, 3, in_flight, recompute=True), in_flight)
 
 
+@quick("buffer changed in place-4", "cumulative batch norm-4", "spectral norm-4", "in place after a linear layer-4")
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_habits(name: str, in_flight: int) -> None:

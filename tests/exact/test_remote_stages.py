@@ -122,9 +122,11 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Rem
 @pytest.mark.parametrize(
     "name",
     [
-        "dropout",
         "views",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "resnet", "translator", "towers", "vae")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("dropout", "unet", "resnet", "translator", "towers", "vae")
+        ),
     ],
 )
 def test_a_stage_in_another_process(name: str, index: int, remote: Callable[[int], list[RemoteStage]]) -> None:

@@ -13,11 +13,12 @@ from tests.exact.pipelines import Delays, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 
 
-@pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
+@quick("transformer-1")
+@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 def test_delays_change_nothing(model: str, seed: int) -> None:
     make_task, make_loader = MODELS[model]
@@ -35,6 +36,7 @@ def test_delays_change_nothing(model: str, seed: int) -> None:
     assert turns == [(kind, p) for p in range(2, 19) for kind in ("forward", "loss", "backward")]
 
 
+@quick("4")
 @pytest.mark.parametrize("seed", [4, 5])
 def test_delays_change_nothing_in_pieces(seed: int) -> None:
     task, loader = Pieces(ADAMW), vectors(26, 3)

@@ -19,7 +19,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import Record, after, assert_equal, expect, fit
 from tests.oracle import Recipe
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 
 RECIPE = Recipe(sgd, decay)
@@ -38,6 +38,7 @@ def save(task: Task, folder: Path, data: Any, strategy: Strategy | str, **when: 
     return {checkpoint["global_step"]: checkpoint for checkpoint in checkpoints}
 
 
+@quick("4")
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int) -> None:
     task, start = resnet(RECIPE), resnet(RECIPE)
@@ -55,6 +56,7 @@ def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int
             assert_same(plain[p][part], checkpoint[part], f"{part} at {p}")
 
 
+@quick("7-4")
 @pytest.mark.parametrize("in_flight", [1, 4])
 @pytest.mark.parametrize("p", slow_except([3, 7, 9], 7))
 def test_resuming_is_starting_empty(tmp_path: Path, p: int, in_flight: int) -> None:
@@ -99,6 +101,7 @@ def name_of(p: int) -> str:
     return f"step={p}.ckpt"
 
 
+@pytest.mark.slow  # tests/parity/test_checkpoints.py resumes across strategies
 def test_from_a_plain_run_to_a_pipeline_and_back(tmp_path: Path) -> None:
     task = resnet(RECIPE)
     there = expect(task, loader(), [1, 4, 4], max_epochs=3)
@@ -144,6 +147,7 @@ class Resumable:
         self.given = state["given"]
 
 
+@quick("4")
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_a_resumable_loader_is_saved_at_its_minibatch(tmp_path: Path, in_flight: int) -> None:
     """Up to three batches more were fetched when the checkpoint was written: they are not lost."""

@@ -16,7 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import SGD, Learner, Residual, vectors
 
 WIDTH = 6
@@ -321,6 +321,7 @@ def check_program(seed: int) -> None:
     check(task, chance.choice([1, 2, 4]), cuts)
 
 
+@quick("0", "2")
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed: int) -> None:
     check_program(seed)

@@ -10,6 +10,7 @@ import torch
 
 from tests.exact.pipelines import Pinned, delayed
 from tests.exact.running import assert_equal, expect, fit
+from tests.support.marks import quick
 from tests.support.models import vectors
 from tests.support.refused_models import Checks
 
@@ -19,6 +20,7 @@ def made(blocks: int = 3, dropout: float = 0.0) -> Checks:
     return Checks(blocks, dropout)
 
 
+@quick("3-0.3")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_against_the_oracle(in_flight: int, dropout: float) -> None:

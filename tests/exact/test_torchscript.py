@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lightning_hetpipe import HetPipeStrategy
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.equality import assert_same
+from tests.support.marks import quick
 from tests.support.models import Learner, vectors
 from tests.support.small import assert_refused
 from tests.support.trainers import quiet_trainer
@@ -134,6 +135,7 @@ def weights(task: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in task.parameters()]
 
 
+@quick("2-3-never-scripted", "2-3-before-traced")
 @KINDS
 @pytest.mark.parametrize("where", ["before", pytest.param("after", marks=pytest.mark.slow), "never"])
 @pytest.mark.parametrize(

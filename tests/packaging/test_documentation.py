@@ -14,6 +14,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 import lightning_hetpipe
+from lightning_hetpipe.cli.hetpipe_train import main
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
@@ -40,23 +41,25 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_a_model_of_ones_own_trains_from_the_command_line(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_trains_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = files_of(GUIDE)
     assert set(files) == {"my_model.py", "mine/experiment/mine.yaml"}
     for path, code in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(code)
     (command,) = re.findall(r"^    hetpipe-train (--config-dir .*)$", GUIDE, re.MULTILINE)
-    run = subprocess.run(
-        [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_train", *command.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "Trained as a pipeline of 2 stages, 3 minibatches in flight" in run.stdout
-    accuracy = re.search(r"test accuracy +([\d.]+)%", run.stdout)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
+    monkeypatch.setattr(sys, "argv", ["hetpipe-train", *command.split(), *quiet])
+    main()
+    del sys.modules["my_model"]
+    said = capsys.readouterr().out
+    assert "Trained as a pipeline of 2 stages, 3 minibatches in flight" in said
+    accuracy = re.search(r"test accuracy +([\d.]+)%", said)
     assert accuracy is not None
     assert float(accuracy[1]) > 80  # two thirds of the points would be right by always saying no
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import random
 from collections.abc import Mapping
@@ -16,7 +17,20 @@ from torch import Tensor, nn
 
 
 def describe(value: Any, folder: Path | None = None) -> Any:
-    """``value`` as nested dicts and lists of numbers, texts and digests; a place in ``folder`` whatever that is."""
+    """``value`` as nested dicts and lists of numbers, texts and digests; a place in ``folder`` whatever that is.
+
+    A run is described thousands of times: plain values, which are the most, come first.
+    """
+    kind = type(value)
+    if kind is int or kind is bool or value is None:
+        return value
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            key if type(key) is str and folder is None else str(describe(key, folder)): describe(item, folder)
+            for key, item in value.items()
+        }
+    if kind is list or kind is tuple or isinstance(value, (list, tuple)):
+        return [kind.__name__, *(describe(item, folder) for item in value)]
     if isinstance(value, Tensor):
         return digest(value)
     if isinstance(value, enum.Enum):
@@ -25,12 +39,8 @@ def describe(value: Any, folder: Path | None = None) -> Any:
         return str(value).replace(str(folder), "<folder>") if folder is not None else str(value)
     if isinstance(value, float):
         return repr(value)  # so that NaN equals NaN
-    if value is None or isinstance(value, (bool, int)):
+    if isinstance(value, int):
         return value
-    if isinstance(value, Mapping):
-        return {str(describe(key, folder)): describe(item, folder) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *(describe(item, folder) for item in value)]
     if isinstance(value, (torch.device, torch.dtype, np.generic)):
         return str(value)
     if isinstance(value, BaseException):
@@ -43,7 +53,12 @@ def digest(tensor: Tensor) -> str:
     plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     if plain.dtype is torch.bfloat16:  # which numpy does not know
         plain = plain.view(torch.int16)
-    return f"{tensor.dtype}{(*tensor.shape,)}{hashlib.blake2b(plain.numpy().tobytes(), digest_size=6).hexdigest()}"
+    return _digest(tensor.dtype, tensor.shape, plain.numpy().tobytes())
+
+
+@functools.lru_cache(4096)
+def _digest(dtype: torch.dtype, shape: torch.Size, data: bytes) -> str:
+    return f"{dtype}{(*shape,)}{hashlib.blake2b(data, digest_size=6).hexdigest()}"
 
 
 def chance() -> str:
@@ -71,10 +86,11 @@ def sight(trainer: L.Trainer, module: nn.Module, metrics: bool) -> dict[str, Any
     seen = counts(trainer)
     seen["status"] = [str(trainer.state.fn), str(trainer.state.status), trainer.should_stop, trainer.is_last_batch]
     seen["loops"] = describe(trainer.fit_loop.state_dict())
-    seen["weights"] = {name: digest(weight) for name, weight in module.named_parameters()}
+    weights = dict(module.named_parameters())
+    seen["weights"] = {name: digest(weight) for name, weight in weights.items()}
     seen["buffers"] = {name: digest(buffer) for name, buffer in module.named_buffers()}
-    seen["gradients"] = {name: describe(weight.grad) for name, weight in module.named_parameters()}
-    seen["trained"] = {name: weight.requires_grad for name, weight in module.named_parameters()}
+    seen["gradients"] = {name: describe(weight.grad) for name, weight in weights.items()}
+    seen["trained"] = {name: weight.requires_grad for name, weight in weights.items()}
     seen["modes"] = {name: part.training for name, part in module.named_modules()}
     seen["optimizers"] = describe([optimizer.state_dict() for optimizer in trainer.optimizers])
     seen["schedulers"] = describe([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parity.black_box import Body, Model, assert_as_plain, describe, end, fitted, model_of, trainer
-from tests.support.marks import slow_except
+from tests.support.marks import quick
 
 
 def _raising(error: BaseException) -> Body:
@@ -118,8 +118,26 @@ STEPS: dict[str, Body] = {
 }
 
 
+@quick(
+    "3-a dict without a loss",
+    "3-a loss that is a number",
+    "3-a list",
+    "3-a constant",
+    "3-a vector",
+    "3-NaN",
+    "3-a graph beside the loss",
+    "3-no module called",
+    "3-a layer called twice",
+    "3-more calls each step",
+    "3-weights changed in place",
+    "3-modes switched",
+    "3-random numbers",
+    "3-a stop asked for",
+    "3-the end of an iteration",
+    "3-an interrupt",
+)
 @pytest.mark.parametrize("body", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("accumulate", slow_except([1, 3], 3))
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_what_a_training_step_does(body: Body, accumulate: int, tmp_path: Path) -> None:
     def story(folder: Path) -> Any:
         module = model_of(body)
@@ -261,6 +279,17 @@ KINDS: list[Callable[[], Model]] = [
 ]
 
 
+@quick(
+    "WithoutIndex",
+    "OwnOptimizerStep",
+    "ClosureTwice",
+    "Frozen",
+    "Skipping",
+    "TorchHooks",
+    "Gradients",
+    "MadeInSetup",
+    "Traced",
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_module_is(kind: Callable[[], Model], tmp_path: Path) -> None:

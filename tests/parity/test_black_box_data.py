@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.parity.black_box import Model, assert_as_plain, describe, end, fitted, trainer
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
 
@@ -151,6 +151,19 @@ class Progress(Callback):
         self.told.append([fetcher.fetched, fetcher.done, trainer.is_last_batch, type(fetcher).__name__])
 
 
+@quick(
+    "accumulated-batch sampler",
+    "accumulated-stream",
+    "accumulated-generator",
+    "accumulated-failing",
+    "accumulated-named",
+    "accumulated-cycled",
+    "accumulated-one after the other",
+    "accumulated-None at times",
+    "accumulated-empty stream",
+    "accumulated-resumable",
+    "accumulated-texts",
+)
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
 @pytest.mark.parametrize(
     "settings",
@@ -175,6 +188,7 @@ def test_training_on(make: Callable[[], Any], settings: dict[str, Any], tmp_path
     assert_as_plain(story, tmp_path)
 
 
+@quick("False-True", "True-False")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("failing", [False, True])
 def test_workers_end_when_they_do_plainly(persistent: bool, failing: bool, tmp_path: Path) -> None:
@@ -222,6 +236,7 @@ def _checkpoints(folder: Path) -> Any:
     return {path.name: describe(torch.load(path, weights_only=True)) for path in sorted(folder.glob("*.ckpt"))}
 
 
+@quick("False-1-3", "True-2-3")
 @pytest.mark.parametrize("step", slow_except([1, 3, 4], 3))
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("resumable", [False, True])
@@ -246,6 +261,7 @@ def test_a_resumed_run(step: int, accumulate: int, resumable: bool, tmp_path: Pa
     assert_as_plain(story, tmp_path)
 
 
+@quick("1-0-0", "1-2-1", "2-2-0")
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("batch", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -313,6 +329,7 @@ class Talker(Model):
         self.log_dict({"epoch": 3.0, "tensor": torch.tensor(2.0)}, prog_bar=True)
 
 
+@quick("{'log_every_n_steps': 3, 'accumulate_grad_batches': 2}", "{'log_every_n_steps': 0}")
 @pytest.mark.parametrize(
     "settings",
     [

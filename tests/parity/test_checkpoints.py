@@ -25,7 +25,7 @@ from tests.exact.running import Record, Recorder, after, assert_equal, assert_sa
 from tests.oracle import Batch, Recipe
 from tests.parity import plain_task
 from tests.support.equality import assert_same
-from tests.support.marks import slow_except
+from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, Task, decay, mlp, sgd, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -133,6 +133,9 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@quick(
+    "every_n_train_steps-4-5", "Ctrl-C-4-5", "SIGTERM-3-auto", "exception-3-auto", "should_stop-4-5", "max_time-3-auto"
+)
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -259,6 +262,7 @@ def swa() -> list[L.Callback]:
     return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
 
 
+@quick("averaging")
 @pytest.mark.parametrize("callbacks", [averaging, swa])
 def test_averages_are_resumed(tmp_path: Path, callbacks: Callable[[], list[L.Callback]]) -> None:
     """A run in two parts ends where one in one part does, and where the plain Trainer's does."""
@@ -287,6 +291,7 @@ def test_averages_are_resumed(tmp_path: Path, callbacks: Callable[[], list[L.Cal
         assert_same(whole.end, several.end)
 
 
+@quick("settings1", "settings2")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
+from tests.support.marks import quick
 
 
 class Small(L.LightningModule):
@@ -39,6 +40,7 @@ def fit(folder: Path, *arguments: str) -> LightningCLI:
     return LightningCLI(Small, BoringDataModule, args=[*given, *arguments])
 
 
+@quick("arguments0-auto-auto", "arguments2-2-3")
 @pytest.mark.parametrize(
     ("arguments", "stages", "in_flight"),
     [

@@ -76,13 +76,12 @@ HOOKS = {
 }
 ADDRESSES = [(owner, hook) for owner, hooks in HOOKS.items() for hook in hooks.split()]
 FAST = {
-    "callback": "on_before_optimizer_step on_fit_start on_save_checkpoint on_train_batch_end on_validation_batch_end",
+    "callback": "on_fit_start on_save_checkpoint on_train_batch_end",
     "data": "train_dataloader",
     "dataset": "__getitem__",
     "logger": "log_metrics",
     "module": (
-        "configure_optimizers lr_scheduler_step on_after_backward on_before_batch_transfer on_train_batch_start"
-        " on_train_epoch_end predict_step training_step transfer_batch_to_device validation_step"
+        "on_after_backward on_before_batch_transfer on_train_epoch_end predict_step training_step validation_step"
     ),
     "optimizer": "step",
 }

@@ -60,7 +60,7 @@ ACCUMULATION: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any]]] 
 
 
 @NM
-@pytest.mark.parametrize("case", slow_except(ACCUMULATION, "epoch", "plateau by step"))
+@pytest.mark.parametrize("case", slow_except(ACCUMULATION, "plateau by step"))
 def test_accumulation_clipping_and_schedulers(tmp_path: Path, case: str, in_flight: int) -> None:
     module, settings = ACCUMULATION[case]
     callbacks = saved({"every_n_train_steps": 2, "save_top_k": -1})
@@ -118,7 +118,7 @@ VALIDATION: dict[str, tuple[Callable[[Path], Sequence[L.Callback]], dict[str, An
 
 
 @NM
-@pytest.mark.parametrize("case", slow_except(VALIDATION, "by fraction", "averaged weights", "across epochs"))
+@pytest.mark.parametrize("case", slow_except(VALIDATION, "by fraction"))
 def test_validation_and_what_depends_on_it(tmp_path: Path, case: str, in_flight: int) -> None:
     callbacks, settings = VALIDATION[case]
     settings = {"enable_checkpointing": True, **settings}
@@ -145,7 +145,7 @@ STOPS: dict[str, dict[str, Any]] = {
 @NM
 @pytest.mark.parametrize(
     "case",
-    slow_except(STOPS, "in mid-flight", "in mid-accumulation", "at the end of an epoch", "a share of the batches"),
+    slow_except(STOPS, "in mid-flight", "in mid-accumulation"),
 )
 def test_where_a_run_ends(tmp_path: Path, case: str, in_flight: int) -> None:
     settings = STOPS[case]
@@ -279,6 +279,7 @@ class Shuffled(Watched):
         return DataLoader(vectors(26, 4).dataset, batch_size=4, shuffle=True, num_workers=1)
 
 
+@pytest.mark.slow  # tests/exact/test_data.py compares such data with the oracle
 @NM
 def test_shuffled_data_from_workers(tmp_path: Path, in_flight: int) -> None:
     compare(Scenario(Shuffled, settings={"val_check_interval": 3}), in_flight, tmp_path)
@@ -295,6 +296,7 @@ class TwoParts(Watched):
         self.net = nn.Sequential(self.backbone, self.head)
 
 
+@pytest.mark.slow  # tests/exact/test_callbacks.py does the same on any cut
 @NM
 def test_a_backbone_that_is_unfrozen(tmp_path: Path, in_flight: int) -> None:
     def callbacks(folder: Path) -> list[L.Callback]:
@@ -416,7 +418,7 @@ def resume(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 @NM
-@pytest.mark.parametrize("module", [Resumed, Watched])
+@pytest.mark.parametrize("module", slow_except([Resumed, Watched], Resumed))
 def test_going_on_in_mid_epoch(tmp_path: Path, module: type[Watched], in_flight: int) -> None:
     callbacks = saved({"every_n_train_steps": 2, "save_top_k": -1})
     settings = {"enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 3}
@@ -434,6 +436,7 @@ class Lonely(Watched):
         return []
 
 
+@pytest.mark.slow  # the modules of tests/run give one
 @NM
 def test_a_loss_alone(tmp_path: Path, in_flight: int) -> None:
     compare(Scenario(Lonely), in_flight, tmp_path)

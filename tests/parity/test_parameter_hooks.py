@@ -12,6 +12,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.support.equality import assert_same
+from tests.support.marks import quick
 from tests.support.models import Learner, mlp, vectors
 
 
@@ -24,6 +25,7 @@ def captured() -> tuple[Learner, DataLoader[Any], str, Any]:
     return task, loader, next(name for name, _ in task.named_parameters()), even(layers, 3, 3)
 
 
+@quick("simple")
 @pytest.mark.parametrize("make", [simple, captured])
 def test_layers_are_timed_without_the_hooks_of_their_parameters(make: Any) -> None:
     """They were called on each rehearsal's gradients, too, which nothing is trained on."""

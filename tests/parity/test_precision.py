@@ -24,6 +24,7 @@ from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, after, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe, Run
 from tests.support.equality import assert_same, difference
+from tests.support.marks import quick
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -126,6 +127,7 @@ def run(name: str, strategy: Any, **scale: Any) -> tuple[Record, list[float]]:
     return fit(case.make(), case.loader, [scales], strategy=strategy, plugins=[plugin], **case.settings), scales.found
 
 
+@quick("simple", "overflow", "accumulate")
 @pytest.mark.parametrize("name", CASES)
 def test_loss_scaling_with_one_in_flight_is_the_plain_trainers(name: str) -> None:
     plain, scales = run(name, "auto")
@@ -141,6 +143,7 @@ def oracles(name: str, in_flight: int, **scale: Any) -> Run:
     return expect(case.make(), case.loader, in_flight, autocast=torch.half, scaler=scaler(**scale), **case.options)
 
 
+@quick("simple-4", "schedule-4", "overflow-4")
 @pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_a_minibatch_has_the_scale_of_its_version(name: str, in_flight: int) -> None:
@@ -212,6 +215,7 @@ def test_a_scaler_that_is_off() -> None:
     assert_equal(expected, fit(task, vectors(26, 4), strategy=even(7, 3, 3), plugins=[scaling(enabled=False)]))
 
 
+@quick("auto-4", "4-4")
 @pytest.mark.parametrize(("first", "then"), [("auto", 1), (1, "auto"), (1, 1), ("auto", 4), (4, 4)])
 def test_the_scale_is_in_the_checkpoint(tmp_path: Path, first: Any, then: Any) -> None:
     """A run that is resumed goes on at the scale and the count of good steps that the checkpoint holds."""
@@ -259,6 +263,7 @@ class Evaluated(L.Callback):
 PRECISIONS = ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed"]
 
 
+@quick("simple-32-true", "simple-bf16-mixed", "simple-16-mixed")
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU.*")  # bf16-mixed, says Lightning
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
@@ -288,6 +293,7 @@ def test_one_in_flight_is_the_plain_trainers(name: str, precision: Any) -> None:
     assert {weight.dtype for weight in ours.states[-1].weights.values()} == {dtype}
 
 
+@quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_half_precision_throughout(in_flight: int) -> None:
     task, reference = transformer(), transformer()
@@ -310,6 +316,7 @@ class Configured(Task):
             self.dtypes = {weight.dtype for weight in self.net.parameters()}
 
 
+@quick("bf16-true", "bf16-mixed")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed"])
 def test_layers_are_made_in_their_precision(precision: Any) -> None:
     plain, ours = Configured(), Configured()

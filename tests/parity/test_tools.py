@@ -24,6 +24,7 @@ from tests.parity.describing import describe, digest
 from tests.parity.modules import Watched
 from tests.parity.stale import Stale
 from tests.support.equality import assert_same
+from tests.support.marks import quick
 from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
@@ -48,6 +49,7 @@ class Tuned(Watched):
         return vectors(48, self.batch_size)
 
 
+@quick("3")
 @NM
 def test_lr_find_and_the_fit_after_it(tmp_path: Path, in_flight: int) -> None:
     found = []

@@ -59,6 +59,13 @@ def test_it_holds_in_another_thread_as_long_as_it_is_open() -> None:
     assert in_a_thread(uncached) == (torch.bfloat16, False, torch.float32)
 
 
+def test_it_turns_off_what_holds() -> None:
+    with bf16():
+        with OFF.opened():
+            assert product() is torch.float32
+        assert product() is torch.bfloat16
+
+
 def test_it_ends_with_an_error() -> None:
     with bf16():
         on = Autocast.current()

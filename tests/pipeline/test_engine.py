@@ -15,6 +15,7 @@ from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
+from tests.support.marks import quick
 
 
 @pytest.mark.parametrize("cuts", [(0,), (0, 2), (0, 1, 3), (0, 1, 2, 3)])
@@ -216,6 +217,7 @@ def test_unlocking_twice_releases_once() -> None:
         engine.lock.release()
 
 
+@quick("2")
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_finished_minibatch_leaves_no_tensors_to_the_garbage_collector(pieces: int) -> None:
     """A piece's call and its place in autograd's graph held each other, and with them the batch and its gradients."""

@@ -16,6 +16,7 @@ from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, si
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from tests.pipeline.driving import Line
 from tests.pipeline.timetable import Timetable
+from tests.support.marks import quick
 
 ROWS, WIDTH, GIVEN = 32, 16, 48
 
@@ -65,6 +66,7 @@ def planned(
     return found
 
 
+@quick("1-cuts0-False", "1-cuts2-True", "3-cuts1-False", "3-cuts1-True", "3-cuts2-False", "5-cuts2-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("cuts", [(0, 2, 5), (0, 4), (0, 2, 4, 7)])
 @pytest.mark.parametrize("in_flight", [1, 3, 5])

@@ -20,6 +20,7 @@ from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import CudaStream, CudaUserStream, HostStream, Stream, Streams, WaitingStream
 from lightning_hetpipe.pipeline.user.minibatch import Step
 from tests.pipeline.streams import FakeStream, StreamRaces
+from tests.support.marks import quick
 from tests.support.waits import Waits
 
 MINIBATCHES = 9
@@ -85,6 +86,7 @@ def train(
     return [tensor.detach().clone() for piece in made for tensor in piece.state_dict().values()]
 
 
+@quick("cuts0-1-1", "cuts1-1-4", "cuts2-1-2", "cuts3-2-4", "cuts4-2-2")
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize(("cuts", "pieces"), [((0,), 1), ((0, 2), 1), ((0, 1, 2, 3), 1), ((0, 2, 5), 2), ((0, 6), 2)])
 def test_no_races(cuts: tuple[int, ...], pieces: int, in_flight: int) -> None:

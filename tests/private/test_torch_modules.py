@@ -175,6 +175,7 @@ def test_the_order_of_hooks_after_a_step() -> None:
     optimizer, ran = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []
     for name in ("first", "second"):
         optimizer.register_step_post_hook(lambda *_, name=name: ran.append(name))
+    assert of_lightning.has_step_hooks(optimizer)
     ours = optimizer.register_step_post_hook(lambda *_: ran.append("ours"))
     of_lightning.run_first(optimizer, ours)
     optimizer.step()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import Delays, even
+from tests.support.marks import quick
 from tests.support.small import Learner, assert_clean, assert_refused, batches, pipeline
 from tests.support.trainers import quiet_trainer
 
@@ -79,6 +80,7 @@ def test_a_sample_that_cannot_be_read(at: int, in_flight: int) -> None:
     assert_fails_at(at, Learner(), loader, in_flight, OSError, f"^sample {4 * at - 2} cannot be read$")
 
 
+@quick("1-on_before_batch_transfer", "4-transfer_batch_to_device", "4-on_after_batch_transfer")
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_a_transfer_hook_that_fails(in_flight: int, hook: str) -> None:

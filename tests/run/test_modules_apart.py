@@ -14,6 +14,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.placement import hand_overs
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from tests.exact.running import expect, fit
+from tests.support.marks import slow_except
 from tests.support.models import vectors
 from tests.support.refused_models import Checked, Checks
 from tests.support.small import assert_refused, pipeline
@@ -79,17 +80,18 @@ def test_stages_that_were_asked_for_are_made_all_the_same(
     assert "so that a pipeline is hardly worth it; leave stages and in_flight out" in caplog.text
 
 
-def test_24_layers_taken_apart() -> None:
+@pytest.mark.parametrize("layers", slow_except([6, 24], 6))
+def test_many_layers_taken_apart(layers: int) -> None:
     torch.manual_seed(7)
-    ours = Checks(24)
+    ours = Checks(layers)
     strategy = pipeline(3)
     record = fit(ours, vectors(14, 4), strategy=strategy, max_epochs=1)
     torch.manual_seed(7)
-    expected = expect(Checks(24), vectors(14, 4), 3, max_epochs=1)
+    expected = expect(Checks(layers), vectors(14, 4), 3, max_epochs=1)
     assert all(
         torch.equal(one["loss"], other["loss"]) for one, other in zip(expected.outputs, record.outputs, strict=True)
     )
     assert strategy.last_run is not None
-    assert sum(len(stage.layers) for stage in strategy.last_run.stages) >= 26
+    assert sum(len(stage.layers) for stage in strategy.last_run.stages) >= layers + 2
     assert list(strategy.last_run.taken_apart) == ["model"]
     assert "user code: of 'model', the part around its pipelined modules" in str(strategy.last_run)

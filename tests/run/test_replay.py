@@ -17,6 +17,7 @@ from torchmetrics.wrappers import BootStrapper, MetricTracker, MinMaxMetric, Run
 
 from lightning_hetpipe.errors import SettingError
 from tests.support.ahead import CLASSES, Model, Step, Watch, accuracy, auroc, fit, log_accuracy, scores
+from tests.support.marks import quick
 
 
 def log_levels(m: Any, out: Tensor, y: Tensor, i: int) -> None:
@@ -138,6 +139,20 @@ CASES: dict[str, tuple[Step, Callable[[], dict[str, Any]]]] = {
 }
 
 
+@quick(
+    "levels-1",
+    "levels-3",
+    "reductions-3",
+    "log_dict-3",
+    "changed in place-3",
+    "objects-3",
+    "values-3",
+    "collection-3",
+    "held anywhere-3",
+    "computed-3",
+    "tracker-3",
+    "bootstrap-3",
+)
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_outsiders_see_what_a_plain_run_shows(case: str, ahead: int) -> None:
@@ -171,6 +186,7 @@ class Prefixed(Model):
         super().log(f"mine/{name}", value, *args, **kwargs)
 
 
+@quick("Model-Fresh", "Prefixed-Meddler")
 @pytest.mark.parametrize("callback", [Fresh, Meddler])
 @pytest.mark.parametrize("cls", [Model, Prefixed])
 def test_metrics_that_callbacks_replace_or_reset(cls: type[Model], callback: type[L.Callback]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.reporting.report import NOTHING
 from tests.support.ahead import Memory
+from tests.support.marks import quick
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -60,6 +61,7 @@ def test_each_minibatch_reports_its_staleness(in_flight: int) -> None:
     assert found == [staleness(p, in_flight) for p in range(2, 2 * LENGTH + 1)]
 
 
+@quick("2-1", "3-3", "8-3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("every", [2, 3, LENGTH])
 def test_every_so_many_steps(every: int, in_flight: int) -> None:

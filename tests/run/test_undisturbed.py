@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
+from tests.support.marks import quick
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -47,6 +48,7 @@ def trained(kind: type[nn.Module], precision: Any, **settings: Any) -> tuple[dic
     return learner.state_dict(), torch.rand(4)
 
 
+@quick("Sequential-bf16-mixed", "Captured-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [nn.Sequential, Captured])
 def test_a_profile_leaves_no_trace(

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.exact.pipelines import delayed, even
-from tests.exact.running import assert_same_run, fit
-from tests.oracle import Batch, Outputs
-from tests.support.models import CLASSES, SGD, Learner, mlp, vectors
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
+from tests.oracle import Batch, Outputs, Recipe
+from tests.support.marks import quick
+from tests.support.models import CLASSES, SGD, Learner, Task, mlp, vectors
 
 # The lock.
 
@@ -121,6 +122,29 @@ def test_an_output_that_arrives_during_a_hook_waits() -> None:
     assert meeting.running == []
 
 
+class Wraps(torch.optim.Optimizer):
+    """Wraps ``inner``, as Lookahead does, and never calls ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_an_optimizer_that_takes_no_hooks() -> None:
+    """It was called without the attributes that every optimizer has."""
+    task, loader = Task(mlp().net, Recipe(lambda module: Wraps(SGD.optimizer(module)))), vectors(26, 4)
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(7, 2, 3)))
+
+
 # Requests to stop.
 
 
@@ -145,6 +169,7 @@ class Stops(Learner):
         return {"loss": F.cross_entropy(self.net(batch[0]), batch[1])}
 
 
+@quick("at0-4-4-True-1", "at0-4-1-True-2", "at1-5-4-False-2", "at2-1-4-True-1", "at3-7-4-False-1")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 4])
@@ -250,6 +275,7 @@ class Watches(L.Callback):
         self.seen.append(pl_module.look())
 
 
+@quick("1-1", "2-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_counters_are_those_of_a_plain_run(seed: int, accumulate: int) -> None:

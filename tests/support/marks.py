@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
+
+T = TypeVar("T")
 
 FEW = False
 """Slow tests are left out; conftest.py says so before it collects any."""
@@ -24,6 +26,19 @@ def slow_except(cases: Iterable[Any], *fast: Any) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in fast else pytest.mark.slow)
         for case in cases
     ]
+
+
+def quick(*ids: str) -> pytest.MarkDecorator:
+    """Has ``make test`` run only the cases with these ids of a parametrised test, and ``make test-all`` all.
+
+    For grids whose arguments are parametrised one by one, so that no list holds the cases.
+    """
+    return pytest.mark.quick(*ids)
+
+
+def fewer(everything: Sequence[T], some: Sequence[T]) -> Sequence[T]:
+    """Values that one test goes through: ``some`` of them where slow tests are left out."""
+    return some if FEW else everything
 
 
 def explores(examples: int) -> settings:

@@ -12,7 +12,7 @@ from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
 class ModulesApart(Extension):
-    """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7).
+    """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7); there may be none.
 
     Args:
         modules: The outermost ones, by their paths.

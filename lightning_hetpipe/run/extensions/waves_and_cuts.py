@@ -88,7 +88,7 @@ class WavesAndCuts(Extension):
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
-        if not self._synchroniser.published(version):
+        if not self._synchroniser.ends_wave(version):
             return
         with self._synchronising():
             cuts = self._synchroniser.synchronise(self._computing, self._asks)
