@@ -96,12 +96,14 @@ def test_what_is_compared_computes_the_same() -> None:
     assert seconds > 0
 
 
+@pytest.mark.slow
 def test_times_of_a_model_that_draws() -> None:
     notes = times(replace(TIMED["GPT, dropout 0.1"], samples=2), seconds=0.01)
     assert notes["layers"] == 7
     assert min(notes.values()) > 0
 
 
+@pytest.mark.slow
 def test_the_watched_step_has_its_activations_in_memory() -> None:
     notes = memory(Model(lambda: Whole(Squares()), vectors, 500_000, few_vectors))
     assert notes["parameters"] == 4 * 6 * CLASSES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,3 +99,55 @@ def test_validation_in_a_fit_gives_the_plain_values() -> None:
     (ours, found), (plain, expected) = trained(pipeline(2, in_flight=1)), trained("auto")
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
     assert found == expected
+
+
+class Cache:
+    """An object that a module adds to, as those of language models that generate."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Adds(nn.Module):
+    """Adds to a cache, and has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.seen.append(self.first(x))
+        result: Tensor = self.second(torch.stack(cache.seen).sum(0))
+        return result
+
+
+class ChangesInput(Adds):
+    """Changes what it is given in place, and has no graph."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        x.add_(float(self.first(x).detach().numpy().sum()))
+        result: Tensor = self.second(x)
+        return result
+
+
+class Generates(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        cache, found = Cache(), [batch[0].clone()]
+        for _ in range(3):
+            found.append(self.model(found[-1], cache))
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("model", [Adds, ChangesInput])
+@pytest.mark.filterwarnings("ignore:the evaluation of 'model' does not run in the pipeline")
+def test_what_a_module_changes_is_changed_once(model: type[nn.Module]) -> None:
+    """It was run again to find what is inside, on the user's own tensors and cache."""
+    torch.manual_seed(7)
+    module = Generates(model())
+    given = vectors(20, 4)
+    expected, found = [quiet_trainer(strategy=each).predict(module, given) for each in ("auto", pipeline(3))]
+    assert_same(expected, found)

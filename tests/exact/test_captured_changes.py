@@ -100,6 +100,7 @@ def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) 
     assert_differs(one, run(make, vectors(26, 4), Pinned((0,), 3), max_epochs=3))
 
 
+@pytest.mark.slow  # test_captured and tests/pipeline/test_random_operators.py have such draws
 def test_attention_dropout_does_not_depend_on_the_cut() -> None:
     """torch's own attention, whose dropout is no module."""
 

@@ -130,6 +130,7 @@ class Casts(Learner):
         return {"loss": F.cross_entropy(logits.float(), batch[1])}
 
 
+@pytest.mark.slow
 def test_autocast_with_its_cache_repeats() -> None:
     torch.manual_seed(5)
     weights, loader = Casts().state_dict(), vectors(60, 4)

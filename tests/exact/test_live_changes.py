@@ -108,6 +108,7 @@ def set_alpha(net: nn.Sequential) -> None:
 # At the borders of epochs: followed.
 
 
+@pytest.mark.slow  # test_a_frozen_batchnorm_that_thaws has BatchNorm, test_callbacks averages
 def test_stochastic_weight_averaging_with_batchnorm() -> None:
     """At its end it swaps weights in, and collects statistics anew in an epoch without backward passes."""
 
@@ -156,6 +157,7 @@ def test_an_attribute_of_a_layer(at_start: bool) -> None:
     assert_differs(plain, run(net, list, "auto"))
 
 
+@pytest.mark.slow  # test_an_attribute_of_a_layer changes one, too
 def test_the_rate_of_a_dropout() -> None:
     def dropping() -> nn.Sequential:
         return net().insert(4, nn.Dropout(0.1))
@@ -188,6 +190,7 @@ def test_pruning(make: Net) -> None:
     assert (plain.states[-1].buffers["net.4.weight_mask"] == 0).sum() >= 16
 
 
+@pytest.mark.slow  # test_pruning has masks in the middle
 def test_pruning_of_the_first_layer() -> None:
     """Which gives the network another first parameter."""
     assert_exact(net, lambda: [Edit(lambda net: prune.random_unstructured(net[0], "weight", amount=0.3), 0, False)])

@@ -101,6 +101,7 @@ def name_of(p: int) -> str:
     return f"step={p}.ckpt"
 
 
+@pytest.mark.slow  # tests/parity/test_checkpoints.py resumes across strategies
 def test_from_a_plain_run_to_a_pipeline_and_back(tmp_path: Path) -> None:
     task = resnet(RECIPE)
     there = expect(task, loader(), [1, 4, 4], max_epochs=3)

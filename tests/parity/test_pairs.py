@@ -436,6 +436,7 @@ class Lonely(Watched):
         return []
 
 
+@pytest.mark.slow  # the modules of tests/run give one
 @NM
 def test_a_loss_alone(tmp_path: Path, in_flight: int) -> None:
     compare(Scenario(Lonely), in_flight, tmp_path)

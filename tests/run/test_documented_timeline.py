@@ -41,6 +41,7 @@ def test_all_programs_are_run_here() -> None:
     assert COMMANDS == ["strategy.timeline=true", "'strategy.timeline=[20,40]'"]
 
 
+@pytest.mark.slow  # tests/run/test_timeline.py has what it draws
 def test_the_program(written: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written("train.py")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def noting(name: str) -> Callable[..., Any]:
 
 for each in EVENTS.keys() - {"section"}:
     setattr(Notes, each, noting(each))
+
+
+def test_an_extension_takes_the_place_of_another() -> None:
+    heard: list[tuple[str, str]] = []
+    extensions, first, second = lifecycle.Extensions(), Notes(heard), Notes([])
+    extensions.add(first, second)
+    with extensions.around(Extension.inline_backward, 1):
+        extensions.replace(first, Notes([]))
+        extensions.tell(Extension.stepped, 1)
+    assert [text for text, _ in heard] == ["inline_backward 1", "<inline_backward 1"]
+    assert second.noted == [("inline_backward 1", ANY), ("stepped 1", ANY), ("<inline_backward 1", ANY)]
 
 
 @pytest.fixture

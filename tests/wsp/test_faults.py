@@ -22,6 +22,7 @@ def launched(tmp_path: Path, what: str, worker: int = 1) -> subprocess.Completed
     return done
 
 
+@pytest.mark.slow  # tests/launch has it with smaller programs
 def test_an_exception_in_one_ends_all(tmp_path: Path) -> None:
     done = launched(tmp_path, "raise")
     assert done.returncode == 1
