@@ -48,7 +48,7 @@ class LeftOut:
         return SettingError(
             f"the pipelined module '{self._module}' gives a {self._kind}, of which {used} is used; the pipeline hands"
             " on tensors in tuples, lists, dicts and plain dataclasses, and has left that object out; let the module"
-            " return the tensors that are needed of it"
+            " return the tensors that are needed of it, or name the modules in it to pipeline (module=[...])"
         )
 
 

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
@@ -126,6 +127,36 @@ def test_such_a_teacher_with_nothing_in_flight() -> None:
     before = module.get_parameter("teacher.0.weight").clone()
     quiet_trainer(pipeline(1), callbacks=[Teacher()]).fit(module, batches())
     assert not torch.equal(module.get_parameter("teacher.0.weight"), before)
+
+
+class Gaussian(nn.Module):
+    """Gives a distribution, which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Normal:
+        return Normal(self.second(self.first(x).tanh()), 1.0)
+
+
+def likely(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    return -module.net(x).log_prob(F.one_hot(y, 3)).mean()
+
+
+def test_a_distribution_that_a_module_gives() -> None:
+    remedy = "name the modules in it to pipeline (module=[...])"
+    assert_refused(Learner(likely, net=Gaussian()), "'net' gives a Normal, of which its 'log_prob' is used", remedy)
+
+
+def test_the_remedy_for_that() -> None:
+    weights = list[dict[str, Tensor]]()
+    for strategy in ("auto", pipeline(1, module=["net.first", "net.second"])):
+        torch.manual_seed(0)
+        module = Learner(likely, net=Gaussian())
+        quiet_trainer(strategy).fit(module, batches())
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 class Resets(L.Callback):
