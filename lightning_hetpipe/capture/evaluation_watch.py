@@ -18,11 +18,16 @@ from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
-from lightning_hetpipe.capture.opaque_containers import opaque_in, without_opaque
+from lightning_hetpipe.capture.opaque_containers import opaque_in, unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.plain_attributes import (
+    attributes_restored,
+    attributes_with_contents,
+    changed_attribute,
+    contents_restored,
+)
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -131,28 +136,29 @@ class EvaluationWatch(Watch):
                 piece.captured.take_equal(value)
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = str(error).strip() or type(error).__name__
-            if apart:
-                self._take_apart(call)
+            if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
+                self._take_apart(call, own_args, own_kwargs)
             return output
         self.pieces.append(piece)
         return handed_on
 
-    def _take_apart(self, call: ModuleCall) -> None:
-        """Try the calls that a module makes which cannot be captured, by running it again."""
+    def _take_apart(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Try the calls that a module makes which cannot be captured, by running it again on these copies."""
         outermost, before = self._apart_since is None, len(self.pieces)
         if outermost:
             self._apart_since = time.perf_counter()
         self._refused.add(type(call.module))
         self._called.remove(call.module)
         self.apart[call.name] = call.module
-        # What it was given may not be as it was, and what it gives is of no use.
+        # What it gives is of no use.
         with (
             own_state(ProcessState.seeded(0, 0, "capture")),
             attributes_restored(call.module),
+            contents_restored(call.module),
             call.intercepting(),
             suppress(Exception),
         ):
-            call.run()
+            call.run_with(args, kwargs)
         if outermost:
             self._apart_since = None
             inner = [name for name in self.reasons if name.startswith(f"{call.name}.")]

@@ -44,7 +44,11 @@ class ModuleCall:
 
     def run(self) -> Any:
         """Run the module's own ``forward``; modules that it calls are not intercepted."""
-        return self._redirect.original(*self.args, **self.kwargs)
+        return self.run_with(self.args, self.kwargs)
+
+    def run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it on other arguments."""
+        return self._redirect.original(*args, **kwargs)
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:

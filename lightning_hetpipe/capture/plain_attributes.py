@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.computed_weights import computed_names
 from lightning_hetpipe.pipeline.random import generators
+from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.redirect import Redirect
 
 _ABSENT = object()
@@ -78,6 +81,25 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
         for held, earlier in before:
             held.clear()
             held.update(earlier)
+
+
+@contextmanager
+def contents_restored(module: nn.Module) -> Iterator[None]:
+    """Undoes what is done within it to lists, dicts, sets, deques and tensors that attributes of ``module``, and of its
+    parts, hold."""
+    held = [value for part in module.modules() for value in plain_attributes(part).values()]
+    containers: list[tuple[Any, Any]] = [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set, deque))]
+    tensors = [(value, value.detach().clone()) for value in held if isinstance(value, Tensor)]
+    try:
+        yield
+    finally:
+        for value, earlier in containers:
+            value.clear()
+            (value.update if isinstance(value, (dict, set)) else value.extend)(earlier)
+        with torch.no_grad():
+            for value, earlier in tensors:
+                if not equal(value, earlier):
+                    value.copy_(earlier)
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:
