@@ -270,7 +270,7 @@ MUTATIONS = (
         "run/extensions/waves_and_cuts.py",
         "            put_back()",
         "            pass",
-        ("tests/wsp/test_features.py", "-k", "decisions", "-m", "slow"),
+        ("tests/run/test_cuts.py", "-k", "buffers"),
     ),
     # Random numbers.
     Mutation(

@@ -28,6 +28,7 @@ class Others:
         self.group = self
         self.numbers: list[int] = []
         self.begins: list[int] = []
+        self.buffers: list[str] = []
         self.last_cut = 0
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -43,7 +44,8 @@ class Others:
     def let_go(self) -> None: ...
 
     def borrow_buffers(self) -> Any:
-        return lambda: None
+        self.buffers.append("borrowed")
+        return lambda: self.buffers.append("given back")
 
     def cut(self, number: int, version: int, computing: Any) -> bool:
         self.numbers.append(number)
@@ -81,6 +83,14 @@ def fit(told: Any, *callbacks: L.Callback, **settings: Any) -> list[int]:
     trainer = quiet_trainer("auto", callbacks=[Runs(others), *callbacks], **settings)
     trainer.fit(Validated(), batches(4), batches(1))
     return others.numbers
+
+
+def test_buffers_of_an_evaluation_are_given_back() -> None:
+    """Between cuts each virtual worker goes on with its own (law L6)."""
+    others = Others((4, 4))
+    trainer = quiet_trainer("auto", callbacks=[Runs(others)], max_epochs=1, val_check_interval=2)
+    trainer.fit(Validated(), batches(4), batches(1))
+    assert others.buffers == ["borrowed", "given back"] * 2
 
 
 def test_an_epoch_begins_before_its_cuts() -> None:
