@@ -394,7 +394,7 @@ def peft_models() -> list[Model]:
     ]
 
 
-SEGMENTED = names("Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3Plus PAN")
+SEGMENTED = names("Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3Plus")
 
 
 def smp_model(name: str) -> nn.Module:

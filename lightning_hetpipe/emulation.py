@@ -27,6 +27,10 @@ timers (somebody held the CPU or the GIL), and stays.
 """
 
 
+_LOCK = threading.Lock()
+"""Held for a moment while stages take turns on a device; no attribute, so that a strategy can be copied."""
+
+
 @dataclass(frozen=True)
 class Pad:
     """Seconds that an emulated stage takes.
@@ -79,7 +83,6 @@ class Emulation:
     ) -> None:
         self._now = now
         self._sleep = sleep
-        self._lock = threading.Lock()
         self.begin(pads)
 
     def begin(self, pads: Sequence[Pad], devices: Sequence[Hashable] | None = None) -> None:
@@ -113,7 +116,7 @@ class Emulation:
             loss, self._loss[stage] = self._loss[stage], 0.0
             began -= loss
         device = self._devices[stage]
-        with self._lock:
+        with _LOCK:
             start = max(began, self._until.get(device, began))
             self._until[device] = start + seconds - self._late[stage]
         return partial(self._fill, stage, began, start, seconds)

@@ -40,7 +40,6 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
-from lightning_hetpipe.run.extensions.logged_settings import LoggedSettings
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
@@ -134,7 +133,6 @@ class Fit(TrainerRun):
             extensions.add(InlineRandomStates(self._state))
         self._inline = self._first_steps()
         extensions.add(self._inline)
-        extensions.add(LoggedSettings(self._trainer, self._settings, self._synchroniser, lambda: self._report()))
 
     def close(self) -> None:
         with self._undo:

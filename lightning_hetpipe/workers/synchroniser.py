@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
@@ -36,9 +36,6 @@ class NoSynchroniser:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def settings(self) -> dict[str, Any]:
-        return {"virtual_workers": 1}
 
 
 class Synchroniser:
@@ -129,17 +126,6 @@ class Synchroniser:
             "hetpipe/sync_wait_seconds": waited,
             "hetpipe/push_bytes": float(pushed),
             "hetpipe/pull_bytes": float(pulled),
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that virtual workers share, as loggers show them."""
-        wsp = self.group.settings
-        return {
-            "virtual_workers": self.group.size,
-            "wave": self.wave,
-            "clock_distance": wsp.clock_distance,
-            "aggregate": wsp.aggregate,
-            "update_dtype": wsp.update_dtype,
         }
 
     def ends_wave(self, version: int) -> bool:

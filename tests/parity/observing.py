@@ -161,8 +161,7 @@ class Memory(Logger):
             self._note("log_metrics", kept, step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        if [*params] != ["hetpipe"]:
-            self._note("log_hyperparams", params, *args)
+        self._note("log_hyperparams", params, *args)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         self._note("log_graph", model)

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
@@ -241,49 +240,3 @@ class TestLastRun:
         strategy = HetPipeStrategy(stages=2)
         quiet_trainer(strategy).fit(Learner(), batches(1))
         assert strategy.last_run.minibatches == 0
-
-
-class Sized(Learner):
-    """A module with a hyperparameter of its own."""
-
-    def __init__(self, size: int = 7) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_settings_reach_loggers_beside_the_modules_hyperparameters(tmp_path: Path) -> None:
-    memory, loggers = Memory(), [CSVLogger(tmp_path), TensorBoardLogger(tmp_path / "tensorboard")]
-    trainer = quiet_trainer(HetPipeStrategy(stages=2), logger=[memory, *loggers], max_epochs=2)
-    trainer.fit(Sized(), batches(LENGTH))
-    settings = {
-        "stages": 2,
-        "in_flight": 3,
-        "devices": "cpu, cpu",
-        "module": None,
-        "recompute": False,
-        "compile": False,
-        "virtual_workers": 1,
-    }
-    assert memory.hyperparameters == [{"size": 7}, {"hetpipe": settings}]
-    for logger in loggers:
-        saved = OmegaConf.load(Path(str(logger.log_dir), "hparams.yaml"))
-        assert saved == {"size": 7, "hetpipe": settings}
-    plugin = "_hparams_/session_start_info"  # what the dashboard shows is the first that is logged
-    reader: Any = import_module("tensorboard.backend.event_processing.event_accumulator")  # it has no types
-    events = reader.EventAccumulator(str(loggers[1].log_dir))
-    events.Reload()
-    assert b"size" in events.summary_metadata[plugin].plugin_data.content
-
-
-@pytest.mark.parametrize(("stages", "in_flight"), [(1, 1), (1, 2)])
-def test_settings_of_one_stage_reach_loggers(stages: int, in_flight: int) -> None:
-    memory = Memory()
-    run(in_flight, memory, stages=stages)
-    (logged,) = memory.hyperparameters
-    assert (logged["hetpipe"]["stages"], logged["hetpipe"]["in_flight"]) == (stages, in_flight)
-
-
-def test_settings_are_not_logged_where_no_hyperparameters_are_to_be() -> None:
-    memory = Memory()
-    run(3, memory, enable_autolog_hparams=False)
-    assert not memory.hyperparameters

@@ -93,13 +93,9 @@ class Memory(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[int | None, dict[str, float]]] = []
-        self.hyperparameters: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.logged.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.hyperparameters.append(dict(params))
 
 
 class Watch(L.Callback):
