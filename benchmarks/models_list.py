@@ -44,7 +44,7 @@ def names(text: str) -> list[str]:
 def still(model: nn.Module) -> nn.Module:
     """``model`` without dropout and stochastic depth."""
     for module in model.modules():
-        for name in ("p", "drop_prob", "drop_path_rate", "dropout"):
+        for name in ("p", "drop_prob", "drop_rate", "drop_path_rate", "dropout"):
             if isinstance(getattr(module, name, None), float) and "Drop" in type(module).__name__ + name.title():
                 setattr(module, name, 0.0)
         if "StochasticDepth" in type(module).__name__:
