@@ -34,7 +34,6 @@ LIBRARIES = ("timm", "torchvision", "transformers", "peft", "segmentation_models
 
 def tried(name: str, limit: float) -> Found:
     """Train the model ``name`` in a process of its own, which is ended after ``limit`` seconds."""
-    started = time.perf_counter()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*OURS, *filter(find_spec, LIBRARIES)])  # to import them takes ten seconds
     results, to_results = context.Pipe(duplex=False)
@@ -50,7 +49,6 @@ def tried(name: str, limit: float) -> Found:
     finally:
         process.kill()
         process.join()
-    found.seconds = time.perf_counter() - started
     return found
 
 
@@ -117,9 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(HEADER, flush=True)
     rows: dict[str, Found] = {}
     for name in chosen:
+        started = time.perf_counter()
         rows[name] = tried(name, given.limit)
         print(line(name, rows[name]), flush=True)
-        print(f"{name}: {rows[name].seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print(f"\n{totals(rows)}")
     if given.write is not None:
         write(given.write, rows)

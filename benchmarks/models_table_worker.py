@@ -24,7 +24,7 @@ RECIPE = oracle.Recipe(lambda module: torch.optim.SGD(module.parameters(), lr=0.
 EVALUATION_WARNING = "does not run in the pipeline: "
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """Results for one model.
 
@@ -34,7 +34,6 @@ class Found:
         plain: Whether two stages with one minibatch in flight equal a plain run: "equal", else by how much not.
         oracle: The same for three minibatches in flight, and the oracle.
         evaluation: The same for the losses of a validation; with the reason where it was not pipelined.
-        seconds: How long all of it took.
     """
 
     outcome: str
@@ -42,7 +41,6 @@ class Found:
     plain: str = ""
     oracle: str = ""
     evaluation: str = ""
-    seconds: float = 0.0
 
 
 class Module(L.LightningModule):
