@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.support import marks
@@ -31,6 +33,14 @@ def same_start() -> Iterator[None]:
     os.environ.pop("PL_GLOBAL_SEED", None)
     if seed is not None:
         os.environ["PL_GLOBAL_SEED"] = seed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packages_looked_up_once() -> Iterator[None]:
+    """Each Trainer looks for packages that bring callbacks along, which is most of what making one takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)
