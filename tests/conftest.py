@@ -37,7 +37,7 @@ def same_start() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def packages_looked_up_once() -> Iterator[None]:
-    """Each Trainer looks for packages that bring callbacks along, which is most of what making one takes."""
+    """Saves each Trainer the search for packages that bring callbacks along, most of what making one takes."""
     from lightning.fabric.utilities import registry
 
     with pytest.MonkeyPatch.context() as patch:

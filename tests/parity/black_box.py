@@ -153,7 +153,7 @@ def _forget_warnings() -> None:
 
 @functools.cache
 def _caches(modules: int) -> list[WarningCache]:
-    """Those of Lightning's ``modules`` and their classes, so many of which are imported."""
+    """Caches that Lightning's modules and their classes hold; so many of these are imported."""
     found = []
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning."):

@@ -94,7 +94,7 @@ def counts(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def loops(loop: _Loop) -> dict[str, Any]:
-    """What is in its ``state_dict``, which copies each number for itself."""
+    """Content of its ``state_dict``, which copies each number for itself."""
     found: dict[str, Any] = {"state_dict": describe(loop.on_save_checkpoint())}
     for name, value in vars(loop).items():
         if isinstance(value, _BaseProgress):
