@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.fabric.utilities import registry
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from tests.support import marks
+from tests.support import forks, marks
 
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """One torch thread for each operation (sums depend on their number), and seeds that no other test has set."""
+    import torch  # here, as a process that only hands out tests to others needs neither
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
     known: Any = rank_zero_only  # a function, on which Lightning keeps the rank; a virtual worker's strategy sets it
     rank = known.rank
     threads = torch.get_num_threads()
@@ -38,9 +38,11 @@ def same_start() -> Iterator[None]:
         os.environ["PL_GLOBAL_SEED"] = seed
 
 
-@pytest.fixture(autouse=True, scope="session")
-def packages_are_listed_once() -> Iterator[None]:
-    """Each Trainer looks through all installed packages for callbacks: most of the time that making one takes."""
+@pytest.fixture(scope="session", autouse=True)
+def packages_looked_up_once() -> Iterator[None]:
+    """Saves each Trainer the search for packages that bring callbacks along, most of what making one takes."""
+    from lightning.fabric.utilities import registry
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
         yield
@@ -60,6 +62,12 @@ def no_thread_left() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     marks.FEW = config.getoption("markexpr") == "not slow"
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        forks.serve()
+
+
+def pytest_unconfigure() -> None:
+    forks.end()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support import forks
 
 HEAVY = ("grpc", "torch.export", "torch._dynamo", "sympy", "matplotlib", "tensorboard", "hydra", "omegaconf", "sklearn")
 PROGRAM = """
@@ -16,7 +15,8 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_heavy_modules_are_imported_only_where_they_are_used() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    run = forks.run("-c", PROGRAM)
+    assert run.returncode == 0, run.stderr
     added = run.stdout.split()
     assert "lightning_hetpipe.strategy.hetpipe_strategy" in added
     found = [name for name in added if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +12,7 @@ import lightning as L
 from torch import Tensor, nn
 
 import lightning_hetpipe
+from tests.support import forks
 
 ROOT = Path(lightning_hetpipe.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
@@ -141,7 +141,7 @@ def test_pure_packages_and_servers_load_no_lightning_and_no_module_does_anything
     pure = [file for file in FILES if part_of(file) in ("rules", "planning", "server", "errors", "__init__")]
     others = [file for file in FILES if file not in pure]
     names = [" ".join(map(module_of, files)) for files in (pure, others)]
-    run = subprocess.run([sys.executable, "-c", LOADED, *names], capture_output=True, text=True, timeout=200)
+    run = forks.run("-c", LOADED, *names, loaded="libraries")
     assert run.returncode == 0, run.stderr
 
 

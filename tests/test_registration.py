@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import forks
 from tests.support.marks import slow_except
 
 TRAIN = """
@@ -59,13 +58,13 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", slow_except(ORDERS, "ours first", "Lightning's first, and ours twice"))
 def test_both_orders_of_import(order: str) -> None:
-    run = subprocess.run([sys.executable, "-c", ORDERS[order]], capture_output=True, text=True, timeout=200)
+    run = forks.run("-c", ORDERS[order], loaded="libraries")
     assert run.returncode == 0, run.stderr
 
 
 def test_as_a_plugin_of_pytest(tmp_path: Path) -> None:
     """Nothing in the suite names the package, and pytest loads it before Lightning."""
     (tmp_path / "test_theirs.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
+    run = forks.run(*command, loaded="libraries", cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr

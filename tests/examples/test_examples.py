@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,14 +28,8 @@ LAYERS = {
 
 def run(name: str, steps: int, folder: Path, *arguments: str) -> str:
     """Text that the example prints."""
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps), *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    program = [str(EXAMPLES / f"{name}.py"), "--max-steps", str(steps), *arguments]
+    ran = forks.run(*program, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
