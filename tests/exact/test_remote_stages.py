@@ -22,7 +22,7 @@ from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.pipeline.host import Wire, main
-from tests.support.marks import quick
+from tests.support.marks import slow_except
 
 
 class Process:
@@ -165,10 +165,15 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         each.process.end()
 
 
-@quick("views-1-Thread")
-@pytest.mark.parametrize("host", [Process, Thread])
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("name", ["views", "dropout", "unet", "resnet", "translator", "towers", "vae"])
+NAMES = ("views", "dropout", "unet", "resnet", "translator", "towers", "vae")
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "host"),
+    slow_except(
+        [("views", 1, Thread), *((name, index, Process) for name in NAMES for index in (0, 1))], ("views", 1, Thread)
+    ),
+)
 def test_a_stage_in_another_process(name: str, index: int, host: type[Process | Thread], remote: Remote) -> None:
     """Among them buffers, dropout, tied weights, several pieces and inputs, and modules that are called again."""
     _, loader, layers = CASES[name]
