@@ -40,6 +40,19 @@ def of_file(setting: str, error: SettingError, advice: str) -> SettingError:
     return SettingError(f"{setting}={text}" if "; " in text else f"{setting}={text}; {advice}")
 
 
+def reason_of(error: Exception) -> str:
+    """Tell why something was not possible, by the error that it ended with.
+
+    Only a ``SettingError`` is foreseen; its text is the reason.
+    """
+    if isinstance(error, SettingError):
+        return str(error)
+    text = " ".join(str(error).split())
+    return (
+        f"an unforeseen {type(error).__name__}{f' ({text})' if text else ''} occurred; please report it with the model"
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1)

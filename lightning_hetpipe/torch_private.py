@@ -92,13 +92,15 @@ def traced_as_called() -> Iterator[None]:
     """Hide that ``torch.export`` traces.
 
     It is hidden from ``torch.compiler.is_compiling`` and ``is_exporting``; and, where there are no gradients, from the
-    questions by which torch.nn's modules for attention take fused operators, as they do in evaluations.
+    questions by which torch.nn's modules for attention take fused operators, as they do in evaluations. Products of
+    experts are traced in all dtypes in which they are computed.
     """
     hidden: list[tuple[Any, str, Any]] = [
         (torch.compiler, "_is_compiling_flag", False),
         (torch.compiler, "_is_exporting_flag", False),
         (torch.overrides, "has_torch_function", _has_torch_function),
         (torch.nn.modules.activation, "_is_make_fx_tracing", torch.is_grad_enabled),
+        (torch._meta_registrations, "_meta_grouped_mm_common", _grouped_mm_shape),
     ]
     before = [getattr(owner, name) for owner, name, _ in hidden]
     for owner, name, value in hidden:
@@ -108,6 +110,12 @@ def traced_as_called() -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(hidden, before, strict=True):
             setattr(owner, name, value)
+
+
+def _grouped_mm_shape(first: Tensor, second: Tensor, *, offs: Tensor | None, out_dtype: Any, **_: Any) -> Any:
+    """Shape and dtype of ``torch.nn.functional.grouped_mm``, which torch tells tracing for bfloat16 only."""
+    create: Any = torch._meta_registrations._create_grouped_mm_output_tensor
+    return create(first, second, offs, out_dtype)
 
 
 def _has_torch_function(values: Iterable[Any]) -> bool:

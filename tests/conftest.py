@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -32,6 +33,16 @@ def same_start() -> Iterator[None]:
     os.environ.pop("PL_GLOBAL_SEED", None)
     if seed is not None:
         os.environ["PL_GLOBAL_SEED"] = seed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packages_looked_up_once() -> Iterator[None]:
+    """Saves each Trainer the search for packages that bring callbacks along, most of what making one takes."""
+    from lightning.fabric.utilities import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -82,14 +82,19 @@ class Captured:
         for number, variant in of_this_mode:
             if (leaves := variant.fitting(args, kwargs)) is not None:
                 return (number, *leaves)
+        changing = [numbers for _, variant in of_this_mode if (numbers := variant.changing_numbers(args, kwargs))]
         if len(of_this_mode) == VARIANTS:
-            raise SettingError(
-                f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph;"
-                " pad them to the same shapes, or let training_step itself run it, by naming the modules to pipeline"
-                " (module=[...])"
+            way_out = (
+                "give it numbers as tensors, and decide by them with torch.where"
+                if changing
+                else "pad them to the same shapes"
             )
-        changing = (variant.changing_floats(args, kwargs) for _, variant in of_this_mode)
-        self._capture(args, kwargs, next(filter(None, changing), frozenset()))
+            raise SettingError(
+                f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
+                f" (other shapes, or other numbers where they decide what is computed); {way_out}, or let training_step"
+                " itself run it, by naming the modules to pipeline (module=[...])"
+            )
+        self._capture(args, kwargs, next(iter(changing), frozenset()))
         return self.value(args, kwargs)
 
     def changed(self, value: tuple[Any, ...]) -> str | None:
@@ -130,11 +135,11 @@ class Captured:
     def _mode(self) -> _Mode:
         return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], floats: frozenset[int] = frozenset()) -> None:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int] = frozenset()) -> None:
         again = bool(self._of_this_mode())
-        floats = self._inputs(args, kwargs, again, floats)
-        graph, checks = self._decided(args, kwargs, again, floats)
-        variant = _Variant(graph, args, kwargs, self._mode(), checks, floats)
+        numbers = self._inputs(args, kwargs, again, numbers)
+        graph, checks = self._decided(args, kwargs, again, numbers)
+        variant = _Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
@@ -158,12 +163,12 @@ class Captured:
         self._variants.append(variant)
 
     def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: frozenset[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]
     ) -> frozenset[int]:
-        """Those of ``floats`` of which a graph can make inputs; others are constants, as an operator takes no tensor
+        """Those of ``numbers`` of which a graph can make inputs; others are constants, as an operator takes no tensor
         there, or as ``forward`` decides by them."""
         found = frozenset[int]()
-        for number in sorted(floats - self._constants):
+        for number in sorted(numbers - self._constants):
             try:
                 self._decided(args, kwargs, images_vary, {number})
                 found |= {number}
@@ -172,7 +177,7 @@ class Captured:
         return found
 
     def _decided(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, floats: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: Collection[int]
     ) -> tuple[fx.GraphModule, DataChecks]:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
@@ -186,7 +191,7 @@ class Captured:
                 on_one_device(self._module, self.device),
             ):
                 graph, checks = graph_of(
-                    self._name, self._module, args, kwargs, decisions, images_vary=images_vary, floats=floats
+                    self._name, self._module, args, kwargs, decisions, images_vary=images_vary, numbers=numbers
                 )
             found = checks.of(pytree.tree_leaves((args, kwargs)))
             if found == checks.answers:
@@ -265,7 +270,7 @@ class _Variant:
         kwargs: dict[str, Any],
         mode: _Mode,
         checks: DataChecks,
-        floats: frozenset[int],
+        numbers: frozenset[int],
     ) -> None:
         self.mode = mode
         self.held: Values | None = None
@@ -274,7 +279,7 @@ class _Variant:
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
         self._checks = checks
-        self._floats = floats
+        self._numbers = numbers
         self._guards = getattr(graph, GRAPH_GUARDS, None)
         self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
 
@@ -285,7 +290,7 @@ class _Variant:
         leaves, spec = self._flat(args, kwargs)
         if spec != self._spec:
             return None
-        if not self._others([_kind(leaf) for leaf in leaves]) <= self._floats:
+        if not self._others([_kind(leaf) for leaf in leaves]) <= self._numbers:
             return None
         sizes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         if self._guards is not None and sizes not in self._fitted:
@@ -298,25 +303,21 @@ class _Variant:
             self._fitted[sizes] = None
         return leaves if self._checks.of(leaves) == self._checks.answers else None
 
-    def changing_floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    def changing_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
         if set(kwargs) != set(self._keywords):
             return frozenset()
         leaves, spec = self._flat(args, kwargs)
         others = self._others([_kind(leaf) for leaf in leaves]) if spec == self._spec else frozenset()
-        return others | self._floats if all(isinstance(leaves[number], float) for number in others) else frozenset()
+        return others | self._numbers if all(number >= 0 for number in others) else frozenset()
 
     def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
         """The places of inputs of other ``kinds`` than this graph's; a number of another class has no place."""
         pairs = enumerate(zip(kinds, self._kinds, strict=True))
-        return frozenset(n if _both_floats(one, other) else -1 for n, (one, other) in pairs if one != other)
+        return frozenset(n if one[0] is other[0] in (float, int) else -1 for n, (one, other) in pairs if one != other)
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
-
-
-def _both_floats(one: Any, other: Any) -> bool:
-    return one[0] is float and other[0] is float
 
 
 def _kind(leaf: Any) -> Any:

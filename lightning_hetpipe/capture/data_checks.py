@@ -8,6 +8,7 @@ off: it is run on the inputs of each call, and a call for which it gives other a
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ Answers = tuple[bool, ...]
 _Place = tuple[str, int]
 
 _ASK = {Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero}
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = Path(torch.__file__).parent
 _BETWEEN = tuple(str(_TORCH / name) for name in ("overrides.py", "_ops.py", "utils/_python_dispatch.py", "_tensor.py"))
 

@@ -29,7 +29,7 @@ from lightning_hetpipe.capture.plain_attributes import (
     contents_restored,
 )
 from lightning_hetpipe.capture.watch import Watch
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
@@ -135,7 +135,7 @@ class EvaluationWatch(Watch):
             if piece.captured is not None:
                 piece.captured.take_equal(value)
         except Exception as error:  # whatever it is, the module itself has computed
-            self.reasons[piece.name] = str(error).strip() or type(error).__name__
+            self.reasons[piece.name] = reason_of(error)
             if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
                 self._take_apart(call, own_args, own_kwargs)
             return output

@@ -7,6 +7,7 @@ import inspect
 import io
 import linecache
 import logging
+import os
 import random
 import re
 import sys
@@ -33,7 +34,7 @@ _IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
-_OURS = str(Path(__file__).parent.parent)
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def graph_of(
@@ -44,7 +45,7 @@ def graph_of(
     decisions: Decisions | None = None,
     *,
     images_vary: bool = False,
-    floats: Collection[int] = (),
+    numbers: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
     """The graph of ``module(*args, **kwargs)``: operators and no Python.
 
@@ -60,7 +61,7 @@ def graph_of(
         decisions: Answers what the module decides by values of its data; by default always False.
         images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
             for models that cut images into windows.
-        floats: The places, among its inputs, of numbers that may be others in other calls.
+        numbers: The places, among its inputs, of numbers that may be others in other calls.
 
     Returns:
         The graph, and the part of it that computes what the module decides by.
@@ -68,13 +69,20 @@ def graph_of(
     Raises:
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
+    if (unknown := unknown_in((args, kwargs))) is not None:
+        raise SettingError(
+            f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
+            " it out of the call, or give the tensors and numbers in it"
+        )
     decisions = decisions or Decisions((), SeenAnswers())
     try:
-        return _traced(name, module, args, kwargs, decisions, images_vary, floats, as_called=True)
-    except SettingError:
-        with contextlib.suppress(SettingError):
-            return _traced(name, module, args, kwargs, decisions.anew(), images_vary, floats, as_called=False)
+        return _traced(name, module, args, kwargs, decisions, images_vary, numbers, as_called=True)
+    except (SettingError, Undecidable) as refusal:
+        with contextlib.suppress(SettingError, Undecidable):
+            return _traced(name, module, args, kwargs, decisions.anew(), images_vary, numbers, as_called=False)
         _refuse_cumulative_averages(name, module)
+        if isinstance(refusal, Undecidable):
+            raise decides(name, f" at {refusal}", kwargs) from None
         raise
 
 
@@ -97,7 +105,7 @@ def _traced(
     kwargs: dict[str, Any],
     decisions: Decisions,
     images_vary: bool,
-    floats: Collection[int],
+    numbers: Collection[int],
     *,
     as_called: bool,
 ) -> tuple[fx.GraphModule, DataChecks]:
@@ -108,13 +116,9 @@ def _traced(
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
-    given = [torch.tensor(each, dtype=torch.float64) if n in floats else each for n, each in enumerate(leaves)]
+    kinds = {float: torch.float64, int: torch.int64}
+    given = [torch.tensor(each, dtype=kinds[type(each)]) if n in numbers else each for n, each in enumerate(leaves)]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    if (unknown := unknown_in((args, kwargs))) is not None:
-        raise SettingError(
-            f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
-            " it out of the call, or give the tensors and numbers in it"
-        )
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
@@ -122,17 +126,15 @@ def _traced(
     states = (random.getstate(), _numpy_state())
     try:
         with (
-            _as_one_call(name, module, decisions, floats, as_called=as_called),
+            _as_one_call(name, module, decisions, numbers, as_called=as_called),
             without_checkpoints(module),
             _left_alone(name, module),
             _silently(),
         ):
             dynamic = shapes.dynamic_shapes(module, (args, kwargs))
             graph = export(module, (args, kwargs), dynamic_shapes=dynamic, strict=False).module(check_guards=True)
-    except SettingError:
+    except (SettingError, Undecidable):
         raise
-    except Undecidable as error:
-        raise decides(name, f" at {error}") from None
     except Exception as error:
         raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):
@@ -142,15 +144,25 @@ def _traced(
         )
     assert isinstance(graph, fx.GraphModule)
     inputs = graph.graph.find_nodes(op="placeholder")
-    for number in floats:
+    for number in numbers:
         for user in list(inputs[number].users):
             if user.target is torch.ops.aten.item.default:
+                if _is_limited(user):
+                    raise SettingError(f"the graph of '{name}' is for some values of a number only")
                 user.replace_all_uses_with(inputs[number])
                 graph.graph.erase_node(user)
-    try:
-        return graph, DataChecks(graph, module, decisions)
-    except Undecidable as error:
-        raise decides(name, f" at {error}", kwargs) from None
+    return graph, DataChecks(graph, module, decisions)
+
+
+def _is_limited(number: fx.Node) -> bool:
+    """Tell whether a graph asserts anything of ``number``, as of one that is the size of a tensor."""
+    found = [number]
+    for node in found:
+        if any(name in str(node.target) for name in ("_assert_scalar", "sym_constrain_range")):
+            return True
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            found += [user for user in node.users if user not in found]
+    return False
 
 
 def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingError:
@@ -217,7 +229,7 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_one_call(
-    name: str, module: nn.Module, decisions: Decisions, floats: Collection[int], *, as_called: bool
+    name: str, module: nn.Module, decisions: Decisions, numbers: Collection[int], *, as_called: bool
 ) -> Iterator[None]:
     """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
 
@@ -229,7 +241,7 @@ def _as_one_call(
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        for number in floats:
+        for number in numbers:
             leaves[number] = leaves[number].item()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         held["forward"] = forward

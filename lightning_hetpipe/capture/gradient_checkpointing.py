@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.torch_private import without_checkpoint_hooks
 
 _ENABLED = "gradient_checkpointing"
 _FUNCTION = "_gradient_checkpointing_func"
+_SETTINGS = {"preserve_rng_state"} | {
+    name
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+"""Keywords of ``torch.utils.checkpoint.checkpoint`` itself."""
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -36,5 +44,5 @@ def without_checkpoints(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{name: value for name, value in kwargs.items() if name not in _SETTINGS})

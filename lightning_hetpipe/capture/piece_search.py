@@ -16,7 +16,7 @@ from torch import nn
 from lightning_hetpipe.capture.call_tree import CallNode
 from lightning_hetpipe.capture.parity_check import capture
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
 NAMED = 4
@@ -125,7 +125,7 @@ class PieceSearch:
         left = [call for call in self._calls if self._place(call.piece) < 0]
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
-            {call.piece.name: str(call.refusal) for call in left},
+            {call.piece.name: reason_of(call.refusal) for call in left if call.refusal is not None},
             [piece.name for piece in self._found],
             min(1.0, sum(node.seconds for node in self._nodes(self._calls)) / max(seconds, 1e-9)),
             self._timed_out,
@@ -171,7 +171,7 @@ class PieceSearch:
         if not graphs:
             return
         if kind in self._refused:
-            raise SettingError(f"another {kind.__name__} could not be captured: {self._refused[kind]}")
+            raise SettingError(f"another {kind.__name__} could not be captured: {reason_of(self._refused[kind])}")
         began, apart = time.perf_counter(), bool(self._refused)
         try:
             capture(piece, graphs, self._generators, self._minibatch)

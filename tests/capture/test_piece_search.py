@@ -169,6 +169,21 @@ def attempts(monkeypatch: pytest.MonkeyPatch, each: Any = lambda: None) -> list[
     return tried
 
 
+def test_an_unforeseen_error_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the capture's own does not end the run, and is not taken for a property of the model."""
+
+    def capture(piece: Piece, calls: Sequence[WatchedCall], *_: Any) -> None:
+        if isinstance(piece.module, Outer):
+            raise TypeError("no\nlayers")
+
+    monkeypatch.setattr(piece_search, "capture", capture)
+    watch = searched(Outer(Leaf()))
+    assert watch.apart.reasons == {
+        "net": "an unforeseen TypeError (no layers) occurred; please report it with the model"
+    }
+    assert found(watch) == ["net.parts.0", "net.head"]
+
+
 def test_nothing_that_can_be_captured() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:

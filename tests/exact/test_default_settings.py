@@ -9,10 +9,13 @@ import torch
 import transformers as hf
 from lightning.pytorch.demos.transformer import Transformer
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
@@ -137,6 +140,17 @@ def test_numbers_that_change(in_flight: int) -> None:
 def test_a_buffer_that_the_first_forward_makes(in_flight: int) -> None:
     expected = expect(made(Rebinds), vectors(14, 4), in_flight)
     assert_equal(expected, fit(made(Rebinds), vectors(14, 4), strategy=even(2, 2, in_flight)))
+
+
+def test_checkpoints_with_keywords_run_without() -> None:
+    """Models of people's own pass the layer's keywords, and the checkpoint's, in one call."""
+    layer = nn.Module()
+    vars(layer)["_gradient_checkpointing_func"] = checkpoint
+    with without_checkpoints(layer):
+        call: Any = layer._gradient_checkpointing_func
+        given = call(lambda x, mask: x * mask, torch.ones(2), mask=torch.arange(2.0), use_reentrant=False)
+    assert torch.equal(given, torch.tensor([0.0, 1.0]))
+    assert layer._gradient_checkpointing_func is checkpoint
 
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from lightning_hetpipe import torch_private
 from tests.private.guarding import guards
@@ -88,6 +89,19 @@ def test_tracing_is_hidden_from_attention_without_gradients(gradients: bool) -> 
     found = [name for name in ("encoder_layer_fwd", "native_multi_head") if name in str(graph)]
     # Fused operators have no gradients; without these, evaluations compute by them.
     assert len(found) == (0 if gradients else 2)
+
+
+@guards("_meta_registrations", "_meta_grouped_mm_common", "_create_grouped_mm_output_tensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_are_traced_in_all_dtypes(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+            with torch_private.traced_as_called():
+                return functional.grouped_mm(x, weights, offs=ends)
+
+    given = torch.randn(6, 8, dtype=dtype), torch.randn(2, 8, 16, dtype=dtype), torch.tensor([2, 6], dtype=torch.int32)
+    graph = torch.export.export(Experts(), given, strict=False)
+    assert torch.equal(graph.module()(*given), functional.grouped_mm(given[0], given[1], offs=given[2])), "Mixtral"
 
 
 @guards("_dynamo")

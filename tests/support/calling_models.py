@@ -72,7 +72,7 @@ class Generates(Caches):
 
 
 class Scaled(Learner):
-    """A number that changes from call to call, and one by which the module decides."""
+    """Numbers that change from call to call: two that it computes with, one that is a size, one that it decides by."""
 
     def __init__(self) -> None:
         super().__init__(ADAMW)
@@ -80,7 +80,8 @@ class Scaled(Learner):
 
     def compute(self, batch: Batch) -> Outputs:
         x, _ = batch
-        return {"loss": self.model(x, float(x[0, 0]), is_scaled=float(x[0, 0] > 0))}
+        turn = int(x[0, 1] * 100)
+        return {"loss": self.model(x, float(x[0, 0]), turn, 1 + turn % 2, is_scaled=float(x[0, 0] > 0))}
 
 
 class Scales(nn.Module):
@@ -88,8 +89,8 @@ class Scales(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
 
-    def forward(self, x: Tensor, alpha: float, is_scaled: float = 1.0) -> Tensor:
-        y = torch.relu(self.one(x)) * alpha
+    def forward(self, x: Tensor, alpha: float, turn: int, rows: int, is_scaled: float = 1.0) -> Tensor:
+        y = torch.relu(self.one(x)) * alpha + torch.ones(rows, 8, device=x.device) * (turn % 7)
         if is_scaled:
             y = y * 2
         loss: Tensor = self.two(y).square().mean() + (1 - alpha) * y.mean()

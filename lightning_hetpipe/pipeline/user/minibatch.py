@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
     from lightning_hetpipe.pipeline.passes import Loss
 
+_SKIPPED = "; a layer that is skipped at random (layerdrop, say) needs a chance of 0 to be skipped"
+"""The most frequent cause of calls that differ from minibatch to minibatch."""
+
 
 @dataclass
 class Step:
@@ -135,7 +138,7 @@ class Minibatch(BatchInFlight):
                 f"the pipelined module '{name}' was called "
                 + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
-                + "; call the pipelined modules as often and in the same order as in the first minibatch"
+                + f"; call the pipelined modules as often and in the same order as in the first minibatch{_SKIPPED}"
             )
         call = PieceCall(calls[done], Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
@@ -201,7 +204,7 @@ class Minibatch(BatchInFlight):
                 " (module=[...])"
                 if ordinal
                 else f"training_step did not call the pipelined module '{name}' this time; call the same modules in"
-                " every minibatch, or pipeline only those that are (module=[...])"
+                f" every minibatch, or pipeline only those that are (module=[...]){_SKIPPED}"
             )
 
 
