@@ -55,15 +55,15 @@ def predicted(make: Callable[[], nn.Module], strategy: Any, **settings: Any) -> 
 
 
 def decoder() -> nn.Module:
-    return Attends(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True), 2))
+    return Attends(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True), 1))
 
 
 @pytest.mark.parametrize(
     ("make", "inference_mode"),
     [
-        (lambda: Attends(nn.TransformerEncoder(layer(), 3)), True),
-        (lambda: Attends(nn.TransformerEncoder(layer(), 3), causal), True),
-        (lambda: Attends(nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False), padded), True),
+        (lambda: Attends(nn.TransformerEncoder(layer(), 2)), True),
+        (lambda: Attends(nn.TransformerEncoder(layer(), 2), causal), True),
+        (lambda: Attends(nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False), padded), True),
         (decoder, False),
         (lambda: Attends(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)), False),
     ],
@@ -89,7 +89,7 @@ def test_a_padding_mask_makes_nested_tensors() -> None:
     """Nested tensors are in no graph; the remedy that is told is tried above."""
 
     def make() -> nn.Module:
-        return Attends(nn.TransformerEncoder(layer(), 2), padded)
+        return Attends(nn.TransformerEncoder(layer(), 1), padded)
 
     found, said = predicted(make, pipeline())
     assert "make it with enable_nested_tensor=False" in said[0]

@@ -7,7 +7,7 @@ noted beside it. Nothing may differ.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import io
 import logging
 import os
@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
+from tests.parity.describing import chance, digest
 from tests.support.equality import assert_same
 from tests.support.trainers import QUIET
 
@@ -80,9 +81,10 @@ def end(made: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
 
 def describe(value: Any) -> Any:
     """``value`` as nested dicts and lists of plain values, a tensor by its bits."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
     if isinstance(value, Tensor):
-        bits = hashlib.sha1(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        return f"{tuple(value.shape)} {value.dtype} {value.device} {value.requires_grad} {value.grad_fn is None} {bits}"
+        return f"{digest(value)} {value.device} {value.requires_grad} {value.grad_fn is None}"
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -91,8 +93,6 @@ def describe(value: Any) -> Any:
         return f"{type(value).__name__}: {value}"
     if isinstance(value, float):
         return repr(value)  # so that NaN equals NaN
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
     return type(value).__name__
 
 
@@ -137,11 +137,7 @@ def _witnessed(story: Story, folder: Path, environment: Mapping[str, str]) -> di
         "files": files,
         "signals": kept,
         "threads": torch.get_num_threads(),
-        "random": [
-            describe(torch.get_rng_state()),
-            hash(random.getstate()),
-            repr(np.random.get_state()),
-        ],
+        "random": chance(),
     }
 
 
@@ -151,14 +147,20 @@ def _addressless(text: str) -> str:
 
 def _forget_warnings() -> None:
     """Lets Lightning give each warning of a kind that it gives once in a process again."""
+    for cache in _caches(sum(name.startswith("lightning.") for name in sys.modules)):
+        cache.clear()
+
+
+@functools.cache
+def _caches(modules: int) -> list[WarningCache]:
+    """Caches that Lightning's modules and their classes hold; so many of these are imported."""
+    found = []
     for name, module in list(sys.modules.items()):
-        if not name.startswith("lightning."):
-            continue
-        for value in list(vars(module).values()):
-            kept = [value, *vars(value).values()] if isinstance(value, type) else [value]
-            for each in kept:
-                if isinstance(each, WarningCache):
-                    each.clear()
+        if name.startswith("lightning."):
+            for value in list(vars(module).values()):
+                held = [value, *vars(value).values()] if isinstance(value, type) else [value]
+                found += [each for each in held if isinstance(each, WarningCache)]
+    return found
 
 
 class Model(BoringModel):

@@ -6,6 +6,7 @@ more it is compared with the oracle's strategy (:mod:`tests.parity.stale`), and 
 
 from __future__ import annotations
 
+import marshal
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -165,11 +166,10 @@ def assert_same_story(expected: Story, actual: Story) -> None:
         before = f"after {expected.events[index - 1]}" if index else "at the start"
         assert (one.owner, one.hook) == (other.owner, other.hook), f"{other} came instead of {one}, {before}"
         for part in ("arguments", "seen", "returned"):
-            if repr(getattr(one, part)) == repr(
-                getattr(other, part)
-            ):  # of plain data; much cheaper than to look for it
+            one_part, other_part = getattr(one, part), getattr(other, part)
+            if marshal.dumps(one_part, 2) == marshal.dumps(other_part, 2):  # of plain data; cheaper than to look for it
                 continue
-            found = difference(getattr(one, part), getattr(other, part), part, ordered=True)
+            found = difference(one_part, other_part, part, ordered=True)
             assert found is None, f"{found} in {one}, {before}"
     missing, extra = expected.events[len(actual.events) :], actual.events[len(expected.events) :]
     assert not missing, f"{missing[0]} and {len(missing)} in all did not come"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import hashlib
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from torch import Tensor, nn
 
 
@@ -24,21 +27,25 @@ def describe(value: Any, folder: Path | None = None) -> Any:
     kind = type(value)
     if kind is int or kind is bool or value is None:
         return value
+    if kind is str and folder is None:
+        return value
+    if kind is float:
+        return repr(value)  # so that NaN equals NaN
+    if kind is Tensor or isinstance(value, Tensor):
+        return digest(value)
     if kind is dict or isinstance(value, Mapping):
         return {
             key if type(key) is str and folder is None else str(describe(key, folder)): describe(item, folder)
             for key, item in value.items()
         }
-    if kind is list or kind is tuple or isinstance(value, (list, tuple)):
-        return [kind.__name__, *(describe(item, folder) for item in value)]
-    if isinstance(value, Tensor):
-        return digest(value)
+    if isinstance(value, (list, tuple)):
+        return [kind.__name__, *[describe(item, folder) for item in value]]
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (str, Path)):
         return str(value).replace(str(folder), "<folder>") if folder is not None else str(value)
     if isinstance(value, float):
-        return repr(value)  # so that NaN equals NaN
+        return repr(value)
     if isinstance(value, int):
         return value
     if isinstance(value, (torch.device, torch.dtype, np.generic)):
@@ -50,10 +57,9 @@ def describe(value: Any, folder: Path | None = None) -> Any:
 
 def digest(tensor: Tensor) -> str:
     """Differs where a bit, the shape or the type of ``tensor`` does."""
-    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    if plain.dtype is torch.bfloat16:  # which numpy does not know
-        plain = plain.view(torch.int16)
-    return _digest(tensor.dtype, tensor.shape, plain.numpy().tobytes())
+    if not (tensor.is_contiguous() and tensor.layout is torch.strided) or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    return _digest(tensor.dtype, tensor.shape, ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
 @functools.lru_cache(4096)
@@ -61,13 +67,19 @@ def _digest(dtype: torch.dtype, shape: torch.Size, data: bytes) -> str:
     return f"{dtype}{(*shape,)}{hashlib.blake2b(data, digest_size=6).hexdigest()}"
 
 
+MT19937 = 625 * 4
+"""Size of the state of numpy's default generator, in bytes: 624 words, and the place in them."""
+
+
 def chance() -> str:
-    """The default random states of torch, Python and numpy."""
-    _, keys, *place = np.random.get_state(legacy=True)
-    states = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=6)
-    states.update(np.asarray(keys).tobytes())
-    states.update(repr((place, hash(random.getstate()))).encode())
-    return states.hexdigest()
+    """The default random states of torch, Python and numpy (read where it lies, as its own copy of it is slow)."""
+    numpy = cast(Any, np.random).get_bit_generator().ctypes.state_address
+    return _chance(digest(torch.get_rng_state()), random.getstate(), ctypes.string_at(numpy, MT19937))
+
+
+@functools.lru_cache(256)
+def _chance(*states: Any) -> str:
+    return hashlib.blake2b(repr(states).encode(), digest_size=6).hexdigest()
 
 
 def counts(trainer: L.Trainer) -> dict[str, Any]:
@@ -81,11 +93,26 @@ def counts(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
+def loops(loop: _Loop) -> dict[str, Any]:
+    """Content of its ``state_dict``, which copies each number for itself."""
+    found: dict[str, Any] = {"state_dict": describe(loop.on_save_checkpoint())}
+    for name, value in vars(loop).items():
+        if isinstance(value, _BaseProgress):
+            found[name] = progress(value)
+        elif isinstance(value, _Loop):
+            found[name] = loops(value)
+    return found
+
+
+def progress(value: Any) -> Any:
+    return {name: progress(item) for name, item in vars(value).items()} if isinstance(value, _BaseProgress) else value
+
+
 def sight(trainer: L.Trainer, module: nn.Module, metrics: bool) -> dict[str, Any]:
     """All that a hook can see of a run; of metrics only if told, since looking computes them."""
     seen = counts(trainer)
     seen["status"] = [str(trainer.state.fn), str(trainer.state.status), trainer.should_stop, trainer.is_last_batch]
-    seen["loops"] = describe(trainer.fit_loop.state_dict())
+    seen["loops"] = loops(trainer.fit_loop)
     weights = dict(module.named_parameters())
     seen["weights"] = {name: digest(weight) for name, weight in weights.items()}
     seen["buffers"] = {name: digest(buffer) for name, buffer in module.named_buffers()}
