@@ -38,15 +38,18 @@ def test_a_module_name_is_used_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def everything() -> dict[str, ast.Module]:
-    """Trees of the package, and of the tests, benchmarks and examples."""
-    beside = (path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py")))
-    return {**trees(), **{str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in beside}}
+def files_with_riddles() -> Iterator[tuple[str, str]]:
+    """Files of the package, the tests, benchmarks and examples, where some string, or its line, begins as one does."""
+    for folder in (PACKAGE.name, "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if re.search(rf"[\"'](\\\n)?\s*{RIDDLE.pattern}", text):
+                yield str(path.relative_to(ROOT)), text
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    for file, tree in everything().items():
-        for node in ast.walk(tree):
+    for file, text in files_with_riddles():
+        for node in ast.walk(ast.parse(text)):
             # Of a module, a class or a function, and below a variable or an attribute.
             if (
                 isinstance(node, ast.Expr)

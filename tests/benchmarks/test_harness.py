@@ -1,21 +1,16 @@
 """Rounds, processes and tables."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from benchmarks.harness import Process, ProcessFailed, Spread, in_rounds, run_together, table
-from benchmarks.training_task import WORKER, Task
-
-TINY = Task("plain", layers=4, width=8, batch=4, warmup=2, steps=3, tail=1)
 
 
 def test_a_failed_process_ends_those_that_wait_for_it() -> None:
-    waiting = Process(WORKER, (replace(TINY, together=True).to_json(),))
-    broken = Process(WORKER, ("{}",))
+    processes = [Process("tests.benchmarks.waiting_process", (does,)) for does in ("wait", "fail")]
     with pytest.raises(ProcessFailed, match="KeyError"):
-        run_together([waiting, broken], timeout=120)
+        run_together(processes, timeout=120)
 
 
 def test_a_process_that_never_ends_is_given_up() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra._internal.hydra import Hydra
-from omegaconf import base, grammar_parser
 
 from lightning_hetpipe.cli.hetpipe_train import main
+from tests.support.composing import compose_once
 
 USERS_MODEL = """
 import os
@@ -65,17 +63,9 @@ Train = Callable[..., None]
 Ends = Callable[..., tuple[str, str]]
 
 
-parsed_once = functools.lru_cache(None)(grammar_parser.parse)  # trees are only read
-
-
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra composes all of the configuration twice, first for hydra.mode alone, which no test here sets.
-
-    And OmegaConf parses each interpolation whenever it is read, by a slow parser.
-    """
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
-    monkeypatch.setattr(base, "parse", parsed_once)
+    compose_once(monkeypatch)
 
 
 @pytest.fixture

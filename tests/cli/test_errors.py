@@ -191,7 +191,12 @@ def test_servers_at_a_wrong_address_are_one_line(ends: Ends, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     # All Trainers of a program meet at the same servers; later tests of this process have others.
     monkeypatch.setattr("lightning_hetpipe.strategy.virtual_workers._group", None)
-    nobody = ["trainer.num_nodes=2", "strategy.wsp.servers=['127.0.0.1:1']", "strategy.timeout=0.3"]
+    nobody = [
+        "trainer.num_nodes=2",
+        "strategy.wsp.servers=['127.0.0.1:1']",
+        "strategy.timeout=0.3",
+        "strategy.wsp.lease=0.3",
+    ]
     _, error = ends(2, *MINE, *nobody)
     assert "hetpipe-train: strategy.wsp.servers=['127.0.0.1:1'] does not answer (VW 1, in state 'hello', has" in error
     assert "the server at 127.0.0.1:1 cannot be reached" in error

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from lightning_hetpipe import Cluster, Node, Plan
-from lightning_hetpipe.cli import plan_inputs
+from lightning_hetpipe.cli import hetpipe_plan, plan_inputs
 from lightning_hetpipe.cli.hetpipe_plan import main
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import load, save
+from lightning_hetpipe.reporting.plots import draw
 from tests.support.marks import fewer
 
 MIB = 1 << 20
@@ -41,7 +43,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs hetpipe-plan with these arguments, which ends with ``code``; gives its output and its errors."""
+    """Runs hetpipe-plan with these arguments, which ends with ``code``; gives its output and its errors.
+
+    Its pictures are empty, as to draw takes most of the time.
+    """
+    monkeypatch.setattr(hetpipe_plan, "draw", lambda _: Figure())
 
     def run(*arguments: str, code: int = 0) -> tuple[str, str]:
         quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
@@ -57,6 +63,13 @@ def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return run
 
 
+@pytest.fixture
+def drawn(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures show what there is to see."""
+    monkeypatch.setattr(hetpipe_plan, "draw", draw)
+
+
+@pytest.mark.usefixtures("drawn")
 def test_devices_by_name(plan: Run, folder: Path) -> None:
     said, _ = plan("profile=p.json", "devices=[RTX-3090,V100-16]", "hydra.run.dir=run")
     assert said.startswith("twelve: ")
@@ -203,6 +216,7 @@ def test_nothing_fits(plan: Run, folder: Path) -> None:
     assert not (folder / "run" / "plan.json").exists()
 
 
+@pytest.mark.usefixtures("drawn")
 def test_without_matplotlib_there_is_a_plan_and_no_picture(
     plan: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_module
 
 import lightning_hetpipe
 from lightning_hetpipe.cli.hetpipe_train import main
+from tests.support.composing import compose_once
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
@@ -24,6 +25,11 @@ PAGES = {
 GUIDE = PAGES["docs/getting-started.md"]
 USERS = ("mine/", "outputs/", "site/")
 """Folders that pages name although they are no part of the repository."""
+
+
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose_once(monkeypatch)
 
 
 def files_of(text: str) -> dict[str, str]:
@@ -41,6 +47,7 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.usefixtures("composed_once")
 def test_a_model_of_ones_own_trains_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +79,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
+@pytest.mark.usefixtures("composed_once")
 def test_the_commands_compose(command: str) -> None:
     program, *arguments = shlex.split(command, comments=True)
     # Of a sweep's values the first; a list in brackets is one value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.marks import slow_except
+from tests.support import forks
 
 CHECKOUT = Path(__file__).parents[2]
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "lightning_hetpipe", "conf"]
+SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks.progress_bar=null"]
+SHORT += ["trainer.enable_progress_bar=false"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -72,7 +75,8 @@ def sdist(checkout: Path) -> list[str]:
     return [str(build(checkout, "sdist"))]
 
 
-@pytest.mark.parametrize("form", slow_except([editable, wheel, sdist], wheel))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [editable, wheel, sdist])
 def test_hetpipe_train_runs_from_an_installation(
     form: Callable[[Path], list[str]], checkout: Path, environment: Path, tmp_path: Path
 ) -> None:
@@ -86,14 +90,26 @@ def test_hetpipe_train_runs_from_an_installation(
         environment / "python", "-c", "import lightning_hetpipe; print(lightning_hetpipe.__file__)", cwd=elsewhere
     )
     assert Path(where.strip()).is_relative_to(checkout if form is editable else environment.parent)
-    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks.progress_bar=null"]
-    said = run(environment / "hetpipe-train", *short, "trainer.enable_progress_bar=false", cwd=elsewhere)
+    said = run(environment / "hetpipe-train", *SHORT, cwd=elsewhere)
     assert "Trained as a pipeline of 3 stages" in said
     assert list(elsewhere.glob("outputs/*/*/checkpoints/*.ckpt"))
 
 
-def test_the_wheel_holds_code_configuration_and_types_and_nothing_else(checkout: Path) -> None:
-    names = set(zipfile.ZipFile(build(checkout, "wheel")).namelist())
+SCRIPT = """
+import sys
+from importlib.metadata import entry_points
+import lightning_hetpipe
+assert "lightning" not in sys.modules
+assert lightning_hetpipe.__file__.startswith(sys.path[1])
+(script,) = entry_points(group="console_scripts", name="hetpipe-train")
+script.load()()
+"""
+
+
+def test_the_wheel_holds_what_is_needed_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
+    """Code, configuration, types, and a script that trains where there is only what pip takes from the wheel."""
+    wheel = zipfile.ZipFile(build(checkout, "wheel"))
+    names = set(wheel.namelist())
     held = {name for name in names if ".dist-info/" not in name}
     code = {str(path.relative_to(checkout)) for path in (checkout / "lightning_hetpipe").rglob("*.py")}
     settings = {f"lightning_hetpipe/{path.relative_to(checkout)}" for path in (checkout / "conf").rglob("*.yaml")}
@@ -101,6 +117,14 @@ def test_the_wheel_holds_code_configuration_and_types_and_nothing_else(checkout:
     others = {"conf/__init__.py", "planning/model/gpus.json", "py.typed"}
     assert held == code | settings | {f"lightning_hetpipe/{name}" for name in others}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    shutil.rmtree(checkout)
+    (installed := tmp_path / "installed").mkdir()
+    wheel.extractall(installed)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    ran = forks.run("-c", SCRIPT, *SHORT, loaded="libraries", cwd=tmp_path, environment=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert "Trained as a pipeline of 3 stages" in ran.stdout
+    assert list(tmp_path.glob("outputs/*/*/checkpoints/*.ckpt"))
 
 
 def test_the_sdist_holds_what_a_build_needs(checkout: Path) -> None:

@@ -1,8 +1,8 @@
 """Python programs in forks of a process that has imported what takes ten seconds to import, but nothing of ours.
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
-program begins as in an interpreter that was just started, but for modules that are loaded already: none but those that
-``import lightning`` loads, and pytest.
+program begins as in an interpreter that was just started, but for modules that are loaded already, none but those that
+``import lightning`` loads, and pytest; and torch computes with one thread.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def _become(out: int, error: int, arguments: Sequence[str], folder: str, variabl
     os.dup2(error, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    import_module("torch").set_num_threads(1)  # as OMP_NUM_THREADS=1 does at a real start
     sys.orig_argv = [sys.executable, *arguments]
     code: Any = 0
     try:

@@ -15,6 +15,7 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.server.process import client
 from lightning_hetpipe.server.process.client import NotJoined, ServersSilent
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
@@ -108,6 +109,7 @@ def test_a_later_trainer_may_place_parameters_on_servers_that_the_first_did_not_
 
 def test_a_later_trainers_timeout_holds(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one's held for all of the program."""
+    monkeypatch.setattr(client, "TIME_TO_LEAVE", 0.1)
     pair = Pair(exits, monkeypatch)
     pair.renew([WSPCallback(lease=LEASE)] * 2, timeout=0.3)
     pair.servers[0].stop()
@@ -257,6 +259,7 @@ def test_nobody_at_the_coordinators_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(join_handshake, "NOTICE_AFTER", 0.05)
+    monkeypatch.setattr(client, "TIME_TO_LEAVE", 0.1)
     found = FoundServers("127.0.0.1:1", (), Security())
     group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
     with pytest.raises(ServersSilent) as silent:
