@@ -54,8 +54,17 @@ class State:
         return State(
             {name: weight.detach().clone() for name, weight in model.named_parameters()},
             {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-            copy.deepcopy(optimizer.state_dict()),
+            copy_of(optimizer.state_dict()),
         )
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of nested dicts and lists with tensors; faster than ``copy.deepcopy``."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copy_of(each) for key, each in value.items()}
+    return [copy_of(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(repr=False)

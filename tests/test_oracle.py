@@ -12,6 +12,7 @@ from tests import oracle
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Recipe
 from tests.support.equality import assert_same, difference
+from tests.support.marks import quick
 from tests.support.models import (
     ADAMW,
     SGD,
@@ -32,6 +33,10 @@ from tests.support.models import (
 )
 
 
+@quick(
+    *("mlp-sgd", "mlp-adamw", "mlp-two_groups"),
+    *("resnet-sgd", "resnet-two_groups", "transformer-adamw", "tied-two_groups", "pieces-adamw"),
+)
 @pytest.mark.parametrize("recipe", [SGD, ADAMW, Recipe(two_groups)], ids=["sgd", "adamw", "two_groups"])
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer", "tied", "pieces"])
 def test_one_in_flight_is_the_plain_trainer(name: str, recipe: Recipe) -> None:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.export import decides, graph_of
-from lightning_hetpipe.capture.frozen import FrozenValues, Values
+from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.capture.variant import Mode, Variant
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.torch_private import GRAPH_GUARDS, graph_nodes, pytree
+from lightning_hetpipe.torch_private import pytree
 
 VARIANTS = 8
 """Most graphs of one piece: one for each kind of input that needs one of its own."""
 
 DECISIONS = 8
 """Most graphs that are made for one call to find the answers by which its module decides."""
-
-FITTED = 256
-"""Combinations of sizes that are remembered to fit a graph."""
-
-
-_Mode = tuple[bool, bool, tuple[tuple[str, torch.dtype | None], ...]]
 
 
 class Captured:
@@ -70,7 +63,7 @@ class Captured:
         self._module = module
         self._example = (args, kwargs)
         self._autocast = Autocast.current()
-        self._variants: list[_Variant] = []
+        self._variants: list[Variant] = []
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
         self.device = device_of(module)
@@ -105,20 +98,20 @@ class Captured:
         held = self._variants[value[0]].held
         return "what it reads" if held is None else self.frozen.changed(held)
 
-    def take_equal(self, value: tuple[Any, ...], way: Way | None = None) -> None:
+    def take_equal(self, value: tuple[Any, ...], autograd: AutogradNodes | None = None) -> None:
         """Note that the graph for ``value`` was seen to give what the module gives, with Python values as they are now.
 
         Args:
             value: An input of the first layer.
-            way: The autograd nodes by which the module computed it; None if that was not looked at.
+            autograd: The autograd nodes by which the module computed it; None if that was not looked at.
         """
         self._variants[value[0]].held = self.frozen.now()
-        self._variants[value[0]].way = way
+        self._variants[value[0]].autograd = autograd
 
-    def way(self, value: tuple[Any, ...]) -> Way | None:
+    def autograd(self, value: tuple[Any, ...]) -> AutogradNodes | None:
         """The autograd nodes of the module when the graph for ``value`` was last compared with it in a minibatch."""
-        variant: _Variant = self._variants[value[0]]
-        return variant.way
+        variant: Variant = self._variants[value[0]]
+        return variant.autograd
 
     def capture_again(self) -> None:
         """Follows a change of the module, other than of its weights' and buffers' values."""
@@ -128,18 +121,18 @@ class Captured:
         with self._autocast.opened():
             self._capture(*self._example)
 
-    def _of_this_mode(self) -> list[tuple[int, _Variant]]:
+    def _of_this_mode(self) -> list[tuple[int, Variant]]:
         mode = self._mode()
         return [(n, variant) for n, variant in enumerate(self._variants) if variant.mode == mode]
 
-    def _mode(self) -> _Mode:
+    def _mode(self) -> Mode:
         return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int] = frozenset()) -> None:
         again = bool(self._of_this_mode())
         numbers = self._inputs(args, kwargs, again, numbers)
         graph, checks = self._decided(args, kwargs, again, numbers)
-        variant = _Variant(graph, args, kwargs, self._mode(), checks, numbers)
+        variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
             raise SettingError(
@@ -226,103 +219,3 @@ class Captured:
 def graph_layer(layer: Layer) -> GraphLayer:
     assert isinstance(layer.module, GraphLayer)
     return layer.module
-
-
-@dataclass(frozen=True)
-class Way:
-    """Autograd nodes of one call of a module: a ``detach()`` or ``no_grad()`` in it changes nothing else.
-
-    Attributes:
-        inputs: The shape of each input, and whether it requires a gradient.
-        nodes: How many nodes of each kind autograd goes through. (Casts are left out, as autocast remembers some.)
-    """
-
-    inputs: tuple[tuple[torch.Size, bool], ...]
-    nodes: Counter[str]
-
-    @staticmethod
-    def of(inputs: Value, output: Any) -> Way:
-        nodes = graph_nodes([tensor.grad_fn for tensor in tensors_of(output)], [])
-        shapes = [tensor.shape for tensor in inputs.tensors]
-        return Way(
-            tuple(zip(shapes, inputs.requires_grad, strict=True)),
-            Counter(name for name in (node.name() for node in nodes) if not name.startswith("ToCopy")),
-        )
-
-    def differs(self, before: Way | None) -> bool:
-        """Tell whether it is another way than ``before``, for inputs of the same shapes."""
-        return before is not None and self.inputs == before.inputs and self.nodes != before.nodes
-
-
-class _Variant:
-    """Conditions under which a call may run one graph.
-
-    Attributes:
-        mode: Whether the module was to be trained, whether gradients were wanted, and the dtypes of autocast.
-        held: The Python values outside the module with which it gave what the module gives, once this was seen.
-        way: How the module computed then, if that was in a minibatch in flight.
-    """
-
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mode: _Mode,
-        checks: DataChecks,
-        numbers: frozenset[int],
-    ) -> None:
-        self.mode = mode
-        self.held: Values | None = None
-        self.way: Way | None = None
-        self._keywords = [*kwargs]
-        leaves, self._spec = self._flat(args, kwargs)
-        self._kinds = [_kind(leaf) for leaf in leaves]
-        self._checks = checks
-        self._numbers = numbers
-        self._guards = getattr(graph, GRAPH_GUARDS, None)
-        self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
-
-    def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
-        if set(kwargs) != set(self._keywords):
-            return None
-        leaves, spec = self._flat(args, kwargs)
-        if spec != self._spec:
-            return None
-        if not self._others([_kind(leaf) for leaf in leaves]) <= self._numbers:
-            return None
-        sizes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-        if self._guards is not None and sizes not in self._fitted:
-            try:
-                self._guards(*leaves)
-            except (AssertionError, RuntimeError):
-                return None
-            if len(self._fitted) == FITTED:
-                del self._fitted[next(iter(self._fitted))]
-            self._fitted[sizes] = None
-        return leaves if self._checks.of(leaves) == self._checks.answers else None
-
-    def changing_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
-        if set(kwargs) != set(self._keywords):
-            return frozenset()
-        leaves, spec = self._flat(args, kwargs)
-        others = self._others([_kind(leaf) for leaf in leaves]) if spec == self._spec else frozenset()
-        return others | self._numbers if all(number >= 0 for number in others) else frozenset()
-
-    def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
-        """The places of inputs of other ``kinds`` than this graph's; a number of another class has no place."""
-        pairs = enumerate(zip(kinds, self._kinds, strict=True))
-        return frozenset(n if one[0] is other[0] in (float, int) else -1 for n, (one, other) in pairs if one != other)
-
-    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
-
-
-def _kind(leaf: Any) -> Any:
-    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1."""
-    if isinstance(leaf, Tensor):
-        return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
-    # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
-    return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)

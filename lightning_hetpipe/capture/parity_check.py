@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
-from lightning_hetpipe.capture.captured import Captured, Way, graph_layer
+from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.opaque_containers import without_opaque
@@ -86,7 +87,7 @@ def compare(
     with captured.exclusive(), attributes_restored(module), on_one_device(module, captured.device, filled=True):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
-        def run() -> tuple[Value, Way]:
+        def run() -> tuple[Value, AutogradNodes]:
             args, kwargs = inputs.tree(inputs.leaves(captured.device))
             try:
                 with (
@@ -101,21 +102,21 @@ def compare(
                         if not equal(buffer, buffers[path]):  # to write what it has would count as a change of it
                             buffer.copy_(buffers[path])
             gave = without_opaque(piece.name, gave)
-            return Value.of(gave), Way.of(inputs, gave)
+            return Value.of(gave), AutogradNodes.of(inputs, gave)
 
-        gave, way = run()
+        gave, autograd = run()
         found, _ = _run_graph(piece, value, buffers, generators, minibatch, call)
         other = None if equal_outputs(found, gave) else "values"
-        if other is None and changed is not None and way.differs(captured.way(value)):
+        if other is None and changed is not None and autograd.differs(captured.autograd(value)):
             other = "gradients"
-        if other is not None and _equal_ways((gave, way), run()):
+        if other is not None and _equal((gave, autograd), run()):
             batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
             raise SettingError(
                 f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
                 f" forward reads from Python outside the module: {changed or 'something'} changed after it was"
                 " captured; give it to the module as a tensor argument, or keep it in a buffer of the module's"
             )
-    captured.take_equal(value, way)
+    captured.take_equal(value, autograd)
     captured.needless_comparisons += changed is not None
     if changed is not None and captured.needless_comparisons == MOST_NEEDLESS:
         warnings.warn(
@@ -126,7 +127,7 @@ def compare(
         )
 
 
-def _equal_ways(one: tuple[Value, Way], other: tuple[Value, Way]) -> bool:
+def _equal(one: tuple[Value, AutogradNodes], other: tuple[Value, AutogradNodes]) -> bool:
     return equal_outputs(one[0], other[0]) and one[1] == other[1]
 
 

@@ -84,7 +84,7 @@ class PieceCalls(PieceForwards):
             with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(*given)
                 if (captured := piece.captured) is not None and (
-                    self._is_due(minibatch.number) or captured.way(value) is None or captured.changed(value)
+                    self._is_due(minibatch.number) or captured.autograd(value) is None or captured.changed(value)
                 ):
                     compare(piece, given, value, self._generators, minibatch.number, minibatch.calls_of(index))
                 return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,8 +55,8 @@ def predicted(make: Callable[[], nn.Module], strategy: Any, **settings: Any) -> 
     return found, [str(each.message) for each in said if "does not run in the pipeline" in str(each.message)]
 
 
-def decoder() -> nn.Module:
-    return Attends(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True), 1))
+def decoder(layers: int = 2) -> nn.Module:
+    return Attends(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True), layers))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def decoder() -> nn.Module:
         (lambda: Attends(nn.TransformerEncoder(layer(), 2)), True),
         (lambda: Attends(nn.TransformerEncoder(layer(), 2), causal), True),
         (lambda: Attends(nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False), padded), True),
-        (decoder, False),
+        pytest.param(decoder, False, marks=pytest.mark.slow),
         (lambda: Attends(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)), False),
     ],
 )
@@ -81,7 +82,7 @@ def test_attention_is_pipelined_to_the_plain_values(make: Callable[[], nn.Module
 
 def test_a_decoder_asks_for_no_inference_mode() -> None:
     """Torch computes its projections otherwise in it while it is watched; the remedy that is told is tried above."""
-    _, said = predicted(decoder, pipeline())
+    _, said = predicted(partial(decoder, 1), pipeline(module="net"))
     assert "set Trainer(inference_mode=False)" in said[0]
 
 
@@ -91,6 +92,6 @@ def test_a_padding_mask_makes_nested_tensors() -> None:
     def make() -> nn.Module:
         return Attends(nn.TransformerEncoder(layer(), 1), padded)
 
-    found, said = predicted(make, pipeline())
+    found, said = predicted(make, pipeline(module="net"))
     assert "make it with enable_nested_tensor=False" in said[0]
     assert_same(predicted(make, "auto")[0], found)

@@ -79,10 +79,10 @@ class AtEpoch(L.Callback):
 @pytest.mark.parametrize("captured", [False, True])
 def test_contents_that_change_between_epochs_are_followed(captured: bool, change: str, in_flight: int) -> None:
     task: Learner = Whole(Model()) if captured else Task(nn.Sequential(Bends(), nn.Linear(8, CLASSES)))
-    loader = vectors(26, 4)
+    loader = vectors(18, 4)
 
     def edit(p: int, model: Any) -> None:
-        if p == 7:
+        if p == 5:
             CHANGES[change](bends_of(model))
 
     expected = expect(task, loader, in_flight, edit=edit)
@@ -98,7 +98,7 @@ class AtStep(L.Callback):
 
 def test_contents_that_change_while_minibatches_are_in_flight_are_refused() -> None:
     task = Task(nn.Sequential(Bends(), nn.Linear(8, CLASSES)))
-    settings: dict[str, Any] = {"strategy": pipeline(3), "loader": vectors(26, 4), "callbacks": [AtStep()]}
+    settings: dict[str, Any] = {"strategy": pipeline(3), "loader": vectors(18, 4), "callbacks": [AtStep()]}
     assert_refused(task, "'net.0.config.slope'", "changed", "at the start", **settings)
 
 
@@ -128,9 +128,9 @@ class Teaches(L.Callback):
 
 
 def test_a_module_that_comes_later_is_watched_too() -> None:
-    settings: dict[str, Any] = {"loader": vectors(26, 4), "callbacks": [Teaches()], "max_epochs": 2}
+    settings: dict[str, Any] = {"loader": vectors(18, 4), "callbacks": [Teaches()], "max_epochs": 2}
     assert_refused(Late(), "'teacher.0.weight'", "outside", strategy=pipeline(3), **settings)
-    fit(Late(), vectors(26, 4), [Teaches()], strategy=even(3, 2, 1))
+    fit(Late(), vectors(18, 4), [Teaches()], strategy=even(3, 2, 1))
 
 
 class Scaled(Task):
@@ -144,10 +144,10 @@ class Scaled(Task):
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_a_parameter_outside_that_is_unfrozen_between_epochs(in_flight: int) -> None:
-    task, loader = Scaled(), vectors(26, 4)
+    task, loader = Scaled(), vectors(18, 4)
 
     def edit(p: int, model: Any) -> None:
-        if p == 7:
+        if p == 5:
             model.scale.requires_grad_(True)
 
     expected = expect(task, loader, in_flight, edit=edit)
@@ -169,7 +169,7 @@ def test_context_variables_that_were_set_before(in_flight: int) -> None:
 
     token = SETTING.set(5)
     try:
-        fit(Looks(nn.Sequential(nn.Linear(6, CLASSES))), vectors(26, 4), strategy=even(1, 1, in_flight), max_epochs=1)
+        fit(Looks(nn.Sequential(nn.Linear(6, CLASSES))), vectors(18, 4), strategy=even(1, 1, in_flight), max_epochs=1)
     finally:
         SETTING.reset(token)
-    assert seen.values == [5] * 7
+    assert seen.values == [5] * 5

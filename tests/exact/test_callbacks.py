@@ -14,7 +14,7 @@ from tests.exact.pipelines import Pinned, even
 from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, State
 from tests.support.equality import assert_same
-from tests.support.marks import quick
+from tests.support.marks import fewer, quick
 from tests.support.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
 
 NM = [1, 4]
@@ -24,7 +24,7 @@ NM = [1, 4]
 @pytest.mark.parametrize("in_flight", NM)
 def test_averaged_weights(in_flight: int) -> None:
     """Evaluations swap the average in and out, and training does not notice; the average is what is left."""
-    task, loader = resnet(ADAMW), images(26, 4)
+    task, loader = resnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight)
     averaging = EMAWeightAveraging(decay=0.5)
     record = fit(
@@ -53,7 +53,7 @@ def test_stochastic_weight_averaging_is_the_plain_trainers() -> None:
     def callbacks() -> list[L.Callback]:
         return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
 
-    plain, ours = pair(lambda: mlp(ADAMW), lambda: vectors(26, 4), callbacks, even(7, 3, 1), max_epochs=4)
+    plain, ours = pair(lambda: mlp(ADAMW), lambda: vectors(18, 4), callbacks, even(7, 3, 1), max_epochs=4)
     assert_same_run(plain, ours)
 
 
@@ -64,7 +64,7 @@ def test_stochastic_weight_averaging_on_any_cut(in_flight: int) -> None:
         torch.manual_seed(5)
         averaging = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)
         strategy = even(7, stages, in_flight)
-        return fit(mlp(ADAMW), vectors(26, 4), [averaging], strategy=strategy, max_epochs=4)
+        return fit(mlp(ADAMW), vectors(18, 4), [averaging], strategy=strategy, max_epochs=4)
 
     assert_same_run(run(1), run(3))
 
@@ -93,7 +93,7 @@ def finetuning() -> list[L.Callback]:
 
 
 def test_a_backbone_that_is_unfrozen_is_the_plain_trainers() -> None:
-    plain, ours = pair(Finetuned, lambda: vectors(26, 4), finetuning, Pinned((0, 3, 6), 1), max_epochs=3)
+    plain, ours = pair(Finetuned, lambda: vectors(18, 4), finetuning, Pinned((0, 3, 6), 1))
     assert_same_run(plain, ours)
     moved: list[State] = [plain.states[0], plain.states[-1]]
     name = "backbone.0.weight"
@@ -103,10 +103,10 @@ def test_a_backbone_that_is_unfrozen_is_the_plain_trainers() -> None:
 def test_a_backbone_that_is_unfrozen_on_any_cut() -> None:
     def run(cuts: tuple[int, ...]) -> Record:
         torch.manual_seed(5)
-        return fit(Finetuned(), vectors(26, 4), finetuning(), strategy=Pinned(cuts, 4), max_epochs=3)
+        return fit(Finetuned(), vectors(18, 4), finetuning(), strategy=Pinned(cuts, 4))
 
     one = run((0,))
-    for cuts in ((0, 3, 6), (0, 5), (0, 1, 2, 7)):
+    for cuts in fewer([(0, 3, 6), (0, 5), (0, 1, 2, 7)], [(0, 1, 2, 7)]):
         assert_same_run(one, run(cuts))
 
 
@@ -114,7 +114,7 @@ def test_a_task_is_left_as_a_plain_one() -> None:
     """After the run the module works without a strategy: no hooks, no replaced forwards, no foreign buffers."""
     task: Task = resnet(ADAMW)
     before = {name: sorted(vars(module)) for name, module in task.net.named_modules()}
-    fit(task, images(26, 4), strategy=even(9, 3, 4))
+    fit(task, images(18, 4), strategy=even(9, 3, 4))
     assert {name: sorted(vars(module)) for name, module in task.net.named_modules()} == before
     for module in task.modules():
         assert not module._forward_hooks

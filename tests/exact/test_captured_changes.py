@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import Record, assert_same_run, fit
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
-from tests.exact.test_live_changes import Edit, assert_differs
+from tests.exact.test_live_changes import Edit
 from tests.oracle import Batch, Outputs
 from tests.support.captured_models import Tower, Whole, Words
+from tests.support.equality import assert_same, difference
 from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, vectors, words
 from tests.support.small import assert_refused
@@ -41,17 +43,16 @@ def test_validation_evaluates_the_model_itself() -> None:
             assert not self.model.training
             self.log("val_loss", self.compute(batch)["loss"])
 
-    def losses(strategy: Any, **settings: Any) -> tuple[Record, Tensor]:
-        torch.manual_seed(7)
-        record = fit(Validates(Slope()), vectors(14, 4), val_loader=vectors(9, 3), strategy=strategy, **settings)
-        assert record.trainer is not None
-        return record, record.trainer.callback_metrics["val_loss"]
-
-    plain, one = losses("auto"), losses(even(3, 3, 1))
-    assert torch.equal(plain[1], one[1])
-    assert_same_run(plain[0], one[0])
-    ahead, often = losses(even(3, 3, 4)), losses(even(3, 2, 4), val_check_interval=2)
-    assert_same_run(ahead[0], often[0])
+    task, loader, val_loader = Validates(Slope()), vectors(18, 4), vectors(9, 3)
+    expected = expect(task, loader, 4)
+    record = fit(task, loader, val_loader=val_loader, strategy=even(3, 2, 4), val_check_interval=2)
+    assert_equal(expected, record)
+    assert record.trainer is not None
+    version = copy.deepcopy(task).eval()  # the last validation is within the last epoch
+    version.load_state_dict({**expected.states[9].weights, **expected.states[9].buffers})
+    with torch.no_grad():
+        losses = torch.stack([version.compute(batch)["loss"] for batch in val_loader])
+    assert torch.allclose(losses.mean(), record.trainer.callback_metrics["val_loss"], rtol=1e-6)
 
 
 class Slope(nn.Module):
@@ -84,20 +85,17 @@ class EditModel(Edit):
             self.edit(pl_module.model)
 
 
-@quick("exchange")
+@quick("3-exchange")
 @pytest.mark.parametrize("edit", [bend, exchange])
-def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None]) -> None:
-    def callbacks() -> list[Any]:
-        return [EditModel(edit, 1)]
-
-    def make() -> Learner:
-        return Whole(Slope())
-
-    plain = run(make, vectors(26, 4), "auto", callbacks, max_epochs=3)
-    assert_same_run(plain, run(make, vectors(26, 4), Pinned((0, 1, 2), 1), callbacks, max_epochs=3))
-    one = run(make, vectors(26, 4), delayed(Pinned((0,), 3), 1), callbacks, max_epochs=3)
-    assert_same_run(one, run(make, vectors(26, 4), delayed(Pinned((0, 1, 2), 3), 2), callbacks, max_epochs=3))
-    assert_differs(one, run(make, vectors(26, 4), Pinned((0,), 3), max_epochs=3))
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None], in_flight: int) -> None:
+    task, loader = Whole(Slope()), vectors(18, 4)
+    same = expect(task, loader, in_flight)
+    expected = expect(task, loader, in_flight, edit=lambda p, module: edit(module.model) if p == 5 else None)
+    record = fit(task, loader, [EditModel(edit, 1)], strategy=delayed(Pinned((0, 1, 2), in_flight), 1))
+    assert_same(expected.outputs, record.outputs, "outputs")
+    assert_same(expected.states[-1], record.end, "end")
+    assert difference(same.states[-1], record.end) is not None
 
 
 @pytest.mark.slow  # test_captured and tests/pipeline/test_random_operators.py have such draws

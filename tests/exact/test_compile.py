@@ -43,7 +43,7 @@ def check(task: Learner, loader: Any, strategy: Pinned, **options: Any) -> Recor
 
 @pytest.mark.parametrize(
     ("model", "stages", "in_flight", "samples"),
-    [("mlp", 2, 3, 24), *(pytest.param(*case, 26, marks=pytest.mark.slow) for case in SLOW)],
+    [("mlp", 2, 3, 15), *(pytest.param(*case, 26, marks=pytest.mark.slow) for case in SLOW)],
 )
 @pytest.mark.filterwarnings("error:torch.compile cannot compile")
 def test_sequentials(model: str, stages: int, in_flight: int, samples: int) -> None:
@@ -110,14 +110,14 @@ def test_other_default_dtypes(model: str, precision: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_pieces(in_flight: int) -> None:
-    check(Pieces(), vectors(26, 4), even(8, 3, in_flight, compile="aot_eager"))
+    check(Pieces(), vectors(18, 4), even(8, 3, in_flight, compile="aot_eager"))
 
 
 def test_what_the_user_has_compiled_is_compiled_by_stages() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     net.compile(backend="eager")
     with pytest.warns(UserWarning, match="'net' is compiled .* stages compile its layers themselves"):
-        fit(Task(net), vectors(24, 4), strategy=Pinned((0, 2), 2, compile="eager"), max_epochs=1)
+        fit(Task(net), vectors(16, 4), strategy=Pinned((0, 2), 2, compile="eager"), max_epochs=1)
 
 
 class Backend:
@@ -151,7 +151,7 @@ def drawing() -> Task:
 def test_each_stage_is_compiled_once_for_all_versions() -> None:
     """And once more for all other numbers of samples."""
     backend = Backend()
-    check(drawing(), vectors(26, 4), Pinned((0, 2), 5, compile={"backend": backend}))
+    check(drawing(), vectors(18, 4), Pinned((0, 2), 5, compile={"backend": backend}))
     assert backend.graphs == 2 * 2
 
 
@@ -168,7 +168,7 @@ def test_while_one_compiles_nothing_else_runs() -> None:
         seen.append((alone and engine.lock.held, running))
 
     strategy = Pinned((0, 2, 3), 4, compile={"backend": Backend(look)})
-    check(drawing(), vectors(24, 4), delayed(strategy, 0))
+    check(drawing(), vectors(16, 4), delayed(strategy, 0))
     assert seen == [(True, False)] * len(seen)
     assert len(seen) >= 3
 
@@ -180,7 +180,7 @@ def test_a_compilation_is_no_stall() -> None:
         threading.Event().wait(0.15)
 
     strategy = Pinned((0, 2), 3, compile={"backend": Backend(take_long)}, timeout=0.05)
-    check(drawing(), vectors(24, 4), strategy)
+    check(drawing(), vectors(16, 4), strategy)
 
 
 def test_a_layer_that_cannot_be_compiled_runs_as_it_is() -> None:
@@ -188,7 +188,7 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Added(), nn.Linear(8, 8), nn.Linear(8, CLASSES))
     backend = Backend()
     with pytest.warns(UserWarning, match=r"cannot compile layer net\.2, .* uncompiled: .* no dropout"):
-        check(Task(net), vectors(24, 4), Pinned((0, 4), 3, compile={"backend": backend}))
+        check(Task(net), vectors(16, 4), Pinned((0, 4), 3, compile={"backend": backend}))
     # Once each where the culprit is sought, then what is before it and what is behind, and the other stage's.
     assert backend.graphs == 3 + 2 + 1
 
@@ -212,7 +212,7 @@ def test_an_error_of_a_layer_comes_through() -> None:
 
     net = nn.Sequential(nn.Linear(6, 8), Fails(), nn.Linear(8, CLASSES))
     with pytest.raises(ArithmeticError, match="two are too few"):
-        fit(Task(net), vectors(26, 4), strategy=Pinned((0, 2), 2, compile="eager"))
+        fit(Task(net), vectors(18, 4), strategy=Pinned((0, 2), 2, compile="eager"))
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Callable[[], Learner], Any, int, str | None]] = {
     "sequential": (lambda: Task(compiled(layers())), vectors(22, 4), 4, None),
     "in place": (lambda: Task(in_place(layers())), vectors(22, 4), 4, None),
     "named": (lambda: Task(compiled(layers())), vectors(22, 4), 4, "net"),
-    "resnet": (lambda: Whole(compiled(ResNet())), images(14, 4), 6, None),
+    "resnet": (lambda: Whole(compiled(ResNet(blocks=2))), images(14, 4), 5, None),
     "a part": (lambda: Whole(Half()), vectors(22, 4), 2, None),
 }
 

@@ -162,7 +162,7 @@ KINDS: dict[str, tuple[Callable[[Recipe], Learner], int, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_direct_use_equals_the_oracle(kind: str, in_flight: int, stages: int) -> None:
     make, layers, settings = KINDS[kind]
-    task, loader = make(ADAMW if stages == 1 else SGD), vectors(26, 4)
+    task, loader = make(ADAMW if stages == 1 else SGD), vectors(18, 4)
     assert_equal(
         expect(task, loader, in_flight), fit(task, loader, strategy=even(layers, stages, in_flight, **settings))
     )
@@ -185,7 +185,7 @@ def test_it_repeats_under_delays(kind: str) -> None:
     for seed in (1, 2):
         torch.manual_seed(3)
         strategy = delayed(even(layers, 3, 4, **settings), seed)
-        runs.append(fit(make(SGD), vectors(26, 4), strategy=strategy))
+        runs.append(fit(make(SGD), vectors(18, 4), strategy=strategy))
     assert_same_run(*runs)
 
 
@@ -223,12 +223,12 @@ def test_what_is_no_function_of_torchs(kind: str, in_flight: int) -> None:
     product(torch.ones(2), torch.ones(()))  # it keeps a thread
     message = "the parameter 'temperature' to a torch.autograd.Function or a compiled function"
     refuse(Scaled(product, cloned=False), in_flight, message, "give it temperature.clone()")
-    task, loader = Scaled(product, cloned=True), vectors(26, 4)
+    task, loader = Scaled(product, cloned=True), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 1), in_flight)))
 
 
 def refuse(task: Learner, in_flight: int, *fragments: str) -> None:
-    assert_refused(task, *fragments, strategy=pipeline(in_flight), loader=vectors(26, 4))
+    assert_refused(task, *fragments, strategy=pipeline(in_flight), loader=vectors(18, 4))
 
 
 class Acts(Task):
@@ -317,7 +317,7 @@ def test_one_in_flight_uses_gradients_as_the_plain_trainer_does(act: Callable[[A
     torch.manual_seed(5)
     task = Acts(act)
     plain, one = (
-        fit(copy.deepcopy(task), vectors(26, 4), strategy=strategy, accumulate_grad_batches=2)
+        fit(copy.deepcopy(task), vectors(18, 4), strategy=strategy, accumulate_grad_batches=2)
         for strategy in ("auto", Pinned((0, 2), 1))
     )
     assert_same_run(plain, one)
@@ -349,7 +349,7 @@ def test_buffers_that_training_step_uses() -> None:
 
 @pytest.mark.parametrize(("act", "in_flight"), [(read_statistics, 1), (read_constants, 3)])
 def test_buffers_that_it_may_read(act: Callable[[Any], Any], in_flight: int) -> None:
-    task, loader = Acts(act), vectors(26, 4)
+    task, loader = Acts(act), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned((0, 2), in_flight)))
 
 
@@ -371,7 +371,7 @@ class Recomputes(Task):
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_parameters_that_the_backward_pass_reads(in_flight: int) -> None:
-    task, loader = Recomputes(), vectors(26, 4)
+    task, loader = Recomputes(), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 3, in_flight)))
 
 
@@ -395,10 +395,10 @@ class Hooked(Around):
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_hooks_of_tensors_run_once(in_flight: int) -> None:
     """They ran twice where a parameter was used below a piece."""
-    task, loader = Hooked(), vectors(26, 4)
+    task, loader = Hooked(), vectors(18, 4)
     expected = expect(task, loader, in_flight)
     assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight)))
-    assert sorted(task.calls) == sorted(["given", "z", "y"] * 14)
+    assert sorted(task.calls) == sorted(["given", "z", "y"] * 10)
 
 
 class Mapped(Penalty):
@@ -428,10 +428,10 @@ def test_what_torch_func_is_given(in_flight: int) -> None:
         return found
 
     refuse(Mapped(each), in_flight, "'net.0.weight' to a function of torch.func", "net.0.weight.clone()")
-    task, loader = Mapped(lambda weight: each(weight.clone())), vectors(26, 4)
+    task, loader = Mapped(lambda weight: each(weight.clone())), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 2, in_flight)))
 
 
 def test_parameters_in_named_tuples() -> None:
-    task, loader = Mapped(lambda weight: torch.cat(cast(Any, Pair(weight, weight))).norm()), vectors(26, 4)
+    task, loader = Mapped(lambda weight: torch.cat(cast(Any, Pair(weight, weight))).norm()), vectors(18, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(5, 2, 3)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,17 +219,21 @@ def fitted(task: Model, change: Callable[[Any], None], in_flight: int = 3, after
     return fit(task, vectors(48, 4), [Change(after, change)], strategy=strategy, **{"max_epochs": 1, **settings})
 
 
-@quick(
-    "3-a global of a helper",
-    "3-a closure",
-    "3-a class attribute",
-    "3-an object's object",
-    "3-slots",
-    "3-a method",
-    "3-a table that loads",
-    "3-the owner's attribute",
-    "3-the global step",
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "the global step"])
+def test_a_change_is_noticed_and_named(kind: str) -> None:
+    scale, change, named = KINDS[kind]()
+    task = Model(scale)
+    task.net.owner.append(task)
+    frozen = FrozenValues(task.net)
+    with frozen.noted():
+        task.net(torch.ones(1, 6))
+    before = frozen.now()
+    assert frozen.changed(before) is None
+    change(task)
+    assert re.search(named, frozen.changed(before) or "nothing")
+
+
+@quick("3-an object's object", "3-the owner's attribute", "3-the global step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_change_that_makes_a_difference_is_refused_by_name(kind: str, in_flight: int) -> None:

@@ -15,7 +15,7 @@ from tests.oracle import Batch, Outputs, Recipe
 from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
 
-LENGTH = 7  # batches of an epoch of 26 samples in fours
+LENGTH = 5  # batches of an epoch of 18 samples in fours
 
 
 class Centred(nn.Module):
@@ -95,7 +95,7 @@ def with_layers(name: str, recipe: Recipe = ADAMW) -> Task:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_layers(name: str, in_flight: int) -> None:
-    task, loader = with_layers(name), vectors(26, 4)
+    task, loader = with_layers(name), vectors(18, 4)
     expected = expect(task, loader, in_flight, clip_norm=1.0)
     layers = len(task.net)
     record = fit(task, loader, strategy=even(layers, layers, in_flight), gradient_clip_val=1.0)
@@ -104,7 +104,7 @@ def test_layers(name: str, in_flight: int) -> None:
 
 def test_unused_weights_stay_as_they_are() -> None:
     # AdamW would decay them if they were given gradients of zeros.
-    task, loader = with_layers("unused weights"), vectors(26, 4)
+    task, loader = with_layers("unused weights"), vectors(18, 4)
     before = task.get_parameter("net.1.never.weight").detach().clone()
     record = fit(task, loader, strategy=even(4, 2, 3))
     assert torch.equal(before, task.get_parameter("net.1.never.weight"))
@@ -132,7 +132,7 @@ def freeze(p: int, task: Task) -> None:
 @pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_a_layer_that_goes_to_eval_mode(in_flight: int) -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
-    task, loader = Frozen(net, SGD), vectors(26, 4)
+    task, loader = Frozen(net, SGD), vectors(18, 4)
     expected = expect(task, loader, in_flight, edit=freeze)
     assert_equal(expected, fit(task, loader, strategy=even(4, 3, in_flight)))
 
@@ -146,7 +146,7 @@ def test_channels_last(in_flight: int) -> None:
             x, y = batch
             return super().compute((x.to(memory_format=torch.channels_last), y))
 
-    task, loader = ChannelsLast(resnet().net, SGD), images(26, 4)
+    task, loader = ChannelsLast(resnet().net, SGD), images(18, 4)
     for parameter in task.parameters():
         if parameter.ndim == 4:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)
@@ -168,7 +168,7 @@ class Shared(Pieces):
 @quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 4), (0, 2, 5), (0, 3, 5, 6)])
 def test_a_layer_shared_by_two_pieces(cuts: tuple[int, ...]) -> None:
-    task, loader = Shared(), vectors(26, 4)
+    task, loader = Shared(), vectors(18, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned(cuts, 3)))
 
 

@@ -69,7 +69,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
 )
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_optimization(options: dict[str, Any], settings: dict[str, Any], recipe: Recipe, in_flight: int) -> None:
-    task, loader = mlp(recipe), vectors(30, 4)
+    task, loader = mlp(recipe), vectors(18, 4)
     expected = expect(task, loader, in_flight, **options)
     assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight), **settings))
 
@@ -117,7 +117,7 @@ def test_double_precision_of_inputs(in_flight: int) -> None:
 
 @pytest.mark.parametrize("in_flight", slow_except([1, 4], 4))
 def test_a_model_called_through_forward(in_flight: int) -> None:
-    task, loader = mlp(task=Through), vectors(26, 4)
+    task, loader = mlp(task=Through), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(7, 3, in_flight)))
 
 
@@ -140,7 +140,7 @@ def test_one_module_in_two_places(cuts: tuple[int, ...]) -> None:
 
 def test_frozen_layers() -> None:
     # The first stage has nothing to learn, and the third has one frozen layer among trained ones.
-    task, loader = mlp(ADAMW), vectors(26, 4)
+    task, loader = mlp(ADAMW), vectors(18, 4)
     for index in (0, 4):
         task.net[index].requires_grad_(False)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned((0, 2, 4), 3)))
@@ -158,7 +158,7 @@ def test_one_batch_per_epoch() -> None:
 
 
 def test_the_default_partition() -> None:
-    task, loader = resnet(), images(26, 4)
+    task, loader = resnet(), images(18, 4)
     expected = expect(task, loader, 3)
     assert_equal(expected, fit(task, loader, strategy=HetPipeStrategy(stages=2, in_flight=3)))
 

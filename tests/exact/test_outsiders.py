@@ -78,11 +78,11 @@ class Witness(L.Callback):
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_hooks_see_their_own_step(in_flight: int) -> None:
-    task, loader = resnet(ADAMW), images(26, 4)
+    task, loader = resnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight)
     witness = Witness(expected)
     fit(task, loader, [witness], strategy=even(9, 3, in_flight))
-    assert witness.p == 14
+    assert witness.p == 10
     assert not witness.found, "\n".join(witness.found[:5])
 
 
@@ -107,7 +107,7 @@ class Memory(Logger):
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_logged_losses_are_the_oracles(in_flight: int) -> None:
-    task, loader = mlp(Recipe(sgd, decay)), vectors(26, 4)
+    task, loader = mlp(Recipe(sgd, decay)), vectors(18, 4)
     expected = expect(task, loader, in_flight)
     logger = Memory()
     rates = L.pytorch.callbacks.LearningRateMonitor()
@@ -176,7 +176,7 @@ class Metrics(L.Callback):
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_metrics_are_those_of_the_step(in_flight: int) -> None:
-    task, loader = Measured(), vectors(26, 4)
+    task, loader = Measured(), vectors(18, 4)
     expected = expect(task, loader, in_flight)
     follower = Metrics(expected, [y for _, y in loader] * 2)
     # The recorder comes after the follower: its check of all states is made here, too.
@@ -211,7 +211,7 @@ def shrink(p: int, model: nn.Module, through_data: bool = False) -> None:
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("in_flight", NM)
 def test_weights_that_a_callback_edits(in_flight: int, through_data: bool) -> None:
-    task, loader = mlp(), vectors(26, 4)
+    task, loader = mlp(), vectors(18, 4)
     expected = expect(task, loader, in_flight, edit=shrink)
     assert_equal(expected, fit(task, loader, [Shrink(through_data)], strategy=even(7, 3, in_flight)))
 
@@ -230,18 +230,18 @@ def reset(epoch: int, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_weights_that_are_replaced_between_epochs(in_flight: int) -> None:
-    task, loader = mlp(), vectors(26, 4)
+    task, loader = mlp(), vectors(18, 4)
     first = mlp()
     first.load_state_dict(task.state_dict())
     reset(0, first)
-    expected = expect(first, loader, in_flight, edit=lambda p, model: reset(1, model) if p == 7 else None)
+    expected = expect(first, loader, in_flight, edit=lambda p, model: reset(1, model) if p == 5 else None)
     record = fit(task, loader, [Reset()], strategy=even(7, 3, in_flight))
     assert_same(expected.outputs, record.outputs, "outputs")
     assert_same(expected.states[-1], record.end, "end")
 
 
 def test_optimizer_state_stays_beside_its_parameter() -> None:
-    task, loader = mlp(ADAMW), vectors(26, 4)
+    task, loader = mlp(ADAMW), vectors(18, 4)
     record = fit(task, loader, strategy=even(7, 3, 3))
     assert record.trainer is not None
     state = record.trainer.optimizers[0].state
@@ -249,4 +249,4 @@ def test_optimizer_state_stays_beside_its_parameter() -> None:
     for parameter, entries in state.items():
         assert entries["exp_avg"].device == parameter.device
         assert entries["exp_avg"].shape == parameter.shape
-        assert entries["step"].item() == 14
+        assert entries["step"].item() == 10

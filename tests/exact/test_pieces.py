@@ -21,7 +21,7 @@ from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, adamw, vecto
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_encoder_and_decoder(cuts: tuple[int, ...], in_flight: int) -> None:
     # Layers 0-2 are the encoder's, 3-6 the decoder's: stages begin before, at and after the boundary.
-    task, loader = Pieces(ADAMW), vectors(26, 4)
+    task, loader = Pieces(ADAMW), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=Pinned(cuts, in_flight)))
 
 
@@ -51,7 +51,7 @@ class Three(Pieces):
 @quick("cuts1")
 @pytest.mark.parametrize("cuts", [(0,), (0, 4), (0, 2, 5, 8)])
 def test_three_pieces(cuts: tuple[int, ...]) -> None:
-    task, loader = Three(Recipe(adamw)), vectors(26, 4)
+    task, loader = Three(Recipe(adamw)), vectors(18, 4)
     assert_equal(expect(task, loader, 4), fit(task, loader, strategy=Pinned(cuts, 4)))
 
 
@@ -75,7 +75,7 @@ class Detached(Pieces):
 
 @pytest.mark.parametrize("kind", [Halved, Detached])
 def test_a_piece_without_gradient(kind: type[Pieces]) -> None:
-    task, loader = kind(SGD), vectors(26, 4)
+    task, loader = kind(SGD), vectors(18, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned((0, 2, 4), 3)))
 
 
@@ -100,5 +100,5 @@ class Join(nn.Module):
 @pytest.mark.parametrize("cuts", [(0,), (0, 2), (0, 1, 3), (0, 2, 3, 4)])
 def test_layers_that_hand_on_tuples(cuts: tuple[int, ...]) -> None:
     net = nn.Sequential(nn.Linear(6, 12), Carry(12), Carry(12), Carry(12), Join(), nn.Linear(12, CLASSES))
-    task, loader = Task(net), vectors(26, 4)
+    task, loader = Task(net), vectors(18, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=Pinned(cuts, 3)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,19 +21,62 @@ from lightning_hetpipe.pipeline.stage_thread import Parcel
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
-from tests.pipeline.host import Wire
+from tests.pipeline.host import Wire, main
 from tests.support.marks import slow_except
 
 
-class RemoteStage(Stage):
-    """A stage whose tasks run in another process. What is inherited holds versions for user code only."""
+class Process:
+    """A process of its own for a host."""
 
-    def start(self) -> None:
+    def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.pipeline.host"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.wire = Wire(self.process.stdout, self.process.stdin)  # type: ignore[arg-type]
+        self.input, self.output = cast(Any, self.process.stdin), cast(Any, self.process.stdout)
+
+    def ended(self) -> bool:
+        return self.process.wait(60) == 0
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Thread:
+    """A thread for a host: it saves the imports of a process, and is given nothing but bytes, too."""
+
+    def __init__(self) -> None:
+        (source, its_output), (its_source, output) = os.pipe(), os.pipe()
+        self.input, self.output = os.fdopen(output, "wb"), os.fdopen(source, "rb")
+        own = Wire(os.fdopen(its_source, "rb"), os.fdopen(its_output, "wb"))
+        self.thread = threading.Thread(target=self._run, args=(own,))
+        self.failed = True
+        self.thread.start()
+
+    def _run(self, wire: Wire) -> None:
+        torch.set_num_threads(1)
+        with wire:
+            main(wire)
+        self.failed = False
+
+    def ended(self) -> bool:
+        self.thread.join(60)
+        return not self.failed
+
+    def end(self) -> None:
+        self.input.close()
+        self.thread.join(60)
+        self.output.close()
+
+
+class RemoteStage(Stage):
+    """A stage whose tasks run at a host. What is inherited holds versions for user code only."""
+
+    host: type[Process | Thread]
+
+    def start(self) -> None:
+        self.process = self.host()
+        self.wire = Wire(self.process.output, self.process.input)
         self._reader = threading.Thread(target=self._read, name=f"hetpipe-remote-{self.index}", daemon=True)
         self._asked: set[int] = set()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -63,7 +107,7 @@ class RemoteStage(Stage):
 
     def put(self, parcel: Parcel) -> None:
         assert parcel.event is None
-        if isinstance(parcel.message, Cancel) and self.process.stdin.closed:  # type: ignore[union-attr]
+        if isinstance(parcel.message, Cancel) and self.process.input.closed:
             return
         if not isinstance(parcel.message, Cancel):
             self._asked.add(parcel.message.minibatch)
@@ -89,19 +133,24 @@ class RemoteStage(Stage):
         return found
 
     def close(self) -> None:
-        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.input.close()
 
     def join(self, seconds: float) -> bool:
         self._reader.join(60)
-        return self.process.wait(60) == 0
+        return self.process.ended()
+
+
+Remote = Callable[[int, type[Process | Thread]], list[RemoteStage]]
 
 
 @pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[RemoteStage]]]:
-    """Lets a stage be in another process, and gives those that were made."""
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    """Lets a stage be at a host, and gives those that were made."""
     found: list[RemoteStage] = []
 
-    def of(remote: int) -> list[RemoteStage]:
+    def of(remote: int, host: type[Process | Thread]) -> list[RemoteStage]:
+        monkeypatch.setattr(RemoteStage, "host", host, raising=False)
+
         def stage(index: int, *args: Any) -> Stage:
             if index != remote:
                 return Stage(index, *args)
@@ -113,27 +162,23 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Rem
 
     yield of
     for each in found:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
+        each.process.end()
 
 
-@pytest.mark.parametrize("index", slow_except([0, 1], 1))
+NAMES = ("views", "dropout", "unet", "resnet", "translator", "towers", "vae")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "views",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("dropout", "unet", "resnet", "translator", "towers", "vae")
-        ),
-    ],
+    ("name", "index", "host"),
+    slow_except(
+        [("views", 1, Thread), *((name, index, Process) for name in NAMES for index in (0, 1))], ("views", 1, Thread)
+    ),
 )
-def test_a_stage_in_another_process(name: str, index: int, remote: Callable[[int], list[RemoteStage]]) -> None:
+def test_a_stage_in_another_process(name: str, index: int, host: type[Process | Thread], remote: Remote) -> None:
     """Among them buffers, dropout, tied weights, several pieces and inputs, and modules that are called again."""
     _, loader, layers = CASES[name]
     expected = expect(made(name), loader, 2)
-    made_remote = remote(index)
+    made_remote = remote(index, host)
     assert_equal(expected, fit(made(name), loader, strategy=even(layers, 2, 2)))
     assert made_remote
-    assert all(stage.process.returncode == 0 for stage in made_remote)
+    assert all(stage.process.ended() for stage in made_remote)

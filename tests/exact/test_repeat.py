@@ -13,7 +13,7 @@ from tests.exact.pipelines import Delays, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same
-from tests.support.marks import quick, slow_except
+from tests.support.marks import fewer, quick, slow_except
 from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 
 
@@ -22,7 +22,7 @@ from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 @pytest.mark.parametrize("model", MODELS)
 def test_delays_change_nothing(model: str, seed: int) -> None:
     make_task, make_loader = MODELS[model]
-    task, loader = make_task(ADAMW), make_loader(26, 3)
+    task, loader = make_task(ADAMW), make_loader(20, 3)
     expected = expect(task, loader, 4)
     strategy = even(len(list(task.net.children())), 3, 4)
     strategy._before_pass = delays = Delays(seed)
@@ -30,16 +30,16 @@ def test_delays_change_nothing(model: str, seed: int) -> None:
     for stage in range(3):
         # FIFO: one order of forwards and one of backwards on each stage. The first minibatch runs before there are any.
         for work in ("forward", "backward"):
-            assert [p for j, kind, p in delays.tasks if (j, kind) == (stage, work)] == list(range(2, 19))
+            assert [p for j, kind, p in delays.tasks if (j, kind) == (stage, work)] == list(range(2, 15))
     # The last stage has turns: a minibatch's forward, loss and backward are one task.
     turns = [(kind, p) for j, kind, p in delays.tasks if j == 2]
-    assert turns == [(kind, p) for p in range(2, 19) for kind in ("forward", "loss", "backward")]
+    assert turns == [(kind, p) for p in range(2, 15) for kind in ("forward", "loss", "backward")]
 
 
 @quick("4")
 @pytest.mark.parametrize("seed", [4, 5])
 def test_delays_change_nothing_in_pieces(seed: int) -> None:
-    task, loader = Pieces(ADAMW), vectors(26, 3)
+    task, loader = Pieces(ADAMW), vectors(20, 3)
     expected = expect(task, loader, 5)
     strategy = even(7, 4, 5)
     strategy._before_pass = Delays(seed)
@@ -71,14 +71,14 @@ def test_logging_repeats(in_flight: int) -> None:
         strategy: Any = even(4, 3, in_flight)
         if seed is not None:
             strategy._before_pass = Delays(seed)
-        record = fit(task, vectors(34, 4), strategy=strategy)
+        record = fit(task, vectors(22, 4), strategy=strategy)
         assert record.trainer is not None
         return record, dict(record.trainer.callback_metrics), task.order
 
     record, metrics, order = run(None)
-    assert order == 2 * list(range(9))
+    assert order == 2 * list(range(6))
     assert {"accuracy_step", "accuracy_epoch", "loss_step", "loss_epoch", "norm_epoch"} <= metrics.keys()
-    for seed in (1, 2):
+    for seed in fewer((1, 2), (1,)):
         again, again_metrics, again_order = run(seed)
         assert_equal(record, again)
         assert_same(metrics, again_metrics, "metrics", ordered=True)

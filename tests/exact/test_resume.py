@@ -23,11 +23,11 @@ from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, Task, decay, images, resnet, sentences, sgd, transformer
 
 RECIPE = Recipe(sgd, decay)
-LENGTH = 7  # batches of an epoch
+LENGTH = 5  # batches of an epoch
 
 
 def loader() -> DataLoader[Any]:
-    return images(26, 4)
+    return images(18, 4)
 
 
 def save(task: Task, folder: Path, data: Any, strategy: Strategy | str, **when: Any) -> dict[int, Any]:
@@ -46,7 +46,7 @@ def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int
     expected = expect(task, loader(), in_flight)
     plain = save(start, tmp_path / "plain", loader(), "auto", every_n_train_steps=3)
     ours = save(task, tmp_path / "ours", loader(), even(9, 3, in_flight), every_n_train_steps=3)
-    assert sorted(ours) == [3, 6, 9, 12]
+    assert sorted(ours) == [3, 6, 9]
     for p, checkpoint in ours.items():
         state = expected.states[p]
         assert_same({**state.weights, **state.buffers}, dict(checkpoint["state_dict"]), f"weights at {p}")
@@ -56,9 +56,9 @@ def test_checkpoints_in_mid_epoch_are_the_oracles(tmp_path: Path, in_flight: int
             assert_same(plain[p][part], checkpoint[part], f"{part} at {p}")
 
 
-@quick("7-4")
+@quick("5-4")
 @pytest.mark.parametrize("in_flight", [1, 4])
-@pytest.mark.parametrize("p", slow_except([3, 7, 9], 7))
+@pytest.mark.parametrize("p", slow_except([3, 5, 7], 5))
 def test_resuming_is_starting_empty(tmp_path: Path, p: int, in_flight: int) -> None:
     task = resnet(RECIPE)
     # An ordinary loader starts again from its first batch when an epoch is resumed in the middle: Lightning says so.
@@ -79,7 +79,7 @@ def test_another_number_in_flight_than_the_checkpoints_is_warned_of(tmp_path: Pa
     def warned(**asked: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            resume(tmp_path / name_of(12), HetPipeStrategy(**asked))
+            resume(tmp_path / name_of(9), HetPipeStrategy(**asked))
         return [str(each.message) for each in caught if "is resumed with" in str(each.message)]
 
     said = (
@@ -115,7 +115,7 @@ def test_from_a_plain_run_to_a_pipeline_and_back(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_draws_the_random_numbers_of_its_minibatches(tmp_path: Path) -> None:
-    task, data = transformer(ADAMW), sentences(26, 4)
+    task, data = transformer(ADAMW), sentences(18, 4)
     L.seed_everything(5)
     expected = expect(task, data, 3, max_epochs=3, restarts={LENGTH})
     save(task, tmp_path, data, even(8, 3, 3), every_n_epochs=1)

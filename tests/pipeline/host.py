@@ -44,6 +44,13 @@ class Wire:
             self._target.write(_LENGTH.pack(len(frame)) + frame)
             self._target.flush()
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+        self._target.close()
+
     def frames(self) -> Iterator[bytes]:
         while head := self._source.read(_LENGTH.size):
             yield self._source.read(*_LENGTH.unpack(head))

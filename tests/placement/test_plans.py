@@ -31,7 +31,7 @@ from tests.support.trainers import quiet_trainer
 pytestmark = pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
 
 LAYERS = tuple(f"net.{number}" for number in range(7))
-LOADER = vectors(24, 4)
+LOADER = vectors(18, 4)
 MIB = 1 << 20
 TWO = [torch.device("cpu"), torch.device("cpu", 0)]
 """The same memory by two names."""

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from lightning_hetpipe.server.protocol.actions import Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from tests.server.world import LEASE, Fault, World
+from tests.support.marks import explores
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -109,12 +110,8 @@ MACHINES = [Interleavings, Restarts, Deaths]
 
 def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks
-        ),
-    )
+    chosen = settings(explores(examples), stateful_step_count=steps, suppress_health_check=checks)
+    run_state_machine_as_test(machine, settings=chosen)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class World:
     """Number of updates that the final weights of each cut include."""
 
     def __post_init__(self) -> None:
+        self._sums: list[tuple[UpdateId, list[Tensor]]] = []
         self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)
         self.signature = signature(self.n, self.servers, self.distance, self.aggregate)
         self.layouts = [ShardLayout((each,), update=False) for each in self.signature.parameters]
@@ -319,11 +320,15 @@ class World:
             )
 
     def expected(self, ids: Sequence[UpdateId]) -> list[Tensor]:
-        """w_0 plus these updates, wave after wave in VW order."""
-        total = [block.clone() for block in self.w0]
-        for each in sorted(ids, key=lambda each: (each.clock, each.vw)):
+        """w_0 plus these updates, wave after wave in VW order; goes on from what the last call has added up alike."""
+        order = sorted(ids, key=lambda each: (each.clock, each.vw))
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1][0], zip(order, self._sums, strict=False)))
+        del self._sums[alike:]
+        for each in order[alike:]:
+            total = [block.clone() for block in (self._sums[-1][1] if self._sums else self.w0)]
             add_blocks(self.layouts, total, self.updates[each], self.n if self.aggregate == "mean" else 1)
-        return total
+            self._sums.append((each, total))
+        return self._sums[-1][1] if self._sums else self.w0
 
     def check_end(self) -> None:
         ends = {vw: one.weights[one.member.newest] for vw, one in self.vws.items()}

@@ -129,7 +129,7 @@ class Checkpoints(Learner):
         super().__init__(ADAMW)
         sizes: dict[str, Any] = {
             "hidden_size": 8,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "intermediate_size": 8,
         }

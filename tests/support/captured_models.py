@@ -67,12 +67,12 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """In-place ReLUs, BatchNorm, and layers in a list; as in torchvision."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
         self.bn1 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
-        self.layers = nn.ModuleList([Bottleneck(4, 4), Bottleneck(4, 6), Bottleneck(6, 6)])
+        self.layers = nn.ModuleList([Bottleneck(4, 6), Bottleneck(6, 6), Bottleneck(6, 6)][:blocks])
         self.fc = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,10 +163,10 @@ class Translator(nn.Module):
     Takes arguments by name, and gives its loss, as Hugging Face's models do.
     """
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, encoders: int = 2) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, width)
-        self.encoder = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.encoder = nn.ModuleList([nn.Linear(width, width) for _ in range(encoders)])
         self.decoder = nn.ModuleList([CrossBlock(width) for _ in range(2)])
         self.norm = nn.LayerNorm(width)
 
@@ -185,7 +185,7 @@ class Translator(nn.Module):
 class Translates(Learner):
     def __init__(self, recipe: Recipe = ADAMW) -> None:
         super().__init__(recipe)
-        self.model = Translator()
+        self.model = Translator(encoders=1)
 
     def compute(self, batch: Batch) -> Outputs:
         (ids,) = batch
@@ -352,10 +352,12 @@ class Projection(nn.Module):
 class Views(Learner):
     """Two views of each sample go through backbone and head, as in SimCLR."""
 
-    def __init__(self, backbone: nn.Module | None = None, recipe: Recipe = ADAMW) -> None:
+    def __init__(
+        self, backbone: nn.Module | None = None, head: nn.Module | None = None, recipe: Recipe = ADAMW
+    ) -> None:
         super().__init__(recipe)
         self.backbone = backbone or Backbone()
-        self.head = Projection()
+        self.head = head or Projection()
 
     def compute(self, batch: Batch) -> Outputs:
         x, _ = batch

@@ -1,0 +1,94 @@
+"""Conditions under which a call of a module may run one of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
+from lightning_hetpipe.capture.data_checks import DataChecks
+from lightning_hetpipe.capture.frozen import Values
+from lightning_hetpipe.torch_private import GRAPH_GUARDS, pytree
+
+FITTED = 256
+"""Combinations of sizes that are remembered to fit a graph."""
+
+Mode = tuple[bool, bool, tuple[tuple[str, torch.dtype | None], ...]]
+"""The module's mode (to be trained or not), whether gradients are wanted, and the dtypes of autocast."""
+
+
+class Variant:
+    """Conditions under which a call may run one graph.
+
+    Attributes:
+        mode: Whether the module was to be trained, whether gradients were wanted, and the dtypes of autocast.
+        held: The Python values outside the module with which it gave what the module gives, once this was seen.
+        autograd: The nodes by which the module computed then, if that was in a minibatch in flight.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: Mode,
+        checks: DataChecks,
+        numbers: frozenset[int],
+    ) -> None:
+        self.mode = mode
+        self.held: Values | None = None
+        self.autograd: AutogradNodes | None = None
+        self._keywords = [*kwargs]
+        leaves, self._spec = self._flat(args, kwargs)
+        self._kinds = [_kind(leaf) for leaf in leaves]
+        self._checks = checks
+        self._numbers = numbers
+        self._guards = getattr(graph, GRAPH_GUARDS, None)
+        self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
+
+    def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
+        if set(kwargs) != set(self._keywords):
+            return None
+        leaves, spec = self._flat(args, kwargs)
+        if spec != self._spec:
+            return None
+        if not self._others([_kind(leaf) for leaf in leaves]) <= self._numbers:
+            return None
+        sizes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+        if self._guards is not None and sizes not in self._fitted:
+            try:
+                self._guards(*leaves)
+            except (AssertionError, RuntimeError):
+                return None
+            if len(self._fitted) == FITTED:
+                del self._fitted[next(iter(self._fitted))]
+            self._fitted[sizes] = None
+        return leaves if self._checks.of(leaves) == self._checks.answers else None
+
+    def changing_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
+        if set(kwargs) != set(self._keywords):
+            return frozenset()
+        leaves, spec = self._flat(args, kwargs)
+        others = self._others([_kind(leaf) for leaf in leaves]) if spec == self._spec else frozenset()
+        return others | self._numbers if all(number >= 0 for number in others) else frozenset()
+
+    def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
+        """The places of inputs of other ``kinds`` than this graph's; a number of another class has no place."""
+        pairs = enumerate(zip(kinds, self._kinds, strict=True))
+        return frozenset(n if one[0] is other[0] in (float, int) else -1 for n, (one, other) in pairs if one != other)
+
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+
+
+def _kind(leaf: Any) -> Any:
+    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
+    return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)
