@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_a_row_says_whether_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> N
     """The second time, the oracle has fewer minibatches in flight than the strategy."""
     model = Model("none", "small", Net, lambda: {"x": torch.randn(4, 6), "y": torch.randint(CLASSES, (4,))}, classified)
     assert row(model) == CAPTURED
-    stale = oracle.minibatches
+    stale: Any = oracle.minibatches
     monkeypatch.setattr(oracle, "minibatches", lambda *arguments: stale(*arguments[:-1], 2))
     found = row(model)
     assert (found.outcome, found.plain) == ("captured", "equal")
