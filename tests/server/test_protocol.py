@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from lightning_hetpipe.server.protocol.actions import Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from tests.server.world import LEASE, Fault, World
-from tests.support.marks import explores
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -110,8 +109,12 @@ MACHINES = [Interleavings, Restarts, Deaths]
 
 def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    chosen = settings(explores(examples), stateful_step_count=steps, suppress_health_check=checks)
-    run_state_machine_as_test(machine, settings=chosen)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks
+        ),
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
