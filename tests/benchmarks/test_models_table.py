@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from benchmarks import models_table
-from benchmarks.models_list import models
+from benchmarks.models_list import CLASSES, Model, classified, models
 from benchmarks.models_table_worker import Found, row
+from tests import oracle
 
 CAPTURED = Found("captured", "", "equal", "equal", "equal")
 REFUSED = Found("refused", "model|net: <no>")
@@ -64,22 +68,40 @@ def test_a_model_is_tried_in_a_process_of_its_own() -> None:
     assert (found.outcome, found.plain) == ("captured", "equal"), found.said
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.second(self.first(x).tanh())
+        return logits
+
+
+def test_a_row_says_whether_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time, the oracle has fewer minibatches in flight than the strategy."""
+    model = Model("none", "small", Net, lambda: {"x": torch.randn(4, 6), "y": torch.randint(CLASSES, (4,))}, classified)
+    assert row(model) == CAPTURED
+    stale: Any = oracle.minibatches
+    monkeypatch.setattr(oracle, "minibatches", lambda *arguments: stale(*arguments[:-1], 2))
+    found = row(model)
+    assert (found.outcome, found.plain) == ("captured", "equal")
+    assert found.oracle.startswith("differs by up to ")
+    assert found.evaluation.startswith("differs by up to ")
+
+
 # Tied embeddings, grouped key heads; regions without gradients, three uses of one embedding, BatchNorm, towers.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "gpt2 for CausalLM",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "llama for CausalLM",
-                "phi for CausalLM",
-                "t5 for Seq2SeqLM",
-                "albert for MaskedLM",
-                "resnet for ImageClassification",
-                "clip",
-            )
-        ),
+        "llama for CausalLM",
+        "phi for CausalLM",
+        "t5 for Seq2SeqLM",
+        "albert for MaskedLM",
+        "resnet for ImageClassification",
+        "clip",
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.hetpipe_train import main
 from tests.support.composing import compose_once
 
 USERS_MODEL = """
@@ -84,6 +83,8 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     monkeypatch.delitem(sys.modules, "users_model", raising=False)
+
+    from lightning_hetpipe.cli.hetpipe_train import main  # here, as tests.support.forks begins without ours
 
     def run(*arguments: str) -> None:
         quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is

@@ -119,20 +119,15 @@ STEPS: dict[str, Body] = {
 
 
 @quick(
-    "3-a dict without a loss",
     "3-a loss that is a number",
     "3-a list",
-    "3-a constant",
     "3-a vector",
-    "3-NaN",
     "3-a graph beside the loss",
     "3-no module called",
     "3-a layer called twice",
-    "3-more calls each step",
     "3-weights changed in place",
     "3-modes switched",
     "3-random numbers",
-    "3-a stop asked for",
     "3-the end of an iteration",
     "3-an interrupt",
 )

@@ -152,13 +152,10 @@ class Progress(Callback):
 
 
 @quick(
-    "accumulated-batch sampler",
-    "accumulated-stream",
     "accumulated-generator",
     "accumulated-failing",
     "accumulated-named",
     "accumulated-cycled",
-    "accumulated-one after the other",
     "accumulated-None at times",
     "accumulated-empty stream",
     "accumulated-resumable",

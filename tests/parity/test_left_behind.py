@@ -76,13 +76,11 @@ HOOKS = {
 }
 ADDRESSES = [(owner, hook) for owner, hooks in HOOKS.items() for hook in hooks.split()]
 FAST = {
-    "callback": "on_fit_start on_save_checkpoint on_train_batch_end",
+    "callback": "on_fit_start on_save_checkpoint",
     "data": "train_dataloader",
     "dataset": "__getitem__",
     "logger": "log_metrics",
-    "module": (
-        "on_after_backward on_before_batch_transfer on_train_epoch_end predict_step training_step validation_step"
-    ),
+    "module": ("on_after_backward on_before_batch_transfer predict_step training_step"),
     "optimizer": "step",
 }
 ADDRESS = pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_stages_that_were_asked_for_are_made_all_the_same(
     assert "so that a pipeline is hardly worth it; leave stages and in_flight out" in caplog.text
 
 
-@pytest.mark.parametrize("layers", slow_except([6, 24], 6))
+@pytest.mark.parametrize("layers", slow_except([3, 6, 24], 3))
 def test_many_layers_taken_apart(layers: int) -> None:
     torch.manual_seed(7)
     ours = Checks(layers)

@@ -141,17 +141,12 @@ CASES: dict[str, tuple[Step, Callable[[], dict[str, Any]]]] = {
 
 @quick(
     "levels-1",
-    "levels-3",
     "reductions-3",
-    "log_dict-3",
     "changed in place-3",
-    "objects-3",
-    "values-3",
     "collection-3",
     "held anywhere-3",
     "computed-3",
     "tracker-3",
-    "bootstrap-3",
 )
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("case", CASES)
