@@ -13,6 +13,7 @@ from benchmarks.results import block_in
 from benchmarks.staleness import FIRST, GOOD, sgd, warned
 from benchmarks.staleness_training import Recipe, by_loop
 from lightning_hetpipe.rules.staleness import CLIPPED_STEPS, LIMIT, NORMALISED
+from tests.support.marks import quick
 
 KEPT: dict[str, Any] = json.loads(staleness.RESULTS.read_text())
 RUNS = {(Recipe(**each["recipe"]), each["in_flight"]): each["accuracies"] for each in KEPT["runs"]}
@@ -23,12 +24,13 @@ def test_the_docs_have_the_tables_of_what_was_measured() -> None:
     assert {recipe for recipe, _ in RUNS} >= set(staleness.RECIPES)
 
 
+@quick(f"3-{FIRST}")
 @pytest.mark.parametrize(
     "recipe",
     [FIRST, Recipe("AdamW", 0.01, beta=0.5, clip=1.0), Recipe("RMSprop", 0.001, 0.9, accumulate=4)],
     ids=str,
 )
-@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_loop_trains_to_the_strategys_weights(recipe: Recipe, in_flight: int) -> None:
     assert staleness.is_exact(recipe, in_flight, seed=1, epochs=1)
 

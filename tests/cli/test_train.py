@@ -60,8 +60,8 @@ def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.Ca
 def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     results: list[str] = []
     for seed in (1, 1, 2):
-        train(f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
-        results += [line for line in capsys.readouterr().out.splitlines() if line.startswith("test loss")]
+        train("--config-dir", "mine", "experiment=mine", f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
+        results += [line for line in capsys.readouterr().out.splitlines() if line.startswith("train loss")]
     assert results[0] == results[1] != results[2]
 
 
