@@ -77,6 +77,7 @@ def test_variants_take_turns_and_their_contexts_are_not_timed(monkeypatch: pytes
     assert found == [[2] * 3, [3] * 3]
 
 
+@pytest.mark.slow
 def test_what_is_compared_computes_the_same() -> None:
     model = TIMED["ResNet"]
     learner, pieces, seconds = captured(model, model.few())

@@ -35,6 +35,7 @@ def test_the_loop_trains_to_the_strategys_weights(recipe: Recipe, in_flight: int
     assert staleness.is_exact(recipe, in_flight, seed=1, epochs=1)
 
 
+@pytest.mark.slow
 def test_a_first_impression(capsys: pytest.CaptureFixture[str]) -> None:
     assert staleness.main(["--quick"]) == 0
     said = capsys.readouterr().out

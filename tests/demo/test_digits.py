@@ -69,6 +69,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     assert one_cycle(1.5) == pytest.approx(0)  # resumed for more epochs than were planned
 
 
+@pytest.mark.slow
 def test_two_epochs_teach_it_most_digits() -> None:
     L.seed_everything(1, verbose=False)
     trainer = quiet_trainer(max_epochs=2)

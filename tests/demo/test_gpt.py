@@ -58,6 +58,7 @@ def test_the_model_keeps_its_layers_in_one_sequential() -> None:
     assert len(model.net) == 1 + 3 + 2
 
 
+@pytest.mark.slow
 def test_a_short_training_beats_guessing() -> None:
     L.seed_everything(1, verbose=False)
     trainer = quiet_trainer()
