@@ -98,7 +98,7 @@ def write(file: Path, rows: Mapping[str, Found]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models_table", description=__doc__)
-    parser.add_argument("--only", default=".*", metavar="REGEX", help='models such as "timm/.*"; by default all')
+    parser.add_argument("--only", default=".*", metavar="REGEX", help='all of a name, as "timm/.*"; by default all')
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for one model; by default 300")
     parser.add_argument(
         "--write", type=Path, metavar="FILE.md", help="put the rows into the table there, between its marks"
@@ -119,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows[name] = tried(name, given.limit)
         print(line(name, rows[name]), flush=True)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        if given.write is not None:  # each time, as the whole takes an hour
+            write(given.write, {name: rows[name]})
     print(f"\n{totals(rows)}")
-    if given.write is not None:
-        write(given.write, rows)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves slow tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests may start several programs, each of which may take minutes on a busy machine."""
+    # First those that take longest: at the end the other processes of pytest would have nothing left to do.
+    items.sort(key=lambda item: item.path.parent.name not in {"wsp", "packaging", "examples", "launch", "workers"})
     missing: dict[tuple[Path, str], set[str]] = {}
     for item in items:
         name, _, case = item.name.partition("[")
