@@ -30,6 +30,7 @@ Answers = tuple[bool, ...]
 
 _Place = tuple[str, int]
 
+_AS_TENSOR = (torch.as_tensor, torch.asarray)
 _ASK = {Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero}
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = Path(torch.__file__).parent
@@ -103,6 +104,8 @@ class Decisions(TorchFunctionMode):
         return Decisions(self._known, self._seen)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _AS_TENSOR and isinstance(args[0], torch.SymInt | torch.SymFloat):
+            func = torch.tensor  # the same for a number, and known to torch.export
         if func not in _ASK or args[0].dtype != torch.bool or args[0].numel() != 1:
             return func(*args, **(kwargs or {}))
         place = _place(sys._getframe())

@@ -173,8 +173,8 @@ class Planner:
             why = "one more in flight than there are stages keeps all of them busy"
         slowest = max(range(stages), key=times.__getitem__)
         why = (
-            f"because no other split makes the slowest stage faster ({slowest}: {1000 * times[slowest]:.3g} ms for a"
-            f" minibatch), and {why}"
+            f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
+            f" for a minibatch), and {why}"
         )
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
         return decision if stages > 1 else replace(decision, explanation=())

@@ -116,7 +116,9 @@ class SingleStage(Extension):
                 "there is one device, so HetPipeStrategy trains the model as one stage, without a pipeline; for more,"
                 " set stages, as several may share a device"
             )
-            warnings.warn(one if len(self._layers()) == 1 else several, stacklevel=2)
+            layers = list(self._layers().values())
+            is_one = len(layers) == 1 and not any(True for _ in layers[0].children())  # else it could be captured
+            warnings.warn(one if is_one else several, stacklevel=2)
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.support.ahead import Memory
+from tests.support.captured_models import UNet, Whole
 from tests.support.equality import assert_same, difference
+from tests.support.models import vectors
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -167,6 +169,11 @@ def test_boring_model_is_one_stage_and_a_warning_says_so() -> None:
         L.Trainer(strategy="hetpipe", accelerator="cpu", fast_dev_run=True, enable_progress_bar=False).fit(
             BoringModel()
         )
+
+
+def test_a_module_that_would_be_captured_is_not_said_to_be_one_layer() -> None:
+    with pytest.warns(UserWarning, match="there is one device, .* for more, set stages"):
+        quiet_trainer(HetPipeStrategy(), limit_train_batches=2).fit(Whole(UNet()), vectors(14, 4))
 
 
 def test_loggers_get_nothing_of_ours() -> None:

@@ -90,7 +90,7 @@ class Scales(nn.Module):
         self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, alpha: float, turn: int, rows: int, is_scaled: float = 1.0) -> Tensor:
-        y = torch.relu(self.one(x)) * alpha + torch.ones(rows, 8, device=x.device) * (turn % 7)
+        y = torch.relu(self.one(x)) * alpha + torch.ones(rows, 8, device=x.device) * torch.as_tensor(turn % 7)
         if is_scaled:
             y = y * 2
         loss: Tensor = self.two(y).square().mean() + (1 - alpha) * y.mean()

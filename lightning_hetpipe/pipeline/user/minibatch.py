@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
     from lightning_hetpipe.pipeline.passes import Loss
 
-_SKIPPED = "; a layer that is skipped at random (layerdrop, say) needs a chance of 0 to be skipped"
+_SKIPPED = (
+    "; a layer that is skipped at random (layerdrop, say) needs a chance of 0 to be skipped, or to be left out of"
+    " module=[...]"
+)
 """The most frequent cause of calls that differ from minibatch to minibatch."""
 
 

@@ -107,7 +107,11 @@ class OutsideParameters(Extension):
         also = [name for name, _ in self._module.named_modules() if name in owners]
         modules = [*self._pieces, *also]
         named = f" (module={modules!r})" if len(modules) <= MOST_NAMED else ""
-        return f"pipeline {' and '.join(map(repr, also))}, too{named}"
+        return (
+            f"pipeline {' and '.join(map(repr, also))}, too{named}, if training_step calls"
+            f" {'them' if len(also) > 1 else 'it'}; averages of weights belong into a callback, such as Lightning's"
+            " EMAWeightAveraging"
+        )
 
     def _owner(self, name: str) -> str:
         """The outermost module with the tensor ``name`` that can be a further piece; empty if there is none."""
