@@ -44,6 +44,7 @@ class Variant:
         self._keywords = [*kwargs]
         leaves, self._spec = self._flat(args, kwargs)
         self._kinds = [_kind(leaf) for leaf in leaves]
+        self._places = _places(leaves)
         self._checks = checks
         self._numbers = numbers
         self._guards = getattr(graph, GRAPH_GUARDS, None)
@@ -54,7 +55,7 @@ class Variant:
         if set(kwargs) != set(self._keywords):
             return None
         leaves, spec = self._flat(args, kwargs)
-        if spec != self._spec:
+        if spec != self._spec or _places(leaves) != self._places:
             return None
         if not self._others([_kind(leaf) for leaf in leaves]) <= self._numbers:
             return None
@@ -84,6 +85,17 @@ class Variant:
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+
+
+def _places(leaves: Sequence[Any]) -> list[int]:
+    """The place at which each of ``leaves`` is met first: a graph of one tensor given twice is not one of two tensors.
+
+    Modules also ask for that, as attention does to a sequence itself.
+    """
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(leaf), place) if isinstance(leaf, Tensor) else place for place, leaf in enumerate(leaves)
+    ]
 
 
 def _kind(leaf: Any) -> Any:

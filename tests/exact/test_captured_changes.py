@@ -231,6 +231,40 @@ def test_a_hook_inside_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
+def test_a_tensor_that_is_given_twice_in_some_calls(in_flight: int) -> None:
+    """Attention of a sequence to itself is another graph than that to another one, and computes by other operators."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z: Tensor = self.attention(x, y, y)[0]
+            return z
+
+    class Meets(Learner):
+        def __init__(self) -> None:
+            super().__init__(SGD)
+            self.model = Attends()
+
+        def compute(self, batch: Batch) -> Outputs:
+            x = torch.tanh(batch[0])
+            return {"loss": self.model(x, x if self.is_first(x) else x.flip(1)).square().mean()}
+
+        def is_first(self, x: Tensor) -> bool:
+            return bool(x[0, 0] == self.firsts[0, 0]) or bool(x[0, 0] > 0)
+
+        firsts = torch.tanh(next(iter(vectors(26, 4)))[0])
+
+    task, loader = Meets(), vectors(26, 4)
+    firsts = [task.is_first(torch.tanh(x)) for x, _ in loader]
+    assert firsts[0]
+    assert not all(firsts)
+    assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(1, 1, in_flight)))
+
+
 def test_inputs_of_too_many_kinds() -> None:
     class Takes(nn.Module):
         def __init__(self) -> None:

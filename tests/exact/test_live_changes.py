@@ -153,7 +153,7 @@ def test_a_frozen_batchnorm_that_thaws() -> None:
 
 @pytest.mark.parametrize("at_start", slow_except([True, False], True))
 def test_an_attribute_of_a_layer(at_start: bool) -> None:
-    plain = assert_exact(net, lambda: [Edit(set_alpha, 1, at_start)])
+    plain = assert_exact(net, lambda: [Edit(set_alpha, int(at_start), at_start)])
     assert_differs(plain, run(net, list, "auto"))
 
 
