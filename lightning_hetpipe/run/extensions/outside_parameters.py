@@ -109,7 +109,7 @@ class OutsideParameters(Extension):
         named = f" (module={modules!r})" if len(modules) <= MOST_NAMED else ""
         return (
             f"pipeline {' and '.join(map(repr, also))}, too{named}, if training_step calls"
-            f" {'them' if len(also) > 1 else 'it'}; averages of weights belong into a callback, such as Lightning's"
+            f" {'them' if len(also) > 1 else 'it'}; averages of weights belong in a callback, such as Lightning's"
             " EMAWeightAveraging"
         )
 
