@@ -122,7 +122,7 @@ class Evaluation(TrainerRun):
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
         stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
-        times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
+        times = measure(pieces, self.generators, default_dtype, backward=False)
         first = self.settings.choose_split_points(times, stages)
         in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight
         layout = Layout.of(pieces, Decision(first, place(stages, devices), in_flight, stage_times(times, first)))
