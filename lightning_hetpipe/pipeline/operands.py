@@ -6,15 +6,14 @@ This is what lets Python run over modules that lie on several devices as if thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private import enter_function_mode, leave_function_mode, pytree
 
 T = TypeVar("T")
 
@@ -27,28 +26,37 @@ _WRITES = frozenset({"batch_norm", "instance_norm"})
 """Functions that write into their second argument, the running mean, and the third one."""
 
 
-@contextmanager
-def operands_together(devices: Collection[torch.device]) -> Iterator[None]:
+class OperandsTogether:
     """Within it, this thread's operations have their operands brought to one of ``devices``, and backwards run in it.
+
+    A backward has a queue for each device unless it runs in one thread, and would add the gradients of a tensor with
+    several uses in order of arrival. (It is no generator, so that a Trainer that holds it can be copied and pickled.)
 
     Args:
         devices: Those that layers lie on, in the layers' order. Tensors on any other device stay where they are. With
             fewer than two nothing is changed.
-
-    A backward has a queue for each device unless it runs in one thread, and would add the gradients of a tensor with
-    several uses in order of arrival.
     """
-    distinct = list(dict.fromkeys(devices))
-    with ExitStack() as stack:
-        if len(distinct) > 1:
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(_Together(distinct))
-        yield
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        distinct = list(dict.fromkeys(devices))
+        self._mode = _Together(distinct) if len(distinct) > 1 else None
+        self._one_thread: torch.autograd.set_multithreading_enabled
+
+    def __enter__(self) -> None:
+        if self._mode is not None:
+            self._one_thread = torch.autograd.set_multithreading_enabled(False)
+            enter_function_mode(self._mode)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._mode is not None:
+            if not leave_function_mode(self._mode):  # a user's mode is inside of it, and stays
+                self._mode.end()
+            self._one_thread.__exit__(None, None, None)
 
 
-def across_devices_of(module: nn.Module) -> AbstractContextManager[None]:
+def across_devices_of(module: nn.Module) -> OperandsTogether:
     """Within it, ``module`` can be run where its tensors lie."""
-    return operands_together({tensor.device for tensor in (*module.parameters(), *module.buffers())})
+    return OperandsTogether(tensor.device for tensor in (*module.parameters(), *module.buffers()))
 
 
 class _Together(TorchFunctionMode):
@@ -78,6 +86,10 @@ class _Together(TorchFunctionMode):
             return func(*args, **kwargs)
         device = self._place(name, args, kwargs, operands)
         return func(*self._at(device, args), **self._at(device, dict(kwargs)))
+
+    def end(self) -> None:
+        """From now on nothing is moved."""
+        self._order.clear()
 
     def _place(
         self,

@@ -30,7 +30,7 @@ from lightning_hetpipe.lightning_private import (
     step_arguments,
 )
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.operands import operands_together
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -117,7 +117,7 @@ class Fit(TrainerRun):
         """Puts the run between Lightning's loops and the module, until :meth:`close`."""
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(self._settings.torch_threads)
-        self._undo.enter_context(operands_together(self._settings.devices))
+        self._undo.enter_context(OperandsTogether(self._settings.devices))
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
             self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)

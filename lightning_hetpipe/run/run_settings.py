@@ -73,7 +73,7 @@ class RunSettings:
 
     @property
     def way_out(self) -> str:
-        """How to train what no pipeline can train, as the end of a sentence."""
+        """Say how to train what no pipeline can train, as the end of a sentence."""
         others = (
             "" if self._of_stages is None else f" {'and ' if self.may_run_ahead else ''}leave {self._of_stages} out"
         )
