@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_hetpipe.accelerator import accelerates, device_module
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs, evaluated
 from lightning_hetpipe.capture.pieces import Piece
@@ -69,7 +70,7 @@ class Layout:
         if captured is None or trained or captured.changed(value) is None:
             return self._run_across_devices(piece.layers, value)
         gave = without_opaque(piece.name, evaluated(piece, args, kwargs))
-        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
+        with torch.random.fork_rng({device for device in self.devices if accelerates(device)}):
             found = self._run_across_devices(piece.layers, value)
         if equal_outputs(Value.of(found), Value.of(gave)):
             captured.take_equal(value)
@@ -173,11 +174,11 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, mov
 
 def device_bytes(device: torch.device) -> int | None:
     """The most that torch has allocated on ``device`` at once; None for a CPU, where it does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return torch.accelerator.max_memory_allocated(device) if accelerates(device) else None
 
 
 def device_name(device: torch.device) -> str:
     """The device for people: "cpu", or the GPU's name with its index."""
-    if device.type != "cuda":
+    if not accelerates(device):
         return str(device)
-    return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({device_module(device).get_device_name(device)})"
