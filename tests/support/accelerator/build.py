@@ -23,7 +23,7 @@ FLAGS = ["-O1", "-g0", "-Wall"]
 @cache
 def missing() -> str | None:
     """Why the extension cannot be built here; None if it can."""
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]  # torch has no types here
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler}), with which the test accelerator is built"
     _find_ninja()
