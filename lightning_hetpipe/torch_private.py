@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, has_t
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from lightning_hetpipe.accelerator import is_initialized
+
 __all__ = [
     "COMPILED_CALL",
     "GRAPH_GUARDS",
@@ -210,7 +212,7 @@ class Carried(Generic[T]):
     def set(self, value: T | None) -> None:
         self.own.held = value
         if value is not None:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+            if is_initialized():
                 torch._C._stash_obj_in_tls(self.name, value)
         elif torch._C._is_key_in_tls(self.name):
             remove: Any = torch._C._remove_obj_from_tls  # torch has no types here

@@ -60,6 +60,22 @@ def no_thread_left() -> Iterator[None]:
     assert not alive, f"threads left alive: {', '.join(alive)}"
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    """The test accelerator: four devices over host memory, for ``Trainer(accelerator=accelerator, devices=4)``.
+
+    See tests/support/accelerator. Its limits and its peaks are the test's own.
+    """
+    from tests.support import accelerator
+
+    if (reason := accelerator.missing()) is not None:
+        pytest.skip(reason)
+    gc.collect()  # what earlier tests have left on the devices
+    accelerator.show()
+    yield accelerator.TestAccelerator()
+    accelerator.hide()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     marks.FEW = config.getoption("markexpr") == "not slow"
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):

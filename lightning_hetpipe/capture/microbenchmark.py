@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
@@ -148,5 +149,5 @@ class Microbenchmark:
             return self._call(self._value.tree(tensors))
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if accelerates(self.device):
+            torch.accelerator.synchronize(self.device)

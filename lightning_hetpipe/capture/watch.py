@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.frozen import FrozenValues
@@ -299,8 +300,8 @@ def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, a
 
 def _now() -> float:
     """Seconds of a clock, once all that was started has been computed."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
-        torch.cuda.synchronize()
+    if is_initialized():
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 

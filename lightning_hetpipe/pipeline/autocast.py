@@ -25,7 +25,8 @@ class Autocast:
     @staticmethod
     def current() -> Autocast:
         """Read the state of this thread."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.torch_private import pytree
 
 Run = Callable[..., Any]
@@ -33,8 +34,10 @@ def here() -> torch.device:
     if _here.device is not None:
         return _here.device
     # One of autograd's threads, which computes a region again: it has one for each GPU, and its device is that.
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
-    return torch.device("cuda", torch.cuda.current_device()) if initialized else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not is_initialized():
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def set_here(device: torch.device) -> None:

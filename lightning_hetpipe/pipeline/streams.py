@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.torch_private import strided_parts
 
 
@@ -106,15 +107,15 @@ class WaitingStream(HostStream):
 
     def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
         super().__init__()
-        on_gpus = [other for other in dict.fromkeys(others) if other.type == "cuda" and other != device]
-        self._others = [torch.cuda.current_stream(other) for other in on_gpus]
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        others = [other for other in dict.fromkeys(others) if accelerates(other) and other != device]
+        self._others = [torch.accelerator.current_stream(other) for other in others]
+        self._stream = torch.accelerator.current_stream(device) if accelerates(device) else None
 
     def enter(self) -> None:
         for stream in self._others:
-            torch.cuda.set_stream(stream)
+            torch.accelerator.set_stream(stream)
         if self._stream is not None:
-            torch.cuda.set_stream(self._stream)  # last, and with it this thread's device
+            torch.accelerator.set_stream(self._stream)  # last, and with it this thread's device
 
     def spent(self, since: float) -> None:
         self.synchronize()
@@ -129,35 +130,35 @@ class _CopyStreams:
     """A thread's own streams on devices from which it copies: torch does so in what is the thread's stream there."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
-    def of(self, tensors: Iterable[Tensor], own: torch.cuda.Stream | None = None) -> set[torch.cuda.Stream]:
+    def of(self, tensors: Iterable[Tensor], own: torch.Stream | None = None) -> set[torch.Stream]:
         """The streams that copy ``tensors``; ``own`` is the thread's stream on its device, and remains it."""
         found = set()
         for tensor in tensors:
             device = tensor.device
-            if device.type != "cuda" or (own is not None and device == own.device):
+            if not accelerates(device) or (own is not None and device == own.device):
                 continue
             if device not in self._streams:
-                self._streams[device] = _stream(device)
-                torch.cuda.set_stream(self._streams[device])
+                self._streams[device] = torch.Stream(device)
+                torch.accelerator.set_stream(self._streams[device])
                 if own is not None:
-                    torch.cuda.set_stream(own)
+                    torch.accelerator.set_stream(own)
             found.add(self._streams[device])
             _used(tensor, self._streams[device])
         return found
 
 
-def _used(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+def _used(tensor: Tensor, stream: torch.Stream) -> None:
     """``stream`` uses it: else its memory might be used anew as soon as the stream that made it lets go of it."""
     for part in strided_parts(tensor):
         part.record_stream(stream)
 
 
-class CudaEvents:
+class DeviceEvents:
     """Events, one for each stream."""
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, streams: Sequence[torch.Stream]) -> None:
         self.events = [stream.record_event() for stream in streams]
 
     def synchronize(self) -> None:
@@ -165,21 +166,21 @@ class CudaEvents:
             event.synchronize()
 
 
-class CudaStream:
-    """Stream of a stage on a GPU: one of its own there, and one on each device from which it copies."""
+class DeviceStream:
+    """Stream of a stage on an accelerator: one of its own there, and one on each device from which it copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device)
+        self._stream = torch.Stream(device)
         self._copy_streams = _CopyStreams()
         self._busy = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[torch.Event, torch.Event]] = deque()
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        torch.cuda.set_stream(self._stream)  # and with it this thread's device
+        torch.accelerator.set_stream(self._stream)  # and with it this thread's device
 
-    def record(self, devices: Iterable[torch.device] = ()) -> CudaEvents:
-        return CudaEvents([self._stream])
+    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents:
+        return DeviceEvents([self._stream])
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         tensors = list(tensors)
@@ -189,12 +190,12 @@ class CudaStream:
                 _used(tensor, self._stream)
         _wait(streams, event)
 
-    def now(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._stream.device))
+    def now(self) -> torch.Event:
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._stream.device))
         return event
 
-    def spent(self, since: torch.cuda.Event) -> None:
+    def spent(self, since: torch.Event) -> None:
         with self._lock:
             self._pending.append((since, self.now()))
             self._settle()  # nobody may ever ask, and a device has room for so many events only
@@ -205,7 +206,9 @@ class CudaStream:
             return self._busy
 
     def _settle(self) -> None:
-        while self._pending and all(map(_is_over, self._pending[0])):  # they may be in two streams of user code
+        while self._pending and all(
+            event.query() for event in self._pending[0]
+        ):  # they may be in two streams of user code
             began, ended = self._pending.popleft()
             self._busy += began.elapsed_time(ended) / 1000
 
@@ -213,33 +216,25 @@ class CudaStream:
         self._stream.synchronize()
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
-
-
-def _is_over(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-class CudaUserStream:
+class DeviceUserStream:
     """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> CudaEvents | None:
-        streams = [torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"]
-        return CudaEvents(streams) if streams else None
+    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents | None:
+        streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
+        return DeviceEvents(streams) if streams else None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
         streams = set()
         for tensor in tensors:
-            if tensor.device.type == "cuda":
-                stream = torch.cuda.current_stream(tensor.device)
+            if accelerates(tensor.device):
+                stream = torch.accelerator.current_stream(tensor.device)
                 streams.add(stream)
                 _used(tensor, stream)
         _wait(streams, event)
 
 
-def _wait(streams: Iterable[torch.cuda.Stream], event: StreamEvent | None) -> None:
-    if isinstance(event, CudaEvents):
+def _wait(streams: Iterable[torch.Stream], event: StreamEvent | None) -> None:
+    if isinstance(event, DeviceEvents):
         for stream in streams:
             for each in event.events:
                 stream.wait_event(each)
@@ -247,7 +242,7 @@ def _wait(streams: Iterable[torch.cuda.Stream], event: StreamEvent | None) -> No
 
 def stream_on(device: torch.device) -> Stream:
     """For a stage on ``device``."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return DeviceStream(device) if accelerates(device) else HostStream()
 
 
 @dataclass(frozen=True)
@@ -255,19 +250,19 @@ class Streams:
     """Factory of streams: one for each stage's device, and one of user code and Lightning's thread."""
 
     on: Callable[[torch.device], Stream] = stream_on
-    user: UserStream = field(default_factory=CudaUserStream)
+    user: UserStream = field(default_factory=DeviceUserStream)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``, in this thread's streams; on the host once it is there."""
     if tensor.device == device:  # as most often on one host; asking torch costs ten times as much
         return tensor
-    if device.type == "cuda":
+    if accelerates(device):
         on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
         return (tensor.pin_memory() if on_host else tensor).to(device, non_blocking=True)
-    if tensor.device.type == "cuda" and tensor.layout is torch.strided:
+    if accelerates(tensor.device) and tensor.layout is torch.strided:
         pinned = torch.empty_like(tensor, device=device, pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
+        torch.accelerator.current_stream(tensor.device).synchronize()
         return pinned
     return tensor.to(device)

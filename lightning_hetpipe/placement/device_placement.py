@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lightning_hetpipe.accelerator import accelerates, all_devices, device_module
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
@@ -24,15 +25,15 @@ def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster
     is no limit, and nothing has to travel there.
     """
     if devices is None:
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-    link = PCIE if any(device.type == "cuda" for device in devices) else NO_LINK
+        devices = all_devices() or [CPU]
+    link = PCIE if any(map(accelerates, devices)) else NO_LINK
     return Cluster([Node(socket.gethostname() or "here", [_discovered(device) for device in devices], link)])
 
 
 def _discovered(device: torch.device) -> Device:
-    if device.type != "cuda":
+    if not accelerates(device):
         return Device(device.type)
-    properties = torch.cuda.get_device_properties(device)
+    properties = device_module(device).get_device_properties(device)
     return Device(canonical(properties.name), properties.total_memory)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
+from lightning_hetpipe.accelerator import accelerates, device_module
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
@@ -143,11 +144,11 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, mov
 
 def device_bytes(device: torch.device) -> int | None:
     """The most that torch has allocated on ``device`` at once; None for a CPU, where it does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return torch.accelerator.max_memory_allocated(device) if accelerates(device) else None
 
 
 def device_name(device: torch.device) -> str:
     """The device for people: "cpu", or the GPU's name with its index."""
-    if device.type != "cuda":
+    if not accelerates(device):
         return str(device)
-    return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({device_module(device).get_device_name(device)})"

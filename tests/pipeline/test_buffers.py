@@ -13,7 +13,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.stage_messages import StageState
-from lightning_hetpipe.pipeline.streams import CudaUserStream
+from lightning_hetpipe.pipeline.streams import DeviceUserStream
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Segment:
         self.buffers.publish(minibatch, self.of_live.version(minibatch).buffers[0])
 
     def show(self, minibatch: int) -> None:
-        self.of_live.show(StageState([self.buffers.left(minibatch)], [()]), CudaUserStream())
+        self.of_live.show(StageState([self.buffers.left(minibatch)], [()]), DeviceUserStream())
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.pipeline import graph_layer
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, here
+from tests.support.accelerator import NAME
 
 PATHS = ["take", "held", "code", "device", "training", "forward", "register_buffer", "_parameters", "block.0.weight"]
 
@@ -63,17 +65,18 @@ def test_paths_with_dots_do_not_meet_those_without() -> None:
     assert layer.held("a_b") is two
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_a_region_that_a_thread_of_autograds_computes_again_is_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has one for each, in which no layer runs: a checkpointed region would make its tensors on the host."""
     asked: list[torch.device] = []
 
     def ask() -> None:
-        thread = threading.Thread(target=lambda: asked.append(here()))
+        torch.accelerator.set_device_index(1)
+        asked.append(here())
+
+    for initialized in (True, False):
+        monkeypatch.setattr(graph_layer, "is_initialized", lambda is_so=initialized: is_so)
+        thread = threading.Thread(target=ask)
         thread.start()
         thread.join(10)
-
-    ask()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    ask()
-    assert asked == [torch.device("cpu"), torch.device("cuda", 1)]
+    assert asked == [torch.device(NAME, 1), torch.device("cpu")]

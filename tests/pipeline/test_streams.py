@@ -17,7 +17,14 @@ from lightning_hetpipe.pipeline.evaluator import Evaluator
 from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-from lightning_hetpipe.pipeline.streams import CudaStream, CudaUserStream, HostStream, Stream, Streams, WaitingStream
+from lightning_hetpipe.pipeline.streams import (
+    DeviceStream,
+    DeviceUserStream,
+    HostStream,
+    Stream,
+    Streams,
+    WaitingStream,
+)
 from lightning_hetpipe.pipeline.user.minibatch import Step
 from tests.pipeline.streams import FakeStream, StreamRaces
 from tests.support.marks import quick
@@ -227,7 +234,7 @@ class Event:
     count = 0
     done = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
         assert enable_timing
 
     def record(self, stream: FakeTorchStream) -> None:
@@ -253,21 +260,21 @@ def torch_streams(monkeypatch: pytest.MonkeyPatch) -> type[FakeTorchStream]:
         FakeTorchStream.current[torch.device("cuda")] = stream  # this thread's device follows
 
     Event.count = Event.done = 0
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeTorchStream)
-    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeTorchStream.current[device])
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "Stream", FakeTorchStream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeTorchStream.current[device])
     return FakeTorchStream
 
 
 def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(torch_streams: type[FakeTorchStream]) -> None:
     """Torch's copy runs in this thread's stream of the device that it copies from: that must have waited, too."""
     here, there = torch.device("cuda:1"), torch.device("cuda:0")
-    stream, giver = CudaStream(here), CudaStream(there)
+    stream, giver = DeviceStream(here), DeviceStream(there)
     own, theirs = torch_streams.made
     stream.enter()
     given: list[Any] = [OnDevice("cuda:0"), OnDevice("cuda:0"), OnDevice("cuda:1"), OnDevice("cpu")]
-    mark = giver.record()
+    mark: Any = giver.record()
     stream.join(mark, given)
     side = torch_streams.made[-1]
     assert (side.device, torch_streams.made) == (there, [own, theirs, side])
@@ -280,7 +287,7 @@ def test_what_comes_from_another_gpu_is_copied_in_a_stream_there(torch_streams: 
 
 def test_what_a_stage_has_spent_is_counted_though_nobody_asks(torch_streams: type[FakeTorchStream]) -> None:
     """A fit without loggers asks at its end, after millions of events."""
-    stream = CudaStream(torch.device("cuda:0"))
+    stream = DeviceStream(torch.device("cuda:0"))
     stream.enter()
     for _ in range(4):
         stream.spent(stream.now())
@@ -295,9 +302,9 @@ def test_what_a_stage_has_spent_is_counted_though_nobody_asks(torch_streams: typ
 
 def test_a_loss_takes_as_long_as_on_the_device(torch_streams: type[FakeTorchStream]) -> None:
     """Its thread is through long before; what it computes lies in the streams of user code."""
-    stream = measured = CudaStream(torch.device("cuda:0"))
+    stream = measured = DeviceStream(torch.device("cuda:0"))
     mine = FakeTorchStream(torch.device("cuda:0"))
-    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
 
     class Last:
         index = 0
@@ -331,17 +338,17 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
 
 def test_user_code_waits_in_the_streams_that_are_its_own(torch_streams: type[FakeTorchStream]) -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    giver, outside = CudaStream(second), CudaUserStream()
+    giver, outside = DeviceStream(second), DeviceUserStream()
     mine = FakeTorchStream(second)
-    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
     given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]
-    mark = giver.record()
+    mark: Any = giver.record()
     outside.join(mark, given)
     assert mine.waited == mark.events
     assert given[0].used == [mine]
-    marked = outside.record([second, torch.device("cpu")])
+    marked: Any = outside.record([second, torch.device("cpu")])
     assert marked is not None
-    assert marked.events == [("event", mine)]
+    assert [*marked.events] == [("event", mine)]
     assert outside.record([torch.device("cpu")]) is None
     assert first not in torch_streams.current, "no stream is asked for on a device that is not used"
 
@@ -350,9 +357,9 @@ def test_user_code_computes_in_the_stream_in_which_fit_was_called(torch_streams:
     """``with torch.cuda.stream(mine): trainer.fit(...)``: batches are moved there, and versions published."""
     gpu = torch.device("cuda:0")
     mine, default = FakeTorchStream(gpu), FakeTorchStream(gpu)
-    torch.cuda.set_stream(mine)  # type: ignore[arg-type]
+    torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
     stream = WaitingStream(gpu)
-    torch.cuda.set_stream(default)  # type: ignore[arg-type]  # what another thread has
+    torch.accelerator.set_stream(default)  # type: ignore[arg-type]  # what another thread has
     stream.enter()
     assert FakeTorchStream.current[gpu] is mine
     stream.synchronize()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from lightning_hetpipe.pipeline.user import user_section
 from lightning_hetpipe.pipeline.user.numpy_state import BYTES
 from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, own_state
 
@@ -184,7 +185,7 @@ def test_what_a_stretch_sees_of_numpys_state_is_all_of_it() -> None:
 def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that training_step draws there must not depend on whose section comes first."""
     gpu = torch.Generator().manual_seed(5)
-    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    monkeypatch.setattr(user_section, "default_generators", lambda: (gpu,))
 
     def noise() -> list[float]:
         return torch.rand(2, generator=gpu).tolist()
@@ -209,7 +210,8 @@ def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.
 def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     section = ProcessSection(ProcessState.seeded(7, 0, 1))
     section.enter()
-    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator().manual_seed(5),))
+    generators = (torch.Generator().manual_seed(5),)
+    monkeypatch.setattr(user_section, "default_generators", lambda: generators)
     section.leave()
     section.enter()
     section.leave(for_good=True)

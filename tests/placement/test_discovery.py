@@ -23,7 +23,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         name, memory = THERE[device.index]
         return SimpleNamespace(name=name, total_memory=memory)
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(THERE))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(THERE))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
 
@@ -46,7 +47,7 @@ def test_only_the_devices_that_are_asked_for() -> None:
 
 
 def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     (node,) = discovered_cluster().nodes
     assert (node.devices, node.link) == ((Device("cpu"),), NO_LINK)
     assert len(discovered_cluster([torch.device("cpu")] * 3).slots) == 3

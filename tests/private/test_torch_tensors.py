@@ -99,7 +99,7 @@ def test_parts_of_sparse_tensors() -> None:
 @guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    monkeypatch.setattr(torch_private, "is_initialized", lambda: gpu)
     held: torch_private.Carried[str] = torch_private.Carried("test")
     broken = "a GPU's hooks would not know their minibatch"
     assert held.get() is None, broken
@@ -116,9 +116,10 @@ def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_ANOTHER_THREAD = """
 import os, threading, torch
+from lightning_hetpipe import torch_private
 from lightning_hetpipe.torch_private import Carried
 
-torch.cuda.is_initialized = lambda: True  # as where a GPU is used
+torch_private.is_initialized = lambda: True  # as where a GPU is used
 held = Carried("test")
 seen = {}
 

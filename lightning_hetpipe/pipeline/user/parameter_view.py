@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
@@ -39,7 +40,7 @@ _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "eleme
 _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
 """The same for every version."""
 
-_PLACE = {"device", "get_device", "is_cpu", "is_cuda"}
+_PLACE = {"device", "get_device", "is_cpu", "is_cuda", "is_xpu"}
 """Answered for the device of user code, where a parameter is concerned."""
 
 _OF_THE_TENSOR = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad", "grad"}
@@ -335,7 +336,7 @@ class ParameterView(TorchFunctionMode):
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then
-                        seen = copy.to(self._device, non_blocking=self._device.type == "cuda")
+                        seen = copy.to(self._device, non_blocking=accelerates(self._device))
             self._used[key] = used = UsedParameter(weight.name, weight.live, copy, seen, version_counter(seen))
         return used
 

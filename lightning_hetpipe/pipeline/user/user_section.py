@@ -17,6 +17,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
+from lightning_hetpipe.accelerator import default_generators
 from lightning_hetpipe.pipeline.user.numpy_state import NumpyState, give_back, seed_numpy, spare_generator
 
 
@@ -121,19 +122,19 @@ class ProcessState:
 @dataclass(frozen=True)
 class _RandomStates:
     torch: Tensor
-    cuda: Sequence[Tensor]
+    accelerators: Sequence[Tensor]
     python: Any
     numpy: NumpyState
 
     @staticmethod
     def taken() -> _RandomStates:
-        cuda = [generator.get_state() for generator in torch.cuda.default_generators]
-        return _RandomStates(torch.get_rng_state(), cuda, random.getstate(), NumpyState.taken())
+        accelerators = [generator.get_state() for generator in default_generators()]
+        return _RandomStates(torch.get_rng_state(), accelerators, random.getstate(), NumpyState.taken())
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         # There are none until the process uses a GPU, which may be after this state was taken.
-        for generator, state in zip(torch.cuda.default_generators, self.cuda, strict=False):
+        for generator, state in zip(default_generators(), self.accelerators, strict=False):
             generator.set_state(state)
         random.setstate(self.python)
         self.numpy.restore()
@@ -141,7 +142,7 @@ class _RandomStates:
 
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    for generator in torch.cuda.default_generators:
+    for generator in default_generators():
         generator.manual_seed(seed)
     random.seed(seed)
     seed_numpy(seed)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hetpipe.accelerator import accelerates, default_generators
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.run.extensions.found_metrics import READS
 from lightning_hetpipe.run.extensions.recorded_calls import MetricCall
@@ -34,8 +35,8 @@ class ShadowMetric:
         self._copies: dict[int, nn.Module] | None = None
         self._generators = [torch.default_generator]
         devices = {module.device for module in modules.values() if isinstance(module, Metric)}
-        cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        self._generators += [torch.cuda.default_generators[index] for index in cuda]
+        used = sorted({device.index or 0 for device in devices if accelerates(device)})
+        self._generators += [default_generators()[index] for index in used]
 
     def drop(self) -> None:
         """Forgets the copy: the metrics were changed otherwise than by replay. The next call makes a new one."""
