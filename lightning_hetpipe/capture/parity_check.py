@@ -83,7 +83,7 @@ def compare(
     assert captured is not None
     changed = captured.changed(value)
     inputs = Value.of(given)
-    with captured.exclusive(), attributes_restored(module), across_devices_of(module):
+    with captured.exclusive(), attributes_restored(module), across_devices_of(module, inputs.tensors):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, AutogradNodes]:
