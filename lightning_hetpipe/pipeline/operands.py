@@ -7,6 +7,7 @@ This is what lets Python run over modules that lie on several devices as if thes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -43,6 +44,18 @@ class OperandsTogether:
         self._mode = _Together(distinct) if len(distinct) > 1 else None
         self._one_thread: torch.autograd.set_multithreading_enabled
 
+    @contextmanager
+    def told(self, operands: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+        """Within it, ``operands`` is called before each operation, with those of its operands that are on the devices."""
+        if self._mode is None:
+            yield
+            return
+        self._mode.told = operands
+        try:
+            yield
+        finally:
+            self._mode.told = _nobody
+
     def __enter__(self) -> None:
         if self._mode is not None:
             self._one_thread = torch.autograd.set_multithreading_enabled(False)
@@ -71,6 +84,7 @@ class _Together(TorchFunctionMode):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
         self._order = {device: place for place, device in enumerate(devices)}
+        self.told: Callable[[Sequence[Tensor]], None] = _nobody
         self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
 
     def __torch_function__(
@@ -82,6 +96,7 @@ class _Together(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operands = [tensor for tensor in _tensors((args, kwargs)) if tensor.device in self._order]
+        self.told(operands)
         if len({tensor.device for tensor in operands}) < 2:
             return func(*args, **kwargs)
         name = _name(func)
@@ -126,6 +141,9 @@ class _Together(TorchFunctionMode):
 
         found: T = pytree.tree_map_only(Tensor, moved, value)
         return found
+
+
+def _nobody(operands: Sequence[Tensor]) -> None: ...
 
 
 def _device_of_parameter(operands: Sequence[Tensor]) -> torch.device | None:

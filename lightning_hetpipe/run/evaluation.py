@@ -26,6 +26,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
+from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.planning.search.split_points import stage_times
 from lightning_hetpipe.redirect import Redirect
@@ -70,12 +71,13 @@ class Evaluation(TrainerRun):
         self.in_flight = 1
         self.parts: Sequence[nn.Module] = ()
         self._run: EvaluationRun | None = None
+        self.operands = OperandsTogether(settings.devices)
         self._undo = ExitStack()
         self._warned: set[str] = set()
 
     def open(self) -> None:
         """Take over every run of the loop from now on; for one outside of training."""
-        self._undo.enter_context(OperandsTogether(self.settings.devices))
+        self._undo.enter_context(self.operands)
         self._undo.callback(Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)).remove)
         self._undo.callback(Redirect(self.module, BEFORE_TRANSFER, before_transfer).remove)
 
@@ -115,6 +117,11 @@ class Evaluation(TrainerRun):
         return native(*args) if self._run is None else self._run.step(hook, native, *args)
 
     # What a run asks.
+
+    def overflow(self) -> Overflow:
+        """What moves weights on in the first batch, as long as they lie on provisional stages."""
+        limits = self.settings.memory if self.layout is None else {}
+        return Overflow(self.module, self.settings.spread, limits)
 
     def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""

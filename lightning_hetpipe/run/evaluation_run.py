@@ -90,7 +90,7 @@ class EvaluationRun:
                 pieces,
                 evaluation.settings.capture_timeout,
             )
-            with watch.watching():
+            with watch.watching(), evaluation.operands.told(evaluation.overflow()):
                 output = self._driver.step_inline(1, native, args)
             pieces = watch.pieces
             if watch.apart:

@@ -18,8 +18,10 @@ from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement.hand_overs import without_gain
+from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.placement.planner import Decision, told_in_flight
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
@@ -93,6 +95,7 @@ class FirstMinibatch(Extension):
         synchroniser: Synchroniser | NoSynchroniser,
         begin: Begin,
         stay: Callable[[], None],
+        operands: OperandsTogether,
     ) -> None:
         callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
         self._trainer = trainer
@@ -104,6 +107,7 @@ class FirstMinibatch(Extension):
         self._synchroniser = synchroniser
         self._begin = begin
         self._stay = stay
+        self._operands = operands
         self._names = named_pieces(self._module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._watch: TrainingWatch
@@ -121,7 +125,8 @@ class FirstMinibatch(Extension):
         torch.set_num_threads(settings.torch_threads)
         check_memory(self._module, self._trainer.optimizers[0], settings.memory)
         settings.waited_in()
-        with self._watch.watching(), noting_where():
+        overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers)
+        with self._watch.watching(), noting_where(), self._operands.told(overflow):
             yield
         self._waited = settings.waited_in()
 

@@ -111,13 +111,14 @@ class Fit(TrainerRun):
         self._looks_ahead = settings.in_flight != 1
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
+        self._operands = OperandsTogether(settings.devices)
         self._undo = ExitStack()
 
     def open(self) -> None:
         """Puts the run between Lightning's loops and the module, until :meth:`close`."""
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(self._settings.torch_threads)
-        self._undo.enter_context(OperandsTogether(self._settings.devices))
+        self._undo.enter_context(self._operands)
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
             self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)
@@ -225,10 +226,12 @@ class Fit(TrainerRun):
             self._synchroniser,
             self._begin,
             self._stay,
+            self._operands,
         )
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
-        run = SpreadRun(self._module, settings, self._generators, self._driver.computed)
+        computed, optimizers = self._driver.computed, self._trainer.optimizers
+        run = SpreadRun(self._module, settings, self._generators, computed, self._operands, optimizers)
         self._report = run.report
         return run
 

@@ -23,8 +23,10 @@ from torch import nn
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
 from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
 from lightning_hetpipe.capture.pieces import Piece, layers_of, named_pieces, never_called
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
+from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.placement.spread import divided
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
@@ -42,8 +44,12 @@ class SpreadRun(Extension):
         settings: RunSettings,
         generators: RandomGenerators,
         computed: Callable[[str, int, float], None],
+        operands: OperandsTogether,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self._computed = computed
+        self._operands = operands
+        self._overflow = Overflow(module, settings.spread, settings.memory, optimizers)
         self._module = module
         self._settings = settings
         self._names = named_pieces(module, settings.module)
@@ -58,7 +64,7 @@ class SpreadRun(Extension):
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
-        with self._busily(FORWARD, minibatch), self._drawing(minibatch):
+        with self._busily(FORWARD, minibatch), self._drawing(minibatch), self._operands.told(self._overflow):
             yield
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
