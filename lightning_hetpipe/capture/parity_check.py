@@ -146,7 +146,7 @@ def _run_graph(
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():
                 own = graph_layer(layer)
-                scratch = copy_of(own, None)
+                scratch = copy_of(own, None).to(own.device)  # a tied weight lies where one of its layers does
                 _set_buffers(scratch, buffers)
                 inputs.append(Value.of(value))
                 found = Value.of(scratch(inputs[-1].tree(inputs[-1].leaves(own.device))))
