@@ -206,7 +206,7 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
         notes["times"] = [stage.time_s for stage in report.stages]
         notes["activations_bytes"] = [stage.activations_bytes for stage in report.stages]
         notes["compile_s"] = [round(stage.compile_s, 3) for stage in report.stages]
-        notes["busy"] = [round(stage.busy, 3) for stage in report.stages]
+        notes["busy"] = [round(stage.busy or 0.0, 3) for stage in report.stages]
     if emulation is not None:
         notes["overruns"] = sum(stage.overruns for stage in emulation.stages)
         notes["passes"] = sum(stage.passes for stage in emulation.stages)

@@ -160,6 +160,12 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each of ``tensors``, which lie on one device: as gradient clipping computes it."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), 2.0)
+    return norms
+
+
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -356,6 +362,19 @@ def has_global_hooks() -> bool:
     """Return True if a user has put hooks on all modules of the process."""
     has_any: Any = _has_any_global_hook  # torch has no types here
     return bool(has_any())
+
+
+@contextmanager
+def without_tensors(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Within it, ``parts`` seem to have no parameters and buffers: ``Module.to`` leaves these where they are."""
+    held = [(part, part._parameters, part._buffers) for part in parts]
+    try:
+        for part in parts:
+            vars(part).update(_parameters={}, _buffers={})
+        yield
+    finally:
+        for part, parameters, buffers in held:
+            vars(part).update(_parameters=parameters, _buffers=buffers)
 
 
 def children(module: nn.Module) -> Iterable[nn.Module | None]:

@@ -71,7 +71,7 @@ def refuse_scripted(name: str, module: nn.Module) -> None:
             raise SettingError(
                 f"'{path}' is a TorchScript module (of torch.jit){inside}, of which a pipeline can keep no versions;"
                 " use the nn.Module that it was made from, let training_step itself call it with its parameters"
-                " frozen, or set stages=1 and in_flight=1"
+                " frozen, or set in_flight=1"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,48 +32,62 @@ def measure(
     pieces: Sequence[Piece],
     generators: RandomGenerators,
     default_dtype: torch.dtype | None,
-    device: torch.device,
+    device: torch.device | None = None,
     backward: bool = True,
     tick: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds that each layer of ``pieces`` takes on ``device`` in a minibatch: forward and backward of each call, on
-    the inputs of the watched step.
+    """Seconds that each layer of ``pieces`` takes in a minibatch: forward and backward of each call, on the inputs of
+    the watched step.
 
-    Without ``backward``, forward only, in the mode of gradients that holds here. After each layer in each round,
-    ``tick`` is called.
+    One copy of a layer is there at a time.
+
+    Args:
+        pieces: As a watched step has shown them.
+        generators: Of random operations.
+        default_dtype: In the watched step; None for torch's own.
+        device: Where layers are measured; None for where each of them lies.
+        backward: Whether backwards count; without them, forwards run in the mode of gradients that holds here.
+        tick: Called after each layer in each round.
     """
     layers = [(*pair, piece) for piece in pieces for pair in zip(piece.layers, piece.measured_inputs(), strict=True)]
     with own_state(ProcessState.seeded(0, 0, "microbenchmark")):
         measured = [
-            (index, times, Microbenchmark(layer, value, piece, generators, default_dtype, device))
+            (index, times, partial(Microbenchmark, layer, value, piece, generators, default_dtype, device))
             for index, (layer, values, piece) in enumerate(layers)
             for value, times in values
         ]
-        seconds = layer_times([each.run if backward else each.infer for *_, each in measured], tick=tick)
+        seconds = layer_times([partial(_brought, make, backward) for *_, make in measured], tick=tick)
     found = [0.0] * len(layers)
     for (index, times, _), one in zip(measured, seconds, strict=True):
         found[index] += times * one
     return found
 
 
+def _brought(make: Callable[[], Microbenchmark], backward: bool) -> Callable[[], None]:
+    benchmark = make()
+    return benchmark.run if backward else benchmark.infer
+
+
 def layer_times(
-    layers: Sequence[Callable[[], None]], rounds: int = ROUNDS, tick: Callable[[], object] = lambda: None
+    layers: Sequence[Callable[[], Callable[[], None]]], rounds: int = ROUNDS, tick: Callable[[], object] = lambda: None
 ) -> list[float]:
     """The least seconds of each of ``layers`` in ``rounds`` rounds through all of them: whatever disturbs adds to them.
 
     Args:
-        layers: For each layer a call that runs its forward and backward once, to completion. Layers take turns, so that
-            a disturbance of the machine hits neighbours alike.
+        layers: For each layer a call that brings it to the device, untimed, and gives one that runs its forward and
+            backward once, to completion. Layers take turns, so that a disturbance of the machine hits neighbours alike.
         rounds: How often each is timed, after one call that is not.
         tick: Is called after each of these.
     """
     times: list[list[float]] = [[] for _ in layers]
     for number in range(rounds + 1):
         for layer, seconds in zip(layers, times, strict=True):
+            run = layer()
             started = time.perf_counter()
-            layer()
+            run()
             if number:
                 seconds.append(time.perf_counter() - started)
+            del run  # before the next layer is there
             tick()
     return [min(seconds) for seconds in times]
 
@@ -87,8 +102,10 @@ class Microbenchmark:
         piece: Piece,
         generators: RandomGenerators,
         default_dtype: torch.dtype | None,
-        device: torch.device,
+        device: torch.device | None,
     ) -> None:
+        own = [*layer.module.parameters(), *layer.module.buffers(), *value.tensors]
+        device = device or (own[0].device if own else torch.device("cpu"))
         there = all(tensor.device == device for tensor in [*layer.module.parameters(), *layer.module.buffers()])
         self.scratch = copy_of(layer.module, None if there else device)
         self.device = device

@@ -1,4 +1,4 @@
-"""Running and capturing a module whose tensors lie on several devices, as they do once stages have taken layers."""
+"""Capturing a module whose tensors lie on several devices, as they do once stages have taken layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def on_one_device(module: nn.Module, device: torch.device, *, filled: bool = False) -> Iterator[None]:
+def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Within it, tensors on ``device`` stand in for those of ``module`` that lie elsewhere.
 
-    Args:
-        filled: Whether they are copies. Tracing looks at sizes and devices only, so that its stand-ins need no memory.
+    Tracing looks at sizes and devices only, so that they need no memory.
     """
     elsewhere = [
         (part, name, tensor)
@@ -23,8 +22,7 @@ def on_one_device(module: nn.Module, device: torch.device, *, filled: bool = Fal
         for name, tensor in own(recurse=False, remove_duplicate=False)
         if tensor.device != device
     ]
-    make = _copy if filled else _empty
-    stand_ins = {tensor: make(tensor, device) for _, _, tensor in elsewhere}  # one for each: what is tied stays tied
+    stand_ins = {tensor: _empty(tensor, device) for _, _, tensor in elsewhere}  # one for each: what is tied stays tied
     try:
         for part, name, tensor in elsewhere:
             setattr(part, name, stand_ins[tensor])
@@ -37,12 +35,4 @@ def on_one_device(module: nn.Module, device: torch.device, *, filled: bool = Fal
 def _empty(like: Tensor, device: torch.device) -> Tensor:
     tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     tensor.untyped_storage().resize_(0)
-    return _as(like, tensor)
-
-
-def _copy(like: Tensor, device: torch.device) -> Tensor:
-    return _as(like, like.detach().to(device))
-
-
-def _as(like: Tensor, tensor: Tensor) -> Tensor:
     return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor

@@ -18,16 +18,15 @@ from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
-from lightning_hetpipe.capture.one_device import on_one_device
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.pipeline.weight_stash import copy_of
-from lightning_hetpipe.torch_private import pytree
 
 MOST_NEEDLESS = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
@@ -84,11 +83,11 @@ def compare(
     assert captured is not None
     changed = captured.changed(value)
     inputs = Value.of(given)
-    with captured.exclusive(), attributes_restored(module), on_one_device(module, captured.device, filled=True):
+    with captured.exclusive(), attributes_restored(module), across_devices_of(module):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, AutogradNodes]:
-            args, kwargs = inputs.tree(inputs.leaves(captured.device))
+            args, kwargs = inputs.tree(inputs.leaves())
             try:
                 with (
                     generators.watch({piece.name: module}, minibatch, call),
@@ -145,23 +144,13 @@ def _run_graph(
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():
-                own = graph_layer(layer)
-                scratch = copy_of(own, None).to(own.device)  # a tied weight lies where one of its layers does
+                scratch = copy_of(graph_layer(layer), None)
                 _set_buffers(scratch, buffers)
                 inputs.append(Value.of(value))
-                found = Value.of(scratch(inputs[-1].tree(inputs[-1].leaves(own.device))))
+                found = Value.of(scratch(inputs[-1].tree(inputs[-1].leaves())))
                 del scratch
-            value = found.tree(found.leaves(own.device))
+            value = found.tree(found.leaves())
     return found, inputs
-
-
-def evaluated(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the module of ``piece``, a captured one, as it is, on the device on which it was captured."""
-    captured, module = piece.captured, piece.module
-    assert captured is not None
-    own_args, own_kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(captured.device), (args, kwargs))
-    with on_one_device(module, captured.device, filled=True), captured.frozen.noted():
-        return module.forward(*own_args, **own_kwargs)
 
 
 def equal_outputs(found: Value, gave: Value) -> bool:

@@ -73,10 +73,10 @@ class Value:
         """The same on ``device``."""
         return Value(tuple(move(tensor, device) for tensor in self.tensors), self.requires_grad, self.others, self.spec)
 
-    def leaves(self, device: torch.device) -> list[Tensor]:
-        """Fresh leaves on ``device``, which require a gradient where the value did."""
+    def leaves(self, device: torch.device | None = None) -> list[Tensor]:
+        """Fresh leaves on ``device``, or where the tensors are, which require a gradient where the value did."""
         pairs = zip(self.tensors, self.requires_grad, strict=True)
-        return [move(t.detach(), device).requires_grad_(wanted) for t, wanted in pairs]
+        return [move(t.detach(), device or t.device).requires_grad_(wanted) for t, wanted in pairs]
 
 
 @dataclass(frozen=True, slots=True)

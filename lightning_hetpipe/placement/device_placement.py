@@ -94,17 +94,27 @@ class DevicePlacement:
         """Torch's device for ``slot``."""
         return self.devices[self.cluster.slots.index(slot)]
 
-    @property
-    def roomiest(self) -> torch.device:
-        """The device with the most memory, of several the last one: where a minibatch of the whole model fits best."""
+    def roomiest(self, count: int) -> list[torch.device]:
+        """Those ``count`` devices that have the most memory, in their order; of equal ones the first."""
         memory = [math.inf if slot.device.memory is None else slot.device.memory for slot in self.cluster.slots]
-        return self.devices[max(range(len(memory)), key=lambda index: (memory[index], index))]
+        chosen = sorted(range(len(memory)), key=lambda index: -memory[index])[:count]
+        return [self.devices[index] for index in sorted(chosen)]
 
-    def memory_of(self, device: torch.device) -> int | None:
-        """The most bytes that ``device`` has, as declared or found; None for no limit, and where it is not here."""
-        pairs = zip(self.cluster.slots, self.devices, strict=True)
-        limits = [slot.device.memory for slot, there in pairs if there == device]
-        return None if self.emulated or None in limits else max((each for each in limits if each), default=None)
+    def room(self, stages: Sequence[torch.device]) -> list[float]:
+        """Bytes of memory for each of ``stages``, given by their devices; where no limit is known, all the same."""
+        known = self.limits
+        if any(device not in known for device in stages):
+            return [1.0] * len(stages)
+        return [known[device] / stages.count(device) for device in stages]
+
+    @property
+    def limits(self) -> dict[torch.device, int]:
+        """Bytes of each device that has a limit and is here, as declared or found."""
+        found: dict[torch.device, int | None] = {}
+        for slot, device in zip(self.cluster.slots, self.devices, strict=True):
+            before = found.get(device, 0)
+            found[device] = None if before is None or slot.device.memory is None else max(before, slot.device.memory)
+        return {} if self.emulated else {device: limit for device, limit in found.items() if limit is not None}
 
     @property
     def types(self) -> dict[str, torch.device]:

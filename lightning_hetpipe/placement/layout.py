@@ -5,20 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.accelerator import accelerates, device_module
-from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
-from lightning_hetpipe.capture.parity_check import equal_outputs, evaluated
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
@@ -56,32 +52,6 @@ class Layout:
 
     def stage_layers(self, stage: int) -> list[Layer]:
         return self.layers[slice(self.split_points[stage], [*self.split_points[1:], len(self.layers)][stage])]
-
-    def run_piece(self, piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run live layers of ``piece``, each on its stage's device, as evaluation does outside the pipeline.
-
-        Where Python values may have changed that its graph has frozen, the module itself is run, as in training.
-        """
-        captured = piece.captured
-        if captured is not None and unknown_in((args, kwargs)) is not None:  # such as a cache, which it fills
-            return move_data_to_device(evaluated(piece, args, kwargs), self.devices[-1])
-        value = piece.value(args, kwargs)
-        trained = any(part.training for part in piece.module.modules())  # then its buffers change
-        if captured is None or trained or captured.changed(value) is None:
-            return self._run_across_devices(piece.layers, value)
-        gave = without_opaque(piece.name, evaluated(piece, args, kwargs))
-        with torch.random.fork_rng({device for device in self.devices if accelerates(device)}):
-            found = self._run_across_devices(piece.layers, value)
-        if equal_outputs(Value.of(found), Value.of(gave)):
-            captured.take_equal(value)
-        return move_data_to_device(gave, self.devices[-1])
-
-    def _run_across_devices(self, layers: Sequence[Layer], value: Any) -> Any:
-        device = {layer.name: self.devices[s] for s in range(len(self.devices)) for layer in self.stage_layers(s)}
-        for layer in layers:
-            value = move_data_to_device(value, device[layer.name])
-            value = layer.module(value)
-        return move_data_to_device(value, self.devices[-1])
 
     def report(self, engine: Engine, meter: Meter) -> RunReport:
         seconds, decision = max(meter.seconds, 1e-9), self.decision

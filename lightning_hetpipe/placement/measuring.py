@@ -81,9 +81,12 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
     return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls)
 
 
-def layer_seconds(profiling: ProfilingInput, device: torch.device, bar: Bar) -> list[float]:
-    """Measure seconds of each layer on ``device``, forward and backward: all that equal stages need."""
-    with bar(f"measuring on {device}", (ROUNDS + 1) * sum(len(values) for _, values, _ in profiling.layers)) as tick:
+def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: Bar) -> list[float]:
+    """Measure seconds of each layer, forward and backward, on ``device`` or where it lies."""
+    rounds = (ROUNDS + 1) * sum(len(values) for _, values, _ in profiling.layers)
+    there = {str(each.device) for layer, _, _ in profiling.layers for each in layer.module.parameters()}
+    where = device or " and ".join(sorted(there)) or "cpu"
+    with bar(f"measuring on {where}", rounds) as tick:
         return measure(profiling.pieces, profiling.generators, profiling.default_dtype, device, tick=tick)
 
 

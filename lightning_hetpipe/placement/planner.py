@@ -164,7 +164,7 @@ class Planner:
         stages = stage_count(self.stages, len(slots), len(names))
         seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
-            seconds = layer_seconds(profiling, self.placement.devices[-1], self.bar)
+            seconds = layer_seconds(profiling, None, self.bar)
         first = self.choose_split_points(seconds, stages)
         times = stage_times(seconds, first)
         in_flight, why = self.in_flight, f"in_flight={self.in_flight} was asked for"

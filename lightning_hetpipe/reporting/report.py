@@ -35,7 +35,7 @@ class StageReport:
         layers: Paths of its layers, such as "net.3".
         layer_types: Their classes' names.
         time_s: Measured seconds of its layers per minibatch, forward and backward, before training.
-        busy: Fraction of the training time in which it computed, 0 to 1.
+        busy: Fraction of the training time in which it computed, 0 to 1; None where it was not measured.
         parameters: Number of parameters.
         versions_bytes: The most bytes of weight versions at once; see :mod:`lightning_hetpipe.pipeline.memory`.
         activations_bytes: The most bytes kept from forwards for backwards at once; None where it was not counted.
@@ -50,7 +50,7 @@ class StageReport:
     layers: list[str]
     layer_types: list[str]
     time_s: float
-    busy: float
+    busy: float | None
     parameters: int
     versions_bytes: int = 0
     activations_bytes: int | None = None
@@ -127,7 +127,7 @@ class RunReport:
                 _kinds(stage.layer_types),
                 f"{stage.parameters:,}",
                 f"{stage.time_s * 1000:,.1f}" if stage.time_s else NONE,
-                f"{stage.busy:.0%}" if self.minibatches else NONE,
+                f"{stage.busy:.0%}" if self.minibatches and stage.busy is not None else NONE,
                 NONE if stage.memory_bytes is None else in_bytes(stage.memory_bytes),
             ]
             for index, stage in enumerate(self.stages)

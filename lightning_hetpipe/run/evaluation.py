@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import lightning as L
@@ -22,6 +22,7 @@ from torch import nn
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
@@ -69,20 +70,17 @@ class Evaluation(TrainerRun):
         self.in_flight = 1
         self.parts: Sequence[nn.Module] = ()
         self._run: EvaluationRun | None = None
-        self._redirects: list[Redirect] = []
+        self._undo = ExitStack()
         self._warned: set[str] = set()
 
     def open(self) -> None:
         """Take over every run of the loop from now on; for one outside of training."""
-        self._redirects = [
-            Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)),
-            Redirect(self.module, BEFORE_TRANSFER, before_transfer),
-        ]
+        self._undo.enter_context(OperandsTogether(self.settings.devices))
+        self._undo.callback(Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)).remove)
+        self._undo.callback(Redirect(self.module, BEFORE_TRANSFER, before_transfer).remove)
 
     def close(self) -> None:
-        for redirect in self._redirects:
-            redirect.remove()
-        self._redirects = []
+        self._undo.close()
 
     def take_over(self, pieces: Sequence[Piece], layout: Layout, in_flight: int) -> None:
         """Training has found these pieces, and lies on these stages."""
@@ -122,7 +120,7 @@ class Evaluation(TrainerRun):
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
         stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
-        times = measure(pieces, self.generators, default_dtype, devices[-1], backward=False)
+        times = measure(pieces, self.generators, default_dtype, backward=False)
         first = self.settings.choose_split_points(times, stages)
         in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight
         layout = Layout.of(pieces, Decision(first, place(stages, devices), in_flight, stage_times(times, first)))

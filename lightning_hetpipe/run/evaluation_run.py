@@ -82,28 +82,23 @@ class EvaluationRun:
         self._hook = hook
         evaluation.settings.waited_in()
         with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
-            if evaluation.layout is not None and evaluation.layout.is_spread():
-                # No module could run as it is: its layers run on their devices, one by one.
-                self._evaluator = self._stand_in(pieces)
+            watch = EvaluationWatch(
+                evaluation.module,
+                evaluation.names,
+                evaluation.generators,
+                self._tag(1),
+                pieces,
+                evaluation.settings.capture_timeout,
+            )
+            with watch.watching():
                 output = self._driver.step_inline(1, native, args)
-            else:
-                watch = EvaluationWatch(
-                    evaluation.module,
-                    evaluation.names,
-                    evaluation.generators,
-                    self._tag(1),
-                    pieces,
-                    evaluation.settings.capture_timeout,
-                )
-                with watch.watching():
-                    output = self._driver.step_inline(1, native, args)
-                pieces = watch.pieces
-                if watch.apart:
-                    evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
-                evaluation.warn(watch.reasons)
+            pieces = watch.pieces
+            if watch.apart:
+                evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
+            evaluation.warn(watch.reasons)
         waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
-            self._start(self._evaluator or self._stand_in(pieces))
+            self._start(self._stand_in(pieces))
         return output
 
     def _on_reset(self, redirect: Redirect) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,35 +32,40 @@ from lightning_hetpipe.torch_private import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
-WHOLE = "the first minibatch of a fit runs whole on the device of the last stage, in this release"
+SPREAD = "before stages are decided, a model is spread over its devices by the bytes of its weights"
 
 
-def check_first_minibatch(module: nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> None:
-    """Refuses what does not fit into ``limit`` bytes before any activation is there.
+def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Mapping[torch.device, int]) -> None:
+    """Refuses what does not fit into the bytes of a device before any activation is there.
 
     Raises:
         SettingError: with what is there, and what is lacking.
     """
-    weights = sum(parameter.nbytes for parameter in module.parameters())
-    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    held = pytree.tree_leaves([*optimizer.state.values()])
-    state = sum(each.nbytes for each in held if isinstance(each, Tensor))
-    if (taken := weights + gradients + state) > limit:
-        also = f" and {in_bytes(state)} of optimizer state" if state else ""
-        raise SettingError(
-            f"{WHOLE}, where {type(module).__name__} takes {in_bytes(weights)} of weights, {in_bytes(gradients)} of"
-            f" gradients{also}: {in_bytes(taken - limit)} more than its {in_bytes(limit)}; let that be a device with"
-            " more memory, or train fewer weights"
-        )
+    for device, limit in limits.items():
+        held = [parameter for parameter in module.parameters() if parameter.device == device]
+        weights = sum(parameter.nbytes for parameter in held)
+        gradients = sum(parameter.nbytes for parameter in held if parameter.requires_grad)
+        states = pytree.tree_leaves([optimizer.state[parameter] for parameter in held if parameter in optimizer.state])
+        state = sum(each.nbytes for each in states if isinstance(each, Tensor))
+        if (taken := weights + gradients + state) > limit:
+            also = f" and {in_bytes(state)} of optimizer state" if state else ""
+            raise SettingError(
+                f"{SPREAD}; of {type(module).__name__}, {in_bytes(weights)} of weights, {in_bytes(gradients)} of"
+                f" gradients{also} come to {device}: {in_bytes(taken - limit)} more than its {in_bytes(limit)}; give"
+                " more devices, or ones with more memory, or train fewer weights"
+            )
 
 
 @contextmanager
 def noting_where() -> Iterator[None]:
-    """Within it, an error for want of memory is given a note that says why so much is needed."""
+    """Within it, an error for want of memory is given a note that says what was there."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.add_note(f"HetPipeStrategy: {WHOLE}; take smaller batches, or let that be one with more memory")
+        error.add_note(
+            f"HetPipeStrategy: this was the first minibatch of a fit; {SPREAD}; take smaller batches, or give more"
+            " devices, or ones with more memory"
+        )
         raise
 
 
@@ -114,8 +119,7 @@ class FirstMinibatch(Extension):
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
-        if settings.first_memory is not None:
-            check_first_minibatch(self._module, self._trainer.optimizers[0], settings.first_memory)
+        check_memory(self._module, self._trainer.optimizers[0], settings.memory)
         settings.waited_in()
         with self._watch.watching(), noting_where():
             yield

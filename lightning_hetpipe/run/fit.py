@@ -3,8 +3,8 @@
 Its first minibatch runs as in any other strategy, on the live weights, in Lightning's own thread. It shows which
 modules are pieces and what goes through their layers. When its gradients are there, and before the optimizer steps, the
 layers are measured and divided into stages, and the version that it used is stashed. From the next minibatch on,
-``training_step`` runs in the pipeline's runners. With a single stage and one minibatch in flight there is no pipeline,
-and all minibatches run as the first one.
+``training_step`` runs in the pipeline's runners. With one minibatch in flight there is no pipeline, and all minibatches
+run as the first one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_hetpipe.lightning_private import (
     step_arguments,
 )
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -38,6 +39,7 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.run.clipping import clip_by_norm
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
@@ -57,7 +59,7 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.run.single_stage import SingleStage, is_single_stage
+from lightning_hetpipe.run.spread_run import SpreadRun
 from lightning_hetpipe.run.steps import PipelinedSteps, Steps
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.run.user_step import UserStep
@@ -115,7 +117,10 @@ class Fit(TrainerRun):
         """Puts the run between Lightning's loops and the module, until :meth:`close`."""
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(self._settings.torch_threads)
+        self._undo.enter_context(OperandsTogether(self._settings.devices))
         epoch_loop = self._trainer.fit_loop.epoch_loop
+        if len(set(self._settings.devices)) > 1:
+            self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)
         redirects = [
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", lambda redirect: self._steps.validate(redirect.original)),
@@ -204,11 +209,11 @@ class Fit(TrainerRun):
     # The pipeline.
 
     def _first_steps(self) -> Extension:
-        """Extension for the minibatches that run in Lightning's own thread: all with a single stage, else the first."""
+        """Extension for the minibatches that run in Lightning's own thread: all without a pipeline, else the first."""
         settings = self._settings
-        if is_single_stage(settings):
+        if settings.is_spread:
             self._looks_ahead = False
-            return self._single_stage(settings)
+            return self._spread_run(settings)
         for redirect in look_through(self._module, stages_compile=settings.compile is not None):
             self._undo.callback(redirect.remove)
         return FirstMinibatch(
@@ -222,17 +227,17 @@ class Fit(TrainerRun):
             self._stay,
         )
 
-    def _single_stage(self, settings: RunSettings) -> SingleStage:
-        single = SingleStage(self._module, settings, self._generators, self._driver.computed)
-        self._report = single.report
-        return single
+    def _spread_run(self, settings: RunSettings) -> SpreadRun:
+        run = SpreadRun(self._module, settings, self._generators, self._driver.computed)
+        self._report = run.report
+        return run
 
     def _stay(self) -> None:
-        """The first minibatch has shown that a pipeline is not worth it: the device that has run it trains on."""
+        """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on."""
         root: torch.device = self._trainer.strategy.root_device
         self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
-        single = self._single_stage(replace(self._settings, stages=1, devices=[root]))
-        self._driver.extensions.replace(self._inline, single)
+        run = self._spread_run(replace(self._settings, stages=1))
+        self._driver.extensions.replace(self._inline, run)
 
     def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, outside: OutsideParameters) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
+
 from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -37,8 +40,8 @@ class PieceForwards:
         index, piece = self._pieces[call.module]
         output = self.through_pipeline(index, piece, call)
         if output is NOT_TAKEN and self._layout.is_spread():
-            with call.own_forward():
-                return self._layout.run_piece(piece, call.args, call.kwargs)
+            with call.own_forward(), OperandsTogether(self._layout.devices):
+                return move_data_to_device(call.run(), self._layout.devices[-1])
         return output
 
 

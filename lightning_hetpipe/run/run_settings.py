@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning as L
@@ -44,13 +44,40 @@ class RunSettings:
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     planned: bool = False
-    """True if more is decided than for devices that are all the same: for a plan, a cluster, unequal devices."""
-    first_memory: int | None = None
-    """Bytes of the device that runs the first minibatch whole; None for no limit."""
+    """True if stages are those of a plan, or emulated, or to be chosen among devices that differ."""
+    spread: Sequence[torch.device] = ()
+    """Devices of the provisional stages, in order, that the model is spread over before stages are decided."""
+    memory: Mapping[torch.device, int] = field(default_factory=dict)
+    """Bytes of those of the devices that have a limit."""
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
+
+    @property
+    def is_spread(self) -> bool:
+        """True if one minibatch is in flight, and nothing is asked for that is a stage's work: then there is no
+        pipeline, and Lightning's own steps run on the devices that the model is spread over."""
+        return not self.may_run_ahead and self._of_stages is None
+
+    @property
+    def _of_stages(self) -> str | None:
+        """A setting that is a stage's work: to compile, to compute forwards again, to emulate, to synchronise."""
+        if self.virtual_workers > 1:
+            return "virtual_workers"
+        if self.compile is not None:
+            return "compile"
+        if self.planned:
+            return "plan and cluster"
+        return "recompute" if self.recompute and not self.is_one_stage else None
+
+    @property
+    def way_out(self) -> str:
+        """Say how to train what no pipeline can train, as the end of a sentence."""
+        others = (
+            "" if self._of_stages is None else f" {'and ' if self.may_run_ahead else ''}leave {self._of_stages} out"
+        )
+        return f"{'set in_flight=1' if self.may_run_ahead else ''}{others}".strip()
 
     @property
     def is_one_stage(self) -> bool:
@@ -63,48 +90,42 @@ class RunSettings:
         return self.in_flight != 1 and not (self.is_one_stage and self.in_flight == "auto")
 
 
-def check_module(module: L.LightningModule) -> None:
-    """Refuses a LightningModule that cannot be trained in a pipeline."""
+def check_module(module: L.LightningModule, way_out: str) -> None:
+    """Refuses a LightningModule that cannot be trained in a pipeline; ``way_out`` is how to train it without one."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise SettingError(
             f"{name} uses manual optimization, which decides inside training_step when weights change, and a pipeline"
-            " has later minibatches in flight by then; set automatic_optimization=True, or use another strategy"
+            f" has later minibatches in flight by then; set automatic_optimization=True, or {way_out}"
         )
-    if is_overridden("backward", module):
-        raise _own_backward(name)
+    if is_overridden("backward", module) or "backward" in vars(module):
+        raise SettingError(
+            f"{name} overrides backward, but stages run the backward pass here; remove the override, or {way_out}"
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SettingError(
-            f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx)"
+            f"{name}.training_step takes dataloader_iter, so that nobody can look ahead; take (batch, batch_idx), or"
+            f" {way_out}"
         )
-
-
-def check_pipelined(module: L.LightningModule) -> None:
-    """Refuses what only matters where stages compute: an instance's own ``backward``, parameters without a shape."""
-    if "backward" in vars(module):
-        raise _own_backward(type(module).__name__)
-    for name, parameter in module.named_parameters():
+    for path, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise SettingError(
-                f"the parameter '{name}' has no shape yet, and stages are divided by the sizes of layers; run the model"
+                f"the parameter '{path}' has no shape yet, and stages are divided by the sizes of layers; run the model"
                 " on an example in setup or configure_model, or replace the lazy module (nn.LazyLinear, say)"
             )
 
 
-def _own_backward(name: str) -> SettingError:
-    return SettingError(
-        f"{name} overrides backward, but stages run the backward pass here; remove the override, or use another"
-        " strategy"
-    )
-
-
-def check_trainer(precision: Precision, sync_batchnorm: bool) -> None:
-    """Refuses settings of the Trainer that this strategy cannot honour."""
+def check_batchnorm(sync_batchnorm: bool) -> None:
+    """Refuses a setting of the Trainer that this strategy cannot honour."""
     if sync_batchnorm:
         raise SettingError(
             "sync_batchnorm=True joins statistics of concurrent workers in every step, which a pipeline does not run in"
             " step; leave it out"
         )
+
+
+def check_precision(precision: Precision) -> None:
+    """Refuses a precision plugin that stages cannot honour."""
     if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         raise SettingError(
             f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
@@ -116,7 +137,7 @@ def returned_none() -> SettingError:
     """``training_step`` wants its step skipped."""
     return SettingError(
         "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
-        " step, does not do; return a loss, such as one multiplied by zero"
+        " step, does not do; return a loss, such as one multiplied by zero, or set in_flight=1"
     )
 
 
@@ -152,11 +173,11 @@ def check_resumed(before: int | None, in_flight: int) -> None:
         )
 
 
-def several_optimizers() -> SettingError:
-    """Lightning itself refuses them, but advises manual optimization."""
+def several_optimizers(way_out: str) -> SettingError:
+    """Lightning itself refuses them, and advises manual optimization, for which ``way_out`` is needed, too."""
     return SettingError(
         "configure_optimizers returned several optimizers, and a pipeline steps one; use one optimizer with several"
-        " parameter groups"
+        f" parameter groups, or manual optimization (automatic_optimization=False) and {way_out}"
     )
 
 
@@ -168,10 +189,10 @@ def saving_ahead() -> SettingError:
     )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
     """Refuses one that evaluates a step more than once."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SettingError(
             "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
-            " optimizer"
+            f" optimizer, or {way_out}"
         )

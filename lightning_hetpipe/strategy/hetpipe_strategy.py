@@ -33,7 +33,9 @@ from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement import emulated_speeds, progress
 from lightning_hetpipe.placement.device_placement import DevicePlacement
+from lightning_hetpipe.placement.layout import place
 from lightning_hetpipe.placement.planner import Planner
+from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
@@ -43,7 +45,6 @@ from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
-from lightning_hetpipe.run.single_stage import is_single_stage
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.checkpoints import (
@@ -183,6 +184,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._timeline = settings.timeline(timeline)
         self.last_run = RunReport()
         self._run = TrainerRun()
+        self._wanted: run_settings.RunSettings | None = None
         self._before_pass: BeforePass | None = None
         self._emulation = Emulation(())
         self._asked_in_flight = in_flight != "auto"
@@ -197,14 +199,8 @@ class HetPipeStrategy(VirtualWorkers):
 
     @property
     def root_device(self) -> torch.device:
-        """The last stage's device; until there are stages, the one that runs the first minibatch of a fit whole."""
-        if self._run.devices:
-            return self._run.devices[-1]
-        if self.plan is None and self._group is None and not (placement := self._placement()).is_even:
-            return placement.roomiest  # until it is planned where the last stage lies
-        devices = self._devices()
-        used = len(devices) if self.stages == "auto" else min(self.stages, len(devices))
-        return devices[used - 1]
+        """The last stage's device; until stages are decided, that of the last provisional stage."""
+        return (self._run.devices or self._provisional_devices())[-1]
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -229,48 +225,53 @@ class HetPipeStrategy(VirtualWorkers):
                 settings.check_single(name, virtual_workers)
 
     def model_to_device(self) -> None:
+        """Spreads the model over the devices of provisional stages."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        devices = self._provisional_devices()
+        spread(self.model, devices, self._placement().room(devices))
 
     # The life of a run.
 
     def setup(self, trainer: L.Trainer) -> None:
         """Checks what is to be trained, and prepares a fit."""
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._wanted = wanted = self._fit_settings()
         if fitting:
-            run_settings.check_module(trainer.lightning_module)
-            run_settings.check_trainer(self.precision_plugin, synchronises_batchnorm(self))
+            run_settings.check_batchnorm(synchronises_batchnorm(self))
+            if not wanted.is_spread:
+                run_settings.check_module(trainer.lightning_module, wanted.way_out)
+                run_settings.check_precision(self.precision_plugin)
             if self._group is not None:
                 together.check_together(trainer)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        wanted, seed = self._fit_settings(), self._agreed(settings.run_seed())
-        self._resumed = None
+        seed, self._resumed = self._agreed(settings.run_seed()), None
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass, planned=False)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
         else:
-            if is_single_stage(wanted):
+            if wanted.is_spread:
                 run_settings.check_resumed(wanted.resumed, 1)
-            else:
-                run_settings.check_pipelined(trainer.lightning_module)
             synchroniser = self._synchroniser(trainer)
             self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, self._take_report)
         self._run.open()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
+        assert self._wanted is not None
+        wanted = self._wanted
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
             if not wants_several_optimizers(error):
                 raise
-            raise run_settings.several_optimizers() from None
-        run_settings.check_optimizer(self.optimizers[0])
+            raise run_settings.several_optimizers(wanted.way_out) from None
+        if not wanted.is_spread:
+            run_settings.check_optimizer(self.optimizers[0], wanted.way_out)
 
     def teardown(self) -> None:
         """Ends every thread and takes every trace out of the module."""
-        run, self._run = self._run, TrainerRun()
+        run, self._run, self._wanted = self._run, TrainerRun(), None
         try:
             run.close()
             if self._failure is None:
@@ -358,6 +359,15 @@ class HetPipeStrategy(VirtualWorkers):
         placement = DevicePlacement.of(self.cluster, found, self.plan)
         return list(placement.devices) if self.plan is None else placement.planned(self.plan)
 
+    def _provisional_devices(self) -> list[torch.device]:
+        """Devices of the stages that the model is spread over until it is decided which layers are on which stage."""
+        devices = self._devices()
+        if self.stages == "auto" or self.plan is not None:
+            return devices
+        if self._group is None and not (placement := self._placement()).is_even and self.stages < len(devices):
+            devices = placement.roomiest(self.stages)
+        return place(self.stages, devices)
+
     def _placement(self) -> DevicePlacement:
         return DevicePlacement.of(self.cluster, self._found_devices(), self.plan)
 
@@ -402,14 +412,17 @@ class HetPipeStrategy(VirtualWorkers):
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.before_pass,
             decide=planner,
-            planned=not planner.even,
+            planned=planner.plan is not None
+            or planner.placement.emulated
+            or (self.in_flight == "auto" and not planner.even),
+            spread=self._provisional_devices(),
+            memory=planner.placement.limits,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
             virtual_workers=self.world_size,
             timeline=self._timeline,
             waited_in=self._waited_in,
-            first_memory=self._placement().memory_of(self.root_device),
             resumed=None if self._asked_in_flight else self._resumed,
         )
 

@@ -17,15 +17,19 @@ class Layers:
         self.clock = clock
         self.calls: list[str] = []
 
-    def layer(self, name: str, seconds: list[float]) -> Callable[[], None]:
-        """A layer that takes ``seconds`` of its calls, one after another."""
+    def layer(self, name: str, seconds: list[float]) -> Callable[[], Callable[[], None]]:
+        """Brings a layer that takes ``seconds`` of its calls, one after another; to bring it takes a hundred."""
         left = iter(seconds)
 
         def run() -> None:
             self.calls.append(name)
             self.clock.now += next(left)
 
-        return run
+        def brought() -> Callable[[], None]:
+            self.clock.now += 100.0
+            return run
+
+        return brought
 
 
 @pytest.fixture

@@ -49,18 +49,17 @@ def test_a_declared_speed_is_one_beside_the_device_that_is_measured() -> None:
     assert seconds(placement("RTX-3090", Device("hot one", speed=0.5), "T4")) == [1.0, 2.0, 3.0]
 
 
-def test_the_first_minibatch_runs_where_there_is_most_memory() -> None:
+def test_a_model_is_spread_by_memory() -> None:
     here = placement("RTX-3090", Device("RTX-3090", "8 GiB"), Device("T4", "12 GiB"))
-    assert here.roomiest == GPUS[0]
-    assert placement(Device("RTX-3090", "8 GiB"), "RTX-3090", "T4").roomiest == GPUS[2]  # of equals the last one
-    assert [here.memory_of(device) for device in GPUS] == [16 * GIB, 8 * GIB, 12 * GIB]
-    two = Cluster([Node("box", [Device("cpu", GIB), Device("cpu", 2 * GIB)])])
-    assert (
-        DevicePlacement.of(two, [torch.device("cpu")]).memory_of(torch.device("cpu")) == 2 * GIB
-    )  # either may be meant
-    assert (
-        DevicePlacement.of(Cluster([Node("box", ["T4"])]), [torch.device("cpu")]).memory_of(torch.device("cpu")) is None
-    )
+    assert [here.roomiest(count) for count in (1, 2)] == [[GPUS[0]], [GPUS[0], GPUS[2]]]
+    assert placement(Device("RTX-3090", "8 GiB"), "RTX-3090", "T4").roomiest(1) == [GPUS[1]]  # of equals the first one
+    assert here.limits == dict(zip(GPUS, [16 * GIB, 8 * GIB, 12 * GIB], strict=True))
+    assert here.room([GPUS[0], GPUS[0], GPUS[2]]) == [8 * GIB, 8 * GIB, 12 * GIB]
+    cpu = torch.device("cpu")
+    two = DevicePlacement.of(Cluster([Node("box", [Device("cpu", GIB), Device("cpu", 2 * GIB)])]), [cpu])
+    assert two.limits == {cpu: 2 * GIB}  # either may be meant
+    emulated = DevicePlacement.of(Cluster([Node("box", ["T4"])]), [cpu])
+    assert (emulated.limits, emulated.room([cpu, cpu])) == ({}, [1.0, 1.0])
 
 
 def test_a_declared_name_is_for_the_device_that_is_there() -> None:

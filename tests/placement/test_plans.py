@@ -19,7 +19,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
-from lightning_hetpipe.run.first_minibatch import check_first_minibatch
+from lightning_hetpipe.run.first_minibatch import check_memory
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
@@ -414,11 +414,11 @@ def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
 def test_weights_and_gradients_that_the_first_device_cannot_hold() -> None:
     """A device's error for want of memory was all that was said, if it said anything."""
     task: Task = mlp(SGD)
-    weights = sum(parameter.nbytes for parameter in task.parameters())
+    weights, cpu = sum(parameter.nbytes for parameter in task.parameters()), torch.device("cpu")
     for optimizer, needed in [(torch.optim.SGD(task.parameters()), 2), (_with_state(task), 4)]:
-        check_first_minibatch(task, optimizer, needed * weights)
-        with refused("first minibatch of a fit runs whole on", "of gradients", "4 bytes more", "train fewer weights"):
-            check_first_minibatch(task, optimizer, needed * weights - 4)
+        check_memory(task, optimizer, {cpu: needed * weights})
+        with refused("a model is spread over its devices", "of gradients", "4 bytes more", "train fewer weights"):
+            check_memory(task, optimizer, {cpu: needed * weights - 4})
 
 
 def _with_state(task: Task) -> torch.optim.Optimizer:
@@ -448,24 +448,7 @@ def test_memory_that_ends_in_the_first_minibatch_is_explained(where: str) -> Non
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Large(mlp().net), LOADER)
     (note,) = caught.value.__notes__
-    assert note.startswith("HetPipeStrategy: the first minibatch of a fit runs whole on the device of the last stage")
-
-
-def test_the_first_minibatch_runs_where_there_is_most_memory(measured: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ran on the last device, whichever could hold it."""
-    monkeypatch.setattr(
-        device_placement, "discovered_cluster", lambda devices: box(Device("fast", "24 GiB"), Device("slow", "8 GiB"))
-    )
-    measured(fast=0.1, slow=0.2)
-    seen: list[torch.device] = []
-
-    class Seen(Task):
-        def compute(self, batch: Any) -> Any:
-            seen.append(self.device)
-            return super().compute(batch)
-
-    fit(Seen(mlp().net), LOADER, strategy=HetPipeStrategy(parallel_devices=TWO, in_flight=2), max_epochs=1)
-    assert seen[0] == TWO[0]
+    assert note.startswith("HetPipeStrategy: this was the first minibatch of a fit; before stages are decided")
 
 
 def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
@@ -539,7 +522,7 @@ def test_equal_devices_are_told_of_in_two_lines(
     """A given Nm was not told to the user, although the cuts were decided all the same."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    trained(HetPipeStrategy(stages=2, in_flight=asked))
+    trained(HetPipeStrategy(stages=2, in_flight=asked, recompute=asked == 1))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: stages on cpu:0 from net.0, cpu:0 from net.")
     assert told[0].endswith(f"; {minibatches}")

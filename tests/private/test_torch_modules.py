@@ -54,6 +54,18 @@ class Counts(torch_private.ThreadDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@guards("_parameters", "_buffers")
+def test_without_tensors() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    before = [*module.parameters(), *module.buffers()]
+    with torch_private.without_tensors([module[0]]):
+        assert list(module.parameters()) == [*module[1].parameters()], "a model would go to one device as a whole"
+        module.to(torch.float64)
+    after = [*module.parameters(), *module.buffers()]
+    assert list(map(id, after)) == list(map(id, before))
+    assert [tensor.dtype for tensor in after[:2]] == [torch.float32] * 2
+
+
 @guards("_python_dispatch", "_push_mode", "_pop_mode", "_should_skip_dynamo")
 def test_dispatch_modes() -> None:
     mode = Counts()

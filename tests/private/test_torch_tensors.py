@@ -26,6 +26,17 @@ def test_foreach_copy() -> None:
     torch_private.foreach_copy_([], [])
 
 
+@guards("_foreach_norm")
+def test_foreach_norm() -> None:
+    """As ``clip_grad_norm_`` computes the norm of a single tensor, before it stacks those of all."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1000), torch.randn(7, 11)]
+    whole = torch.nn.utils.get_total_norm(tensors)
+    assert torch.equal(torch.linalg.vector_norm(torch.stack(torch_private.foreach_norm(tensors))), whole), (
+        "gradients on several devices would be clipped to another norm than on one"
+    )
+
+
 @guards("_version")
 def test_version_counter() -> None:
     tensor = torch.zeros(2)

@@ -63,7 +63,8 @@ def batches(count: int = 5) -> DataLoader[Any]:
 
 
 def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
-    return HetPipeStrategy(stages=2, in_flight=in_flight, **settings)
+    """Two stages, which with one minibatch in flight have something to do only where they compute forwards again."""
+    return HetPipeStrategy(**{"stages": 2, "in_flight": in_flight, "recompute": in_flight == 1, **settings})
 
 
 @contextmanager

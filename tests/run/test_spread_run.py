@@ -64,13 +64,14 @@ def test_chance_is_that_of_a_pipeline() -> None:
     """Law L7: what is drawn depends on the minibatch and the operation, not on how many stages there are."""
     alone = trained(HetPipeStrategy(stages=1, in_flight=1), Draws())
     assert_same(alone, trained(HetPipeStrategy(stages=3, in_flight=1), Draws()))
+    assert_same(alone, trained(HetPipeStrategy(stages=3, in_flight=1, recompute=True), Draws()))  # a pipeline
     assert difference(alone, trained("auto", Draws())) is not None
 
 
 def test_only_the_named_modules_draw_so() -> None:
     settings: dict[str, Any] = {"module": ["first", "second"], "in_flight": 1}
     alone = trained(HetPipeStrategy(stages=1, **settings), Draws())
-    assert_same(alone, trained(HetPipeStrategy(stages=2, **settings), Draws()))
+    assert_same(alone, trained(HetPipeStrategy(stages=2, recompute=True, **settings), Draws()))
 
 
 class Free(L.LightningModule):
@@ -193,6 +194,7 @@ def test_the_report() -> None:
     assert stage.layers == ["net.0", "net.1", "net.2", "net.3"][: len(stage.layers)]
     assert stage.layer_types[0] == "Linear"
     assert report.samples_per_second > 0
+    assert stage.busy is not None
     assert 0 < stage.busy <= 1
     assert stage.time_s > 0
 
@@ -207,15 +209,6 @@ def test_a_named_module_that_is_never_called() -> None:
         trained(HetPipeStrategy(module="other"), Two())
 
 
-def test_none_is_refused_as_in_a_pipeline() -> None:
-    class Skips(Free):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return None
-
-    with pytest.raises(SettingError, match="training_step returned None"):
-        trained(HetPipeStrategy(), Skips())
-
-
 def test_torch_threads_are_those_of_a_pipeline_and_restored() -> None:
     seen: list[int] = []
 
@@ -228,3 +221,89 @@ def test_torch_threads_are_those_of_a_pipeline_and_restored() -> None:
     trained(HetPipeStrategy(), Counts())
     assert set(seen) == {1}
     assert torch.get_num_threads() == 2
+
+
+# What no pipeline can train.
+
+
+class Adversaries(L.LightningModule):
+    """Two optimizers, and one that evaluates the loss several times; steps that are skipped; a penalty on gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.makes = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.judges = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        making, judging = optimizers
+        if batch_idx % 2:
+            self.toggle_optimizer(making)
+            loss = -self.judges(self.makes(batch)).mean()
+            making.zero_grad()
+            self.manual_backward(loss)
+            making.step()
+            self.untoggle_optimizer(making)
+            return
+        real = batch.clone().requires_grad_(True)
+        loss = self.judges(self.makes(batch).detach()).mean() - self.judges(real).mean()
+        (slope,) = torch.autograd.grad(self.judges(real).sum(), real, create_graph=True)
+        judging.zero_grad()
+        self.manual_backward(loss + (slope.norm(dim=1) - 1).square().mean())
+        judging.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.makes.parameters()), torch.optim.SGD(self.judges.parameters(), 0.1)
+
+
+class Newton(Free):
+    """The loss is evaluated several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = (self.net(batch) - batch).square().mean()
+        return loss
+
+
+class Skips(Free):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx in (0, 3) else super().training_step(batch, batch_idx)
+
+
+class Backward(Free):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(2 * loss, *args, **kwargs)
+
+
+class Iterates(Free):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]  # Lightning looks at its name
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "stages"),
+    [(Free, 1), (Adversaries, 1), (Adversaries, 3), (Newton, 1), (Skips, 1), (Backward, 1), (Iterates, 1)],
+)
+def test_with_one_minibatch_in_flight_all_is_as_without_us(make: Any, stages: int) -> None:
+    ours = trained(HetPipeStrategy(stages=stages, in_flight=1), make())
+    assert_same(ours, trained("auto", make()))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(SettingError, match="stages=2 is more than the 1 layer of the pipelined module"):
+        trained(HetPipeStrategy(stages=2, in_flight=1), Free())
+
+
+def test_the_report_of_several_stages() -> None:
+    strategy = HetPipeStrategy(stages=2, in_flight=1)
+    quiet_trainer(strategy).fit(Learner(), batches(4))
+    report = strategy.last_run
+    assert [layer for stage in report.stages for layer in stage.layers] == ["net.0", "net.1", "net.2", "net.3"]
+    assert [stage.busy for stage in report.stages] == [None, None]  # not known of each
+    assert report.minibatches == 3
+    assert "1 minibatch in flight" in str(report)

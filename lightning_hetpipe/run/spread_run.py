@@ -1,46 +1,39 @@
-"""One stage with one minibatch in flight: nothing to pipeline, so Lightning's own steps run, in its own thread.
+"""Steps with one minibatch in flight: Lightning's own, in its own thread, on layers that lie on the stages' devices.
 
-Only random numbers are not plain: inside the modules that a pipeline would hold, random operations draw from the
-minibatch's generators (law L7), so that results do not depend on the number of stages. Nothing is captured, copied or
-versioned, so what ``training_step`` does to its modules is not restricted, and no thread is started.
+There is nothing to pipeline, so nothing is captured, copied or versioned, no thread is started, and what
+``training_step`` does is not restricted. Where layers lie on several devices, the operands of an operation are brought
+together (:mod:`lightning_hetpipe.pipeline.operands`). Only random numbers are not plain: inside the modules that a
+pipeline would hold, random operations draw from the minibatch's generators (law L7), so that results do not depend on
+the number of stages.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
 from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
 from lightning_hetpipe.capture.pieces import Piece, layers_of, named_pieces, never_called
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
-from lightning_hetpipe.placement.layout import device_bytes, device_name
+from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
+from lightning_hetpipe.placement.spread import divided
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
 from lightning_hetpipe.run.lifecycle import Around, Extension
-from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, returned_none
+from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
 
 
-def is_single_stage(settings: RunSettings) -> bool:
-    """Tell from ``settings`` whether there is one stage with one minibatch in flight.
-
-    Not so where there is something to compile, to emulate, to compare with a plan, or to synchronise, which is a
-    stage's work.
-    """
-    if settings.compile is not None or settings.planned or settings.virtual_workers > 1:
-        return False
-    return settings.is_one_stage and not settings.may_run_ahead
-
-
-class SingleStage(Extension):
+class SpreadRun(Extension):
     """Steps of a fit without a pipeline, of which it keeps the numbers and the random generators."""
 
     def __init__(
@@ -56,9 +49,10 @@ class SingleStage(Extension):
         self._names = named_pieces(module, settings.module)
         self._generators = generators
         self._called: dict[str, Piece] = {}
-        self._first = True
+        self._last: int | None = None  # the minibatch that was counted last; the first one is not
         self._meter = Meter(1)
         self._busy = 0.0
+        self._is_busy = False
         draws = any(is_compiled(part) and may_draw(part) for part in module.modules())
         self._redirects = look_through(module) if draws else []
 
@@ -68,12 +62,11 @@ class SingleStage(Extension):
             yield
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        if output is None:
-            raise returned_none()
-        if self._first:
+        if self._last is None:
             self._begin()
-        else:
+        elif minibatch != self._last:  # an optimizer may evaluate the loss again
             self._meter.count(args[0] if args else None)
+        self._last = minibatch
 
     def inline_backward(self, minibatch: int) -> Around:
         return self._busily(BACKWARD, minibatch)
@@ -83,57 +76,71 @@ class SingleStage(Extension):
             redirect.remove()
 
     def report(self) -> RunReport:
-        if self._first:
+        if self._last is None:
             return RunReport()
         self._meter.stop()
-        seconds, parameters = max(self._meter.seconds, 1e-9), self._module.parameters()
-        layers = self._layers()
+        seconds, stages = max(self._meter.seconds, 1e-9), self._stages()
+        whole = len(stages) == 1  # the time of one stage of several is not known
         return RunReport(
             in_flight=1,
             minibatches=self._meter.minibatches,
             samples_per_second=self._meter.samples / seconds,
             stages=[
                 StageReport(
-                    device=device_name(self._settings.devices[0]),
+                    device=device_name(device),
                     layers=list(layers),
                     layer_types=[type(layer).__name__ for layer in layers.values()],
-                    time_s=self._busy / max(1, self._meter.minibatches),
-                    busy=min(1.0, self._busy / seconds),
-                    parameters=sum(parameter.numel() for parameter in parameters),
-                    device_bytes=device_bytes(self._settings.devices[0]),
+                    time_s=self._busy / max(1, self._meter.minibatches) if whole else 0.0,
+                    busy=min(1.0, self._busy / seconds) if whole else None,
+                    parameters=_count(self._module.parameters() if whole else _parameters(layers.values())),
+                    device_bytes=device_bytes(device),
                 )
+                for device, layers in stages
             ],
         )
 
     def _begin(self) -> None:
         """The first step is over, which has shown what there is."""
-        self._first = False
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
-        if self._settings.stages == "auto":
-            one = "the pipelined module is one layer, so HetPipeStrategy trains it as one stage"
-            several = (
-                "there is one device, so HetPipeStrategy trains the model as one stage, without a pipeline; for more,"
-                " set stages, as several may share a device"
-            )
-            layers = list(self._layers().values())
-            is_one = len(layers) == 1 and not any(True for _ in layers[0].children())  # else it could be captured
-            warnings.warn(one if is_one else several, stacklevel=2)
+        parts = {part for piece in self._called.values() for part in piece.module.modules()}
+        least = [
+            part for part in parts if not any(part.children()) or any(True for _ in part.parameters(recurse=False))
+        ]
+        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(least)))
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
         self._meter.start()
 
-    def _layers(self) -> dict[str, nn.Module]:
-        return dict(layer for name, piece in self._called.items() for layer in layers_of(name, piece.module))
+    def _stages(self) -> list[tuple[torch.device, dict[str, nn.Module]]]:
+        """The layers as far as these can be seen without a graph, by their devices; on one device, by their sizes."""
+        layers = {name: layer for key, piece in self._called.items() for name, layer in layers_of(key, piece.module)}
+        devices = list(dict.fromkeys(self._settings.spread))
+        if len(devices) > 1:
+            where = [devices.index(next(layer.parameters()).device) for layer in layers.values()]
+        else:
+            sizes = [sum(each.nbytes for each in layer.parameters()) for layer in layers.values()]
+            stages = 1 if self._settings.stages == "auto" else self._settings.stages
+            where = divided(sizes, [1.0] * stages)
+        found: dict[int, dict[str, nn.Module]] = {}
+        for stage, (name, layer) in sorted(zip(where, layers.items(), strict=True), key=itemgetter(0)):
+            found.setdefault(stage, {})[name] = layer
+        return [(devices[stage] if len(devices) > 1 else devices[0], own) for stage, own in found.items()]
 
     @contextmanager
     def _busily(self, work: str, minibatch: int) -> Iterator[None]:
-        """The loss is counted with the forward, as nothing parts them here."""
-        started = time.perf_counter()
-        yield
+        """The loss is counted with the forward, as nothing parts them here, and so is a backward within the step."""
+        if self._is_busy:
+            yield
+            return
+        started, self._is_busy = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._is_busy = False
         self._busy += time.perf_counter() - started
-        if not self._first:
+        if self._last is not None:
             self._computed(work, minibatch, started)
 
     @contextmanager
@@ -145,7 +152,7 @@ class SingleStage(Extension):
         modules = [
             (name, module)
             for name, module in self._module.named_modules()
-            if module is not self._module and (self._first or may_draw(module)) and self._is_wanted(name, module)
+            if module is not self._module and (self._last is None or may_draw(module)) and self._is_wanted(name, module)
         ]
 
         calls = Counter[str]()
@@ -164,3 +171,11 @@ class SingleStage(Extension):
         if is_compiled(module):
             return False
         return name in self._names if self._names is not None else any(p.requires_grad for p in module.parameters())
+
+
+def _parameters(layers: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
+    return nn.ModuleList(layers).parameters()
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

@@ -1,0 +1,81 @@
+"""Spreading a model over devices before its layers are known: by the bytes of its parameters and the devices' memory.
+
+Modules that hold tensors are divided in the order in which they were registered, which is mostly the order of their
+calls. What holds none, such as metrics with their states, lies on the root device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.torch_private import without_tensors
+
+STEPS = 50
+"""Halvings of the interval in which the smallest sufficient share of each device's room is searched."""
+
+
+def spread(module: nn.Module, devices: Sequence[torch.device], room: Sequence[float]) -> None:
+    """Moves ``module`` to ``devices``, each part of it with tensors of its own to one of them.
+
+    Args:
+        module: The whole model.
+        devices: Of each stage, in order; the last one is the root device.
+        room: Of each stage, in any unit: tensors are divided in these proportions, as far as parts can be.
+    """
+    root = devices[-1]
+    if len(set(devices)) == 1:
+        module.to(root)
+        return
+    parts = list(_with_tensors(module))
+    stages = divided([sum(each.nbytes for each in tensors) for _, tensors in parts], room)
+    with without_tensors([part for part, _ in parts]):
+        module.to(root)  # which also tells a LightningModule and its metrics
+    for (_, tensors), stage in zip(parts, stages, strict=True):
+        for tensor in tensors:
+            move_live(tensor, devices[stage])
+
+
+def divided(sizes: Sequence[int], room: Sequence[float]) -> list[int]:
+    """The stage of each of ``sizes``, in order, so that the largest of the stages' sums, as a share of its ``room``, is
+    as small as it can be."""
+    ends = [0, *accumulate(sizes)]
+
+    def stages(share: float) -> list[int]:
+        """The end of each stage, where each takes as much as it may."""
+        found = [0]
+        for each in room:
+            found.append(max(found[-1], bisect_left(ends, ends[found[-1]] + share * each + 0.5) - 1))
+        return found[1:]
+
+    low, high = 0.0, ends[-1] / min(room)
+    for _ in range(STEPS):
+        share = (low + high) / 2
+        low, high = (low, share) if stages(share)[-1] == len(sizes) else (share, high)
+    found = stages(high)
+    return [next(stage for stage, end in enumerate(found) if place < end) for place in range(len(sizes))]
+
+
+def move_live(tensor: Tensor, device: torch.device) -> None:
+    """Moves ``tensor``, a parameter or buffer of the user's, to ``device`` as the same object, with its gradient."""
+    if tensor.device == device:
+        return
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(device)
+    if gradient is not None:
+        tensor.grad = gradient.to(device)
+
+
+def _with_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """Parts of ``module`` with parameters and buffers of their own; a tied one is with its first owner."""
+    seen: set[int] = set()
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        new = [tensor for tensor in own if id(tensor) not in seen]
+        seen.update(map(id, new))
+        if own:
+            yield part, new
