@@ -54,6 +54,7 @@ __all__ = [
     "inductor_options_error",
     "outputs_of",
     "pytree",
+    "reset_of",
     "run_without_data",
     "split_outputs",
     "strided_parts",
@@ -245,6 +246,14 @@ def viewed(tensor: Tensor) -> Tensor:
 def version_counter(tensor: Tensor) -> int:
     """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data`` are not counted."""
     return tensor._version
+
+
+def reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """The method of ``module`` that gives parameters and buffers their first values, if it has one."""
+    if isinstance(module, nn.MultiheadAttention | nn.Transformer):
+        return module._reset_parameters
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 def enter_function_mode(mode: TorchFunctionMode) -> None:

@@ -15,6 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.placement.optimizer_states import follow_parameters
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
@@ -120,13 +121,12 @@ def place(stages: int, devices: Sequence[T]) -> list[T]:
     return [devices[stage * len(devices) // stages] for stage in range(stages)]
 
 
-def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, moved: bool = False) -> None:
+def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None) -> None:
     """Moves the live weights, their gradients and their optimizer state to their stages' devices.
 
     Args:
         layout: Which layers lie where.
         optimizer: Whose state follows its parameters.
-        moved: Whether other parameters of the optimizer's have moved before.
     """
     for stage, device in enumerate(layout.devices):
         for layer in layout.stage_layers(stage):
@@ -135,11 +135,10 @@ def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None, mov
                     tensor.data = tensor.data.to(device)
                     if tensor.grad is not None:
                         tensor.grad = tensor.grad.to(device)
-                    moved = True
             if isinstance(layer.module, GraphLayer):
                 layer.module.device = device
-    if moved and optimizer is not None:
-        optimizer.load_state_dict(optimizer.state_dict())  # torch casts a state to its parameter's device
+    if optimizer is not None:
+        follow_parameters(optimizer)
 
 
 def device_bytes(device: torch.device) -> int | None:

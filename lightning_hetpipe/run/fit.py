@@ -300,6 +300,6 @@ class Fit(TrainerRun):
         moved: bool = root != self._trainer.strategy.root_device
         if moved:
             self._module.to(root)
-        move_to_devices(layout, self._trainer.optimizers[0], moved)
+        move_to_devices(layout, self._trainer.optimizers[0])
         self._driver.extensions.tell(Extension.placed)
         return moved

@@ -1,37 +1,115 @@
-"""Checkpoint files that an interrupted save leaves as they were."""
+"""Checkpoint files: written beside their place, which an interrupted save leaves as it was; read by mapping them."""
 
 from __future__ import annotations
 
+import copy
+import mmap
 import os
+import zipfile
+from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from torch.serialization import set_default_mmap_options
+
+MAPPED = ("state_dict", "optimizer_states", "hetpipe")
+"""Keys of a checkpoint whose tensors the strategy copies one by one, so that these need no memory of their own."""
 
 
 class ReplacingCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but a local file is written beside its place, and takes it in one step when it is whole.
+    """Lightning's own, but local files are written and read without a copy of them in memory.
 
-    (Lightning writes it into the system's folder for temporary files first; where that is on another disk, it is then
-    copied over the old file, which a kill in the middle cuts off.)
+    A file is written beside its place, and takes it in one step when it is whole. (Lightning makes all of it in memory,
+    then writes it into the system's folder for temporary files; where that is on another disk, it is copied over the
+    old file, which a kill in the middle cuts off.)
+
+    What is read is a private mapping of the file, valid while a strategy restores from it also where the file is
+    replaced or deleted. Nothing that a run keeps is to lie in it, as its pages go where somebody else cuts the file
+    off in place.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if "://" in str(path) or storage_options is not None:
+        folder = local_folder(path)
+        if folder is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place = Path(path)
-        beside = place.with_name(f".{place.name}.part")  # of a save that was killed, the next one takes it away
+        beside = folder / f".{place.name}.part"  # of a save that was killed, the next one takes it away
         try:
-            super().save_checkpoint(checkpoint, beside)
-            with open(beside, "rb+") as written:
-                os.fsync(written.fileno())
+            with _File(FileIO(beside, "w")) as file:
+                file.take(checkpoint)
             os.replace(beside, place)
         except BaseException:
             with suppress(FileNotFoundError):
                 beside.unlink()
             raise
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if _may_be_mapped(path):
+            with suppress(Exception):  # such as of a file system that maps no files; what else is wrong is found again
+                before = _identity(path)
+                with set_default_mmap_options(mmap.MAP_PRIVATE):
+                    mapped = torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
+                rest = copy.deepcopy({name: value for name, value in mapped.items() if name not in MAPPED})
+                if _identity(path) == before:  # else torch may have read two files
+                    return {name: rest.get(name, value) for name, value in mapped.items()}
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def local_folder(path: str | Path) -> Path | None:
+    """The folder of a local ``path``, which is made; None if the path is of some other file system."""
+    if "://" in str(path):
+        return None
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class _File(BufferedWriter):
+    """A file for one checkpoint."""
+
+    _failure: BaseException | None = None
+
+    def take(self, checkpoint: dict[str, Any]) -> None:
+        """Write ``checkpoint``, to the disk."""
+        try:
+            torch.save(checkpoint, self)
+        except RuntimeError:
+            if self._failure is None:
+                raise
+            raise self._failure from None  # torch ends the archive nevertheless, and only says that it cannot
+        self.flush()
+        os.fsync(self.fileno())
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+
+def _may_be_mapped(path: str | Path) -> bool:
+    """Tell whether ``path`` is a local file as ``torch.save`` writes it since torch 1.6, whose tensors lie bare."""
+    if os.name != "posix" or "://" in str(path) or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+
+
+def _identity(path: str | Path) -> tuple[int, ...]:
+    """Attributes by which the file at ``path`` differs from one that takes its place."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def filled(io: CheckpointIO | None) -> CheckpointIO | None:

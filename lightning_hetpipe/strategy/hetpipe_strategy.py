@@ -24,7 +24,6 @@ from lightning_hetpipe.launch.ranks import devices_of
 from lightning_hetpipe.lightning_private import (
     StrategyRegistry,
     evaluating_loop,
-    set_checkpoint_io,
     synchronises_batchnorm,
     wants_several_optimizers,
 )
@@ -47,11 +46,6 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
-from lightning_hetpipe.strategy.checkpoints import (
-    ReplacingCheckpointIO,
-    filled,
-    is_lightnings_own,
-)
 from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
@@ -157,7 +151,7 @@ class HetPipeStrategy(VirtualWorkers):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=filled(checkpoint_io),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         of_later_releases = {
@@ -202,17 +196,6 @@ class HetPipeStrategy(VirtualWorkers):
         """The last stage's device; until stages are decided, that of the last provisional stage."""
         return (self._run.devices or self._provisional_devices())[-1]
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
-        if is_lightnings_own(super().checkpoint_io):
-            self.checkpoint_io = ReplacingCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        set_checkpoint_io(self, filled(io))
-
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
@@ -246,7 +229,7 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        seed, self._resumed = self._agreed(settings.run_seed()), None
+        seed, self._resumed = self.run_seed, None
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass, planned=False)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)

@@ -8,10 +8,12 @@ the place of virtual worker 0's. Weights and buffers are in the file once.
 from __future__ import annotations
 
 import io
+import mmap
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -41,30 +43,33 @@ def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
     return noted
 
 
-def add_states(checkpoint: dict[str, Any], group: Group, plugin: str, rounded: Sequence[Tensor]) -> None:
+def add_states(
+    checkpoint: dict[str, Any], group: Group, plugin: str, rounded: Sequence[Tensor], folder: Path | None
+) -> None:
     """Adds the other virtual workers' states to virtual worker 0's ``checkpoint``. Called on all, each with its own.
 
-    Whoever has ended, or waits at a later cut, is left out.
+    Whoever has ended, or waits at a later cut, is left out. No process holds more than one state of another's: they
+    come one after the other, and virtual worker 0 keeps them in files without a name, until the checkpoint is written.
 
     Args:
         checkpoint: What Lightning would save here, with states of optimizers.
         group: The virtual workers.
         plugin: The precision plugin's key.
         rounded: What ``update_dtype`` has taken from the updates so far, to go into the next.
+        folder: Where virtual worker 0 has room for files; by default the system's folder for temporary ones.
     """
     own = {name: checkpoint[name] for name in (*OWN, plugin) if group.index and name in checkpoint}
     if rounded:
         own[_ROUNDED] = list(rounded)
-    content, left_out = _packed(own)
-    if left_out:
-        warnings.warn(
-            f"{_listed(left_out)} of virtual worker {group.index} hold something that does not travel between"
-            " processes, which only tensors, numbers, strings, None, and lists, tuples and dicts of them do; a run that"
-            " resumes from the checkpoint takes virtual worker 0's",
-            stacklevel=2,
-        )
-    found = group.collect(content, "trainer.save_checkpoint")
-    states = {index: torch.frombuffer(part, dtype=torch.uint8) for index, part in sorted(found.items()) if part}
+
+    def opened() -> IO[bytes]:
+        return tempfile.TemporaryFile(dir=folder)
+
+    files = group.collect(lambda: _content(own, group.index), "trainer.save_checkpoint", opened)
+    if group.index == 0 and own:
+        files[0] = opened()
+        files[0].write(_content(own, 0))
+    states = {index: _mapped(file) for index, file in sorted(files.items()) if file.tell()}
     checkpoint.setdefault(_NOTE, {}).update(virtual_workers=group.size, states=states)
 
 
@@ -114,15 +119,21 @@ def take_state(
     return rounded
 
 
-def _packed(own: dict[str, Any]) -> tuple[bytes | memoryview, list[str]]:
-    """``own`` as bytes, without what cannot travel; and the names of that."""
+def _content(own: dict[str, Any], index: int) -> bytes | memoryview:
+    """``own`` as bytes, without what cannot travel, which is said."""
     if not own:
-        return b"", []
+        return b""
     whole = _written(own)
     if whole is not None:
-        return whole, []
+        return whole
     kept = {name: value for name, value in own.items() if _written({name: value}) is not None}
-    return _written(kept) or b"", [name for name in own if name not in kept]
+    warnings.warn(
+        f"{_listed([name for name in own if name not in kept])} of virtual worker {index} hold something that does not"
+        " travel between processes, which only tensors, numbers, strings, None, and lists, tuples and dicts of them do;"
+        " a run that resumes from the checkpoint takes virtual worker 0's",
+        stacklevel=2,
+    )
+    return _written(kept) or b""
 
 
 def _written(values: dict[str, Any]) -> memoryview | None:
@@ -131,15 +142,50 @@ def _written(values: dict[str, Any]) -> memoryview | None:
     try:
         torch.save(values, buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="meta", weights_only=True)  # reads one storage after the other, and keeps none
+        torch.load(buffer, map_location="meta", weights_only=True)  # reads no storage
     except Exception:  # whatever somebody's class raises
         return None
     return buffer.getbuffer()
 
 
+def _mapped(file: IO[bytes]) -> Tensor:
+    """The content of ``file``, which takes no memory, as bytes; closes the file."""
+    with file:
+        file.flush()
+        return torch.frombuffer(mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+class _Reader(io.RawIOBase):
+    """Reads ``content`` as a file, without a copy of it as a whole."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._at :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
 def _unpacked(state: Tensor, path: str | Path, index: int) -> dict[str, Any]:
     try:
-        own: dict[str, Any] = torch.load(io.BytesIO(state.numpy().data), map_location="cpu", weights_only=True)
+        file = io.BufferedReader(_Reader(state.numpy().data))
+        own: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise SettingError(
             f"ckpt_path={str(path)!r} holds a state of virtual worker {index} that cannot be read ({error}); resume"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,7 +24,9 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
+from lightning_hetpipe.strategy.checkpoints import local_folder
 from lightning_hetpipe.strategy.saved_states import add_states, take_state
+from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_metrics import share
@@ -42,14 +43,14 @@ _ended: dict[int, str] = {}
 """Exits of other virtual workers of this node, those that have ended."""
 
 
-class VirtualWorkers(ParallelStrategy):
+class VirtualWorkers(HostWeights):
     """Lightning's *rank* is the virtual worker: one process each, and no process group.
 
     Args:
         virtual_workers: On each node.
         wsp: How they synchronise.
         timeout: Seconds for which servers may be silent.
-        arguments: ``ParallelStrategy``'s.
+        arguments: ``HostWeights``'s.
     """
 
     in_flight: int | Literal["auto"]
@@ -280,7 +281,8 @@ class VirtualWorkers(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
-            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded)
+            folder = local_folder(filepath) if self.is_global_zero else None
+            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -292,9 +294,7 @@ class VirtualWorkers(ParallelStrategy):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizer; torch puts each state on its parameter's device."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+        super().load_optimizer_state_dict(checkpoint)
         self._shared.rounded, self._rounded = self._rounded, []
 
     def _is_interrupted(self) -> bool:

@@ -15,9 +15,10 @@ import json
 import pickle
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -224,8 +225,9 @@ class Group:
             return [value]
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
-        found = self._gathered(buffer.getbuffer())
-        parts = {index: _loaded(part, index) for index, part in sorted(found.items())}
+        found: dict[int, bytearray] = defaultdict(bytearray)
+        whole = self._gathered(buffer.getbuffer(), lambda index, part: found[index].extend(part))
+        parts = {index: _loaded(found[index], index) for index in sorted(whole)}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
             raise RuntimeError(
                 f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
@@ -234,26 +236,39 @@ class Group:
             )
         return [theirs for _, theirs in parts.values()]
 
-    def collect(self, content: bytes | memoryview, what: str) -> dict[int, bytearray]:
-        """On virtual worker 0 the contents of all that take part, by their index; nothing on the others.
+    def collect(
+        self, content: Callable[[], bytes | memoryview], what: str, opened: Callable[[], IO[bytes]]
+    ) -> dict[int, IO[bytes]]:
+        """On virtual worker 0 the contents of the others that take part, by their index; nothing on those.
 
-        Bound: on virtual worker 0 the sum of the contents; on the others a gather's chunks.
+        They come one after the other. Bound: one content on its virtual worker, and a gather's chunk on all.
 
         Args:
-            content: Bytes, of any size.
+            content: Makes the content of this one when it is due.
             what: As for :meth:`gather`.
+            opened: Opens an empty file for the content of one of the others.
         """
         self.gather(None, what)
         if self._launch is None or self.interrupted():
             return {}
-        found = self._gathered(content, keep=self.index == 0)
-        return found if self.index == 0 else {}
+        files = {due: self._collected(due, content, opened) for due in range(1, self.size)}
+        return {due: file for due, file in files.items() if file is not None}
 
-    def _gathered(self, content: bytes | memoryview, keep: bool = True) -> dict[int, bytearray]:
+    def _collected(
+        self, due: int, content: Callable[[], bytes | memoryview], opened: Callable[[], IO[bytes]]
+    ) -> IO[bytes] | None:
+        """On virtual worker 0 the content of ``due``, if it takes part."""
+        file = opened() if self.index == 0 else None
+        whole = self._gathered(
+            content() if self.index == due else b"", lambda _, part: None if file is None else file.write(part)
+        )
+        return file if due in whole else None
+
+    def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
         assert self._launch is not None
         client, ordinal = (self._launch, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
         with self.waiting():
-            return gather_in_chunks(content, lambda chunk: client.gather(next(ordinal), chunk), keep=keep)
+            return gather_in_chunks(content, lambda chunk: client.gather(next(ordinal), chunk), take)
 
     def passed_cut(self) -> None:
         """Count gathers from one again, as all have come to a cut."""

@@ -16,41 +16,44 @@ _TOTAL = struct.Struct("<Q")
 
 
 def gather_in_chunks(
-    content: bytes | memoryview, gather: Callable[[bytes], dict[int, bytes]], chunk: int = CHUNK, keep: bool = True
-) -> dict[int, bytearray]:
-    """The contents of all that take part to the end, by virtual worker.
+    content: bytes | memoryview,
+    gather: Callable[[bytes], dict[int, bytes]],
+    take: Callable[[int, bytes], object],
+    chunk: int = CHUNK,
+) -> list[int]:
+    """Hand everyone's content to ``take``, in parts; return the virtual workers whose content came whole.
 
-    Bound: the sum of the contents, if they are kept, and one gather's chunks.
+    Bound: one gather's chunks.
 
     Args:
         content: The content of this one.
         gather: One gather: takes a chunk, gives everyone's. Called equally often by all.
+        take: Takes a virtual worker and the next part of its content, which is not empty.
         chunk: Bytes of content in a chunk, the same for all.
-        keep: False where the contents are not wanted here: they are empty then.
 
     Raises:
         RuntimeError: if a virtual worker gives other chunks than it has announced.
     """
     first = gather(_TOTAL.pack(len(content)) + bytes(content[:chunk]))
     totals = {vw: _total(vw, part) for vw, part in first.items()}
-    found = {vw: bytearray() for vw in first}
+    found = list(first)
     parts = {vw: part[_TOTAL.size :] for vw, part in first.items()}
     for start in range(0, max([1, *totals.values()]), chunk):
         if start:
             if all(totals[vw] <= start for vw in found):  # who announced the most is gone
                 break
             parts = gather(bytes(content[start : start + chunk]))
-        for vw, whole in list(found.items()):
+        for vw in list(found):
             due = min(chunk, max(0, totals[vw] - start))
             if vw not in parts and due:
-                del found[vw]
+                found.remove(vw)
             elif len(parts.get(vw, b"")) != due:
                 raise RuntimeError(
                     f"virtual worker {vw} gave {len(parts[vw])} bytes to a gather where {due} were due; are all of one"
                     " release?"
                 )
-            elif keep:
-                whole += parts.get(vw, b"")
+            elif due:
+                take(vw, parts[vw])
     return found
 
 

@@ -195,3 +195,17 @@ def test_the_order_of_hooks_after_a_step() -> None:
     ours.remove()
     optimizer.step()
     assert ran[3:] == ["first", "second"], "our hook would stay in the user's optimizer"
+
+
+@guards("_reset_parameters")
+def test_attention_resets_itself() -> None:
+    """Torch's attention and Transformer name the method otherwise than all its other modules."""
+    for module in (nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4)):
+        weight = next(module.parameters())
+        reset = torch_private.reset_of(module)
+        assert reset is not None, "such a module, made on meta, would be refused"
+        with torch.no_grad():
+            weight.fill_(torch.nan)
+        reset()
+        assert weight.isfinite().all()
+    assert torch_private.reset_of(nn.ReLU()) is None

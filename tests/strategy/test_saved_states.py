@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import pytest
 import torch
@@ -37,12 +37,16 @@ class Alone:
     """A virtual worker whose gathers reach nobody: what it gives to ``collect`` is what there is, and what is told."""
 
     def __init__(self, index: int, size: int, told: dict[int, bytes] | None = None) -> None:
-        self.index, self.size = index, size
-        self.told = {vw: bytearray(part) for vw, part in (told or {}).items()}
+        self.index, self.size, self.told = index, size, dict(told or {})
 
-    def collect(self, content: bytes, what: str) -> dict[int, bytearray]:
-        self.given = bytes(content)
-        return {**self.told, self.index: bytearray(content)}
+    def collect(self, content: Callable[[], bytes], what: str, opened: Callable[[], IO[bytes]]) -> dict[int, IO[bytes]]:
+        if self.index:
+            self.given = bytes(content())
+            return {}
+        files = {vw: opened() for vw in self.told}
+        for vw, file in files.items():
+            file.write(self.told[vw])
+        return files
 
 
 def dumped(worker: int) -> dict[str, Any]:
@@ -74,8 +78,9 @@ def saved(checkpoints: list[dict[str, Any]], folder: Path, rounded: Any = ((), (
     told: dict[int, bytes] = {}
     for index in reversed(range(len(checkpoints))):
         group = Alone(index, len(checkpoints), told if index == 0 else None)
-        add_states(checkpoints[index], cast(Group, group), PLUGIN, rounded[index])
-        told[index] = group.given
+        add_states(checkpoints[index], cast(Group, group), PLUGIN, rounded[index], folder)
+        if index:
+            told[index] = group.given
     torch.save(checkpoints[0], folder / "saved.ckpt")
     return folder / "saved.ckpt"
 
@@ -90,7 +95,7 @@ def test_each_takes_what_it_gave(pair: Pair, tmp_path: Path) -> None:
     note_in_flight(checkpoints[0], 3)
     rounded = [[torch.tensor([0.25, 0.5])], [torch.tensor([0.125, 1.0])]]
     for added in [
-        pair.threads.submit(add_states, checkpoint, group, PLUGIN, lost)
+        pair.threads.submit(add_states, checkpoint, group, PLUGIN, lost, None)
         for checkpoint, group, lost in zip(checkpoints, pair.groups, rounded, strict=True)
     ]:
         added.result(SECONDS)
@@ -123,11 +128,9 @@ def test_another_number_of_virtual_workers_is_said(tmp_path: Path, before: int, 
 def test_a_state_that_is_missing_is_said(tmp_path: Path) -> None:
     """A virtual worker that was lost before has none; virtual worker 0's takes its place."""
     path = tmp_path / "saved.ckpt"
-    group = Alone(0, 3)
     first = dumped(0)
-    add_states(dumped(2), cast(Group, third := Alone(2, 3)), PLUGIN, ())
-    group.told[2] = bytearray(third.given)
-    add_states(first, cast(Group, group), PLUGIN, ())
+    add_states(dumped(2), cast(Group, third := Alone(2, 3)), PLUGIN, (), None)
+    add_states(first, cast(Group, Alone(0, 3, {2: third.given})), PLUGIN, (), None)
     torch.save(first, path)
     for worker, steps in ((0, 1), (1, 1), (2, 3)):
         checkpoint = loaded(path)

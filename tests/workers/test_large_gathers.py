@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,19 +44,25 @@ class Gathers:
             return dict(self.given[ordinal])
 
 
-def gathered(
-    contents: list[bytes], piece: int, dies: Mapping[int, int], keeps: int | None = None
-) -> list[dict[int, bytes] | None]:
-    """Result of each of them; None for who dies. Where only one ``keeps`` it, the others do not."""
+def whole(content: bytes, gather: Callable[[bytes], dict[int, bytes]], piece: int = CHUNK) -> dict[int, bytes]:
+    """The contents of all whose content came whole."""
+    taken: dict[int, bytes] = defaultdict(bytes)
+
+    def take(vw: int, part: bytes) -> None:
+        assert 0 < len(part) <= piece
+        taken[vw] += part
+
+    return {vw: taken[vw] for vw in gather_in_chunks(content, gather, take, piece)}
+
+
+def gathered(contents: list[bytes], piece: int, dies: Mapping[int, int]) -> list[dict[int, bytes] | None]:
+    """Result of each of them; None for who dies."""
     gathers = Gathers(len(contents), dies)
 
     def one(vw: int) -> dict[int, bytes] | None:
         ordinals = iter(range(1000))
         try:
-            found = gather_in_chunks(
-                contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece, keeps in (None, vw)
-            )
-            return {each: bytes(part) for each, part in found.items()}
+            return whole(contents[vw], lambda each: gathers.gather(vw, next(ordinals), each), piece)
         except ConnectionAbortedError:
             return None
 
@@ -64,21 +71,12 @@ def gathered(
 
 
 def test_a_server_takes_a_piece() -> None:
-    assert gather_in_chunks(bytes(CHUNK + 1), lambda part: {0: part} if len(part) <= LIMIT else {})[0] == bytes(
-        CHUNK + 1
-    )
+    assert whole(bytes(CHUNK + 1), lambda part: {0: part} if len(part) <= LIMIT else {})[0] == bytes(CHUNK + 1)
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
 def test_what_goes_in_comes_out_on_all(contents: list[bytes], piece: int) -> None:
     assert gathered(contents, piece, {}) == [dict(enumerate(contents))] * len(contents)
-
-
-@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(1, 9))
-def test_who_needs_nothing_keeps_nothing(contents: list[bytes], piece: int) -> None:
-    """And takes part in as many gathers as those who do."""
-    found = gathered(contents, piece, {}, keeps=0)
-    assert found == [dict(enumerate(contents)), *[dict.fromkeys(range(len(contents)), b"")] * (len(contents) - 1)]
 
 
 @given(
@@ -91,8 +89,8 @@ def test_who_dies_meanwhile_is_left_out_by_all_alike(contents: list[bytes], piec
     found = gathered(contents, piece, dies)
     living = [each for each in found if each is not None]
     assert all(each == living[0] for each in living)
-    whole = dict(enumerate(contents))
-    assert living[0] == whole or (0 in dies and living[0] == {vw: whole[vw] for vw in whole if vw})
+    everything = dict(enumerate(contents))
+    assert living[0] == everything or (0 in dies and living[0] == {vw: everything[vw] for vw in everything if vw})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_whoever_sends_something_else_is_named(said: list[bytes], what: str) -> 
         return {0: own, 1: next(pieces)}
 
     if not what:
-        assert gather_in_chunks(b"own", gather, 4) == {0: b"own", 1: b"fourab"}
+        assert whole(b"own", gather, 4) == {0: b"own", 1: b"fourab"}
         return
     with pytest.raises(RuntimeError, match=what):
-        gather_in_chunks(b"own", gather, 4)
+        whole(b"own", gather, 4)

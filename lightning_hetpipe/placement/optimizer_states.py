@@ -1,0 +1,71 @@
+"""The state of an optimizer lies where its parameters do, and moves there one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Change = Callable[[Any, Tensor], Tensor]
+"""Given the name of a state, if it has one, and its tensor; returns the one to take its place."""
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Move every state to its parameter's device, as torch does where it loads a state; dtypes stay.
+
+    A step counter on the host stays there, unless ``capturable`` or ``fused`` asks for it on the device.
+    """
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                moved = partial(_moved, parameter.device, counts_there)
+                optimizer.state[parameter] = _changed(optimizer.state[parameter], moved)
+
+
+def _moved(device: torch.device, counts_there: bool, name: Any, state: Tensor) -> Tensor:
+    return state if name == "step" and state.device.type == "cpu" and not counts_there else state.to(device)
+
+
+def detach_from(loaded: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer tensors of its own where it has taken those of ``loaded``, which a file may back."""
+    theirs = {_address(tensor) for tensor in _tensors(loaded)} - {0}
+
+    def own(_: Any, state: Tensor) -> Tensor:
+        return state.clone() if _address(state) in theirs else state
+
+    for key, state in optimizer.state.items():
+        optimizer.state[key] = _changed(state, own)
+
+
+def _changed(value: Any, change: Change, name: Any = None) -> Any:
+    """``value`` with its tensors changed; dicts and lists stay the same objects."""
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            value[key] = _changed(part, change, key)
+    elif isinstance(value, list):
+        value[:] = [_changed(part, change) for part in value]
+    elif type(value) is tuple:
+        return tuple(_changed(part, change) for part in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _address(tensor: Tensor) -> int:
+    """Address of the memory of ``tensor``; 0 if it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,0 +1,226 @@
+"""Weights of modules that were made on meta, as ``Trainer.init_module(empty_init=True)`` makes them.
+
+Tensors get their memory on the host: in the loading of a checkpoint, and what none has filled before layers move to
+devices. Then each module's ``reset_parameters`` runs, in the order of construction, so that weights depend on the
+run's seed, and not on stages, devices or processes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private import reset_of, version_counter
+
+SHOWN = 3
+"""Names in an error."""
+
+
+class MetaWeights:
+    """The tensors of one module that were on meta, until they are filled.
+
+    Bound: the module's weights once, on the host.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, int]] = {}  # not loaded yet; with the count of changes of each
+        self._was_on_meta = False
+
+    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Load ``state``, as torch loads it into tensors that are not on meta: dtypes, ties and what needs a gradient
+        stay the module's, and nothing lies in the memory of ``state`` afterwards."""
+        made = self._make(module)
+        loaded = module.load_state_dict(state, strict=strict)
+        missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
+        names = _names(module)
+        for tensor in made:
+            if any(name in state and name not in missing for name in names[id(tensor)]):
+                self._made.pop(id(tensor))
+        theirs = {t.untyped_storage().data_ptr() for t in state.values() if _is_bare(t)} - {0}
+        for tensor in _tensors(module):
+            if _is_bare(tensor) and tensor.untyped_storage().data_ptr() in theirs:
+                tensor.data = tensor.data.clone()
+
+    def fill(self, module: nn.Module, seed: int) -> None:
+        """Fill what is on meta, or was and has not been loaded, by ``reset_parameters``.
+
+        Args:
+            module: The LightningModule.
+            seed: Of the random numbers; those of the process stay as they are.
+
+        Raises:
+            SettingError: if something would have no value.
+        """
+        self._make(module)
+        was_on_meta, self._was_on_meta = self._was_on_meta, False
+        if not was_on_meta:
+            return
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            fillers: dict[int, nn.Module] = {}
+            for part in _children_first(module):
+                self._reset(part, fillers)
+        empty = {id(tensor) for tensor, _ in self._made.values() if self._is_empty(tensor)}
+        _refuse(module, empty)
+        self._made.clear()
+        module.to("cpu")  # also what a LightningModule and metrics say of their device
+
+    def _make(self, module: nn.Module) -> list[Tensor]:
+        """Give each tensor on meta memory on the host, and remember it."""
+        made = []
+        for tensor in [tensor for tensor in _tensors(module) if tensor.is_meta]:
+            tensor = _on_host(module, tensor)
+            if not is_lazy(tensor):
+                self._made[id(tensor)] = tensor, version_counter(tensor)
+                made.append(tensor)
+        self._was_on_meta |= bool(made)
+        return made
+
+    def _is_empty(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` was on meta, and nobody has written to it."""
+        return id(tensor) in self._made and version_counter(tensor) == self._made[id(tensor)][1]
+
+    def _reset(self, part: nn.Module, fillers: dict[int, nn.Module]) -> None:
+        """Let ``part`` reset what is empty in it, and nothing else but what modules inside of it have reset."""
+        reset = reset_of(part)
+        own = [tensor for tensor in _tensors(part, recurse=False) if self._is_empty(tensor)]
+        if reset is None or not (own or isinstance(part, nn.Transformer)):
+            return
+        inside = set(part.modules())
+        kept = [t for t in _tensors(part) if not self._is_empty(t) and fillers.get(id(t)) not in inside]
+        if kept and not own:
+            return
+        before = [(tensor, tensor.clone()) for tensor in kept]
+        for tensor in own:
+            if _has_nan(tensor):
+                tensor.fill_(torch.nan)
+            self._made[id(tensor)] = tensor, version_counter(tensor)
+        reset()
+        for tensor, values in before:
+            tensor.copy_(values)
+        for tensor in own:
+            if not self._is_empty(tensor) or _is_written(tensor):
+                self._made.pop(id(tensor))
+                fillers[id(tensor)] = part
+
+
+@contextmanager
+def left_on_meta(module: nn.Module | None) -> Iterator[None]:
+    """Open a context in which ``module.cpu`` leaves tensors on meta where they are; torch refuses to move them."""
+    if module is None or not any(tensor.is_meta for tensor in _tensors(module)):
+        yield
+        return
+    redirect = Redirect(module, "cpu", lambda redirect: module)
+    try:
+        yield
+    finally:
+        redirect.remove()
+
+
+def _on_host(module: nn.Module, tensor: Tensor) -> Tensor:
+    """``tensor``, which is on meta, with memory on the host; another one, only where somebody refers to it weakly."""
+    made: Any
+    if is_lazy(tensor):
+        kind: Any = type(tensor)
+        made = kind(device="cpu", dtype=tensor.dtype)
+    else:
+        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__class__ = tensor.__class__
+    made.__dict__.update(vars(tensor))
+    try:
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
+    except RuntimeError:  # as in nn.LSTM, which notices an assignment
+        for part in module.modules():
+            for name, held in [*_parameters(part), *_buffers(part)]:
+                if held is tensor:
+                    setattr(part, name, made)
+        result: Tensor = made
+        return result
+    return tensor
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Tell whether NaN is a value of the dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_written(tensor: Tensor) -> bool:
+    """Tell whether somebody has written, uncounted (``tensor.data``), to ``tensor`` since it was filled by NaN."""
+    return not tensor.numel() or (_has_nan(tensor) and not bool(tensor.flatten()[0].isnan()))
+
+
+def _is_bare(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _parameters(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(recurse=recurse, remove_duplicate=False)
+
+
+def _buffers(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    """Each parameter and buffer once."""
+    return [*module.parameters(recurse), *module.buffers(recurse)]
+
+
+def _names(module: nn.Module) -> dict[int, list[str]]:
+    """The names of each tensor of ``module``, of which it has several where weights are tied."""
+    names = defaultdict(list)
+    for name, tensor in [*_parameters(module, recurse=True), *_buffers(module, recurse=True)]:
+        names[id(tensor)].append(name)
+    return names
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and those in it, each once, in the order in which constructors end."""
+    seen: set[nn.Module] = set()
+
+    def walk(part: nn.Module) -> Iterator[nn.Module]:
+        for child in part.children():
+            if child not in seen:
+                yield from walk(child)
+        seen.add(part)
+        yield part
+
+    return walk(module)
+
+
+def _refuse(module: nn.Module, empty: set[int]) -> None:
+    """Refuse a module of whose tensors some have no value, by their names."""
+    names = [
+        ".".join(filter(None, (prefix, name)))
+        for prefix, part in module.named_modules()
+        for name, tensor in [*_parameters(part), *_buffers(part), *_attributes(part)]
+        if tensor.is_meta or id(tensor) in empty
+    ]
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise SettingError(
+            f"{type(module).__name__} was made on meta, by init_module(empty_init=True) or torch.device('meta'), and"
+            f" nothing gives values to {', '.join(names[:SHOWN])}{more}; make such a module elsewhere, give it a method"
+            " reset_parameters that sets them, or load a checkpoint that has them (ckpt_path=...)"
+        )
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Plain attributes on meta, and a metric's states, but not what a forward pass computes anew."""
+    for name, value in vars(part).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for tensor in values:
+            if isinstance(tensor, Tensor) and tensor.is_meta and tensor.grad_fn is None:
+                yield name, tensor

@@ -1,0 +1,82 @@
+"""A strategy whose weights are made and loaded on the host, from where layers and states go to their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_hetpipe.lightning_private import set_checkpoint_io
+from lightning_hetpipe.placement.optimizer_states import detach_from
+from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
+from lightning_hetpipe.strategy.meta_weights import MetaWeights, left_on_meta
+
+
+class HostWeights(ParallelStrategy):
+    """Lightning's strategies make modules, and gather states of optimizers, on one device; none may hold so much here.
+
+    Args:
+        checkpoint_io: As ``ParallelStrategy``'s.
+        arguments: ``ParallelStrategy``'s.
+    """
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None, **arguments: Any) -> None:
+        super().__init__(checkpoint_io=filled(checkpoint_io), **arguments)
+        self.run_seed = 0
+        """Seed of the run's random numbers, the same on all virtual workers."""
+        self._meta_weights = MetaWeights()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        if is_lightnings_own(super().checkpoint_io):
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        set_checkpoint_io(self, filled(io))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make tensors on the host, or on meta where they are loaded later."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Do as Lightning's, which would move all states of optimizers to one device; first give weights values."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.run_seed = self._agreed(settings.run_seed())
+        self._meta_weights.fill(trainer.lightning_module, self.run_seed)
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _agreed(self, value: int) -> int:
+        """The ``value`` of all virtual workers."""
+        return value
+
+    def teardown(self) -> None:
+        with left_on_meta(self.lightning_module):  # by a run that ends before it has begun
+            super().teardown()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self._meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizers; torch puts each state on its parameter's device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+            detach_from(state, optimizer)
