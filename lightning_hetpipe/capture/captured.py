@@ -175,6 +175,8 @@ class Captured:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
         gradients = torch.is_grad_enabled()
+        # A spread module may be given what lies elsewhere; the graph's layers are each given what is on their device.
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), (args, kwargs))
         for _ in range(DECISIONS):
             decisions = Decisions(known, self.frozen.answers)
             with (

@@ -83,7 +83,9 @@ def compare(
     assert captured is not None
     changed = captured.changed(value)
     inputs = Value.of(given)
-    with captured.exclusive(), attributes_restored(module), across_devices_of(module):
+    # A layer may make tensors on a device on which it has none, as all of its weights are another stage's.
+    others = [graph_layer(layer).device for layer in piece.layers] + [tensor.device for tensor in inputs.tensors]
+    with captured.exclusive(), attributes_restored(module), across_devices_of(module, others):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, AutogradNodes]:

@@ -54,9 +54,9 @@ class OperandsTogether:
             self._one_thread.__exit__(None, None, None)
 
 
-def across_devices_of(module: nn.Module) -> OperandsTogether:
-    """Within it, ``module`` can be run where its tensors lie."""
-    return OperandsTogether(tensor.device for tensor in (*module.parameters(), *module.buffers()))
+def across_devices_of(module: nn.Module, others: Iterable[torch.device] = ()) -> OperandsTogether:
+    """Within it, ``module`` can be run where its tensors lie, with what lies on ``others``."""
+    return OperandsTogether([*others, *(tensor.device for tensor in (*module.parameters(), *module.buffers()))])
 
 
 class _Together(TorchFunctionMode):
