@@ -1,4 +1,4 @@
-"""What a GPU computes too early, or in memory that was given away, the test accelerator refuses each time."""
+"""The test accelerator refuses, each time, what a GPU would compute too early, or in memory that was given away."""
 
 from __future__ import annotations
 
