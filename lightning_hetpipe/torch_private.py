@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -267,6 +269,20 @@ def leave_function_mode(mode: TorchFunctionMode) -> bool:
         return False
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return True
+
+
+@functools.cache
+def without_override(function: FunctionType) -> Callable[..., Any]:
+    """``function``, one of torch's written in Python, without its first question: whether a mode or a subclass of
+    Tensor runs it. What it calls is asked as ever."""
+    no = {name: lambda *_: False for name in _OVERRIDDEN}
+    code, values, name = function.__code__, {**function.__globals__, **no}, function.__name__
+    found = FunctionType(code, values, name, function.__defaults__, function.__closure__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+_OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

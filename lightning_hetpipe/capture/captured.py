@@ -15,7 +15,7 @@ from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
-from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.variant import Mode, Variant
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
@@ -174,9 +174,8 @@ class Captured:
     ) -> tuple[fx.GraphModule, DataChecks]:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
-        gradients = torch.is_grad_enabled()
-        # A spread module may be given what lies elsewhere; the graph's layers are each given what is on their device.
-        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), (args, kwargs))
+        gradients, leaves = torch.is_grad_enabled(), pytree.tree_leaves((args, kwargs))
+        args, kwargs = inputs_on(self.device, (args, kwargs))
         for _ in range(DECISIONS):
             decisions = Decisions(known, self.frozen.answers)
             with (
@@ -188,7 +187,7 @@ class Captured:
                 graph, checks = graph_of(
                     self._name, self._module, args, kwargs, decisions, images_vary=images_vary, numbers=numbers
                 )
-            found = checks.of(pytree.tree_leaves((args, kwargs)))
+            found = checks.of(leaves)
             if found == checks.answers:
                 return graph, checks
             first = next(n for n, (one, other) in enumerate(zip(found, checks.answers, strict=True)) if one != other)

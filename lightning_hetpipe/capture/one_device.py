@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from lightning_hetpipe.torch_private import pytree
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -30,6 +35,20 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for part, name, tensor in elsewhere:
             setattr(part, name, tensor)
+
+
+def inputs_on(device: torch.device, inputs: T) -> T:
+    """``inputs`` with tensors on ``device`` that stand in for those on other devices of its kind."""
+    found: T = pytree.tree_map_only(
+        Tensor,
+        lambda each: (
+            _empty(each, device).requires_grad_(each.requires_grad)
+            if each.device.type == device.type and each.device != device
+            else each
+        ),
+        inputs,
+    )
+    return found
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:

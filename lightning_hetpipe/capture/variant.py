@@ -99,8 +99,11 @@ def _places(leaves: Sequence[Any]) -> list[int]:
 
 
 def _kind(leaf: Any) -> Any:
-    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1."""
+    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1.
+
+    Layers move from device to device, and inputs with them, so that no more counts than whether one is an accelerator.
+    """
     if isinstance(leaf, Tensor):
-        return (leaf.dtype, leaf.device, tuple(size if size < 2 else -1 for size in leaf.shape))
+        return (leaf.dtype, leaf.device.type, tuple(size if size < 2 else -1 for size in leaf.shape))
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
     return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
@@ -130,7 +131,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
     def start(self) -> None:
         calls = self._attached.enter_context(attached({layer.name: layer.module for layer in self._layers}))
         for stage in self.stages:
-            stage.calls = list(calls.items())
+            stage.begin(list(calls.items()), [layer.module for layer in self._layers])
         super().start()
 
     def close(self) -> None:
@@ -205,6 +206,14 @@ class ForwardStage(StageThread):
         self._compute_lock = compute_lock
         self._layers = layers
         self._tag = tag
+        self._devices: list[torch.device] = []
+
+    def begin(self, calls: list[tuple[str, Callable[..., Any]]], layers: Sequence[nn.Module]) -> None:
+        """Take ``calls`` of ``layers``, those of all stages, by their names. A tied weight lies on one of its stages'
+        devices."""
+        self.calls = calls
+        own = nn.ModuleList([layers[number] for numbers in self._layers for number in numbers])
+        self._devices = [self.device, *(tensor.device for tensor in (*own.parameters(), *own.buffers()))]
 
     def _told(self, message: Message) -> str:
         assert isinstance(message, Evaluate)
@@ -229,6 +238,7 @@ class ForwardStage(StageThread):
             generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
+            OperandsTogether(self._devices),
         ):
             yield
 

@@ -7,13 +7,14 @@ This is what lets Python run over modules that lie on several devices as if thes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetpipe.torch_private import enter_function_mode, leave_function_mode, pytree
+from lightning_hetpipe.torch_private import enter_function_mode, leave_function_mode, pytree, without_override
 
 T = TypeVar("T")
 
@@ -63,12 +64,14 @@ class _Together(TorchFunctionMode):
     """Moves operands: one differentiable move for each use, as sums of gradients are those of a run on one device.
 
     An operation runs where it writes, else where its parameter lies, else where most of its operands' bytes are, and
-    of equal ones on the later device.
+    of equal ones on the later device. What torch has written in Python is run operation by operation, since it may use
+    an operand several times, or ask whether two are the same, as attention does.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
         self._order = {device: place for place, device in enumerate(devices)}
+        self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
 
     def __torch_function__(
         self,
@@ -84,6 +87,13 @@ class _Together(TorchFunctionMode):
         name = _name(func)
         if name in _CROSSING or name.startswith("_foreach_"):
             return func(*args, **kwargs)
+        if isinstance(func, FunctionType) and all(type(each) in (Tensor, nn.Parameter) for each in operands):
+            before, self._home = self._home, _device_of_parameter(operands) or self._home
+            try:
+                with self:
+                    return without_override(func)(*args, **kwargs)
+            finally:
+                self._home = before
         device = self._place(name, args, kwargs, operands)
         return func(*self._at(device, args), **self._at(device, dict(kwargs)))
 
@@ -105,9 +115,8 @@ class _Together(TorchFunctionMode):
             return next(_tensors(args)).device
         if name in _WRITES:
             return operands[-1].device
-        if (parameter := next((each for each in operands if isinstance(each, nn.Parameter)), None)) is not None:
-            return parameter.device
-        return max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
+        found = _device_of_parameter(operands) or self._home
+        return found or max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
 
     def _at(self, device: torch.device, value: T) -> T:
         """``value`` with the tensors in it on ``device``, those that lie on another one of the devices."""
@@ -117,6 +126,10 @@ class _Together(TorchFunctionMode):
 
         found: T = pytree.tree_map_only(Tensor, moved, value)
         return found
+
+
+def _device_of_parameter(operands: Sequence[Tensor]) -> torch.device | None:
+    return next((each.device for each in operands if isinstance(each, nn.Parameter)), None)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from lightning_hetpipe.accelerator import accelerates, device_module
 from lightning_hetpipe.capture.pieces import Piece
@@ -16,6 +17,7 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.placement.optimizer_states import follow_parameters
+from lightning_hetpipe.placement.spread import move_apart
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
@@ -121,22 +123,22 @@ def place(stages: int, devices: Sequence[T]) -> list[T]:
     return [devices[stage * len(devices) // stages] for stage in range(stages)]
 
 
-def move_to_devices(layout: Layout, optimizer: torch.optim.Optimizer | None) -> None:
-    """Moves the live weights, their gradients and their optimizer state to their stages' devices.
+def move_to_devices(layout: Layout, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Moves the live weights, their gradients and their optimizer state to their stages' devices; what no stage holds,
+    to the last one's, where the loss is.
 
     Args:
         layout: Which layers lie where.
+        module: All of the model.
         optimizer: Whose state follows its parameters.
     """
+    places: dict[int, torch.device] = {}
     for stage, device in enumerate(layout.devices):
         for layer in layout.stage_layers(stage):
-            for tensor in [*layer.module.parameters(), *layer.module.buffers()]:
-                if tensor.device != device:
-                    tensor.data = tensor.data.to(device)
-                    if tensor.grad is not None:
-                        tensor.grad = tensor.grad.to(device)
+            places.update({id(each): device for each in (*layer.module.parameters(), *layer.module.buffers())})
             if isinstance(layer.module, GraphLayer):
                 layer.module.device = device
+    move_apart(module, places, layout.devices[-1])
     if optimizer is not None:
         follow_parameters(optimizer)
 

@@ -7,7 +7,7 @@ calls. What holds none, such as metrics with their states, lies on the root devi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,17 +27,29 @@ def spread(module: nn.Module, devices: Sequence[torch.device], room: Sequence[fl
         devices: Of each stage, in order; the last one is the root device.
         room: Of each stage, in any unit: tensors are divided in these proportions, as far as parts can be.
     """
-    root = devices[-1]
-    if len(set(devices)) == 1:
+    parts = list(_with_tensors(module))
+    stages = divided([sum(each.nbytes for each in tensors) for _, tensors in parts], room)
+    pairs = zip(parts, stages, strict=True)
+    move_apart(module, {id(each): devices[stage] for (_, tensors), stage in pairs for each in tensors}, devices[-1])
+
+
+def move_apart(module: nn.Module, places: Mapping[int, torch.device], root: torch.device) -> None:
+    """Moves each tensor of ``module`` to its device in ``places``, found by its ``id``, and all else to ``root``.
+
+    What leaves a device has left it before anything comes: no device ever holds more than before or after.
+    """
+    if all(device == root for device in places.values()):
         module.to(root)
         return
     parts = list(_with_tensors(module))
-    stages = divided([sum(each.nbytes for each in tensors) for _, tensors in parts], room)
     with without_tensors([part for part, _ in parts]):
         module.to(root)  # which also tells a LightningModule and its metrics
-    for (_, tensors), stage in zip(parts, stages, strict=True):
-        for tensor in tensors:
-            move_live(tensor, devices[stage])
+    for target in (torch.device("cpu"), None):
+        for _, tensors in parts:
+            for tensor in tensors:
+                device = places.get(id(tensor), root)
+                if tensor.device != device:
+                    move_live(tensor, target or device)
 
 
 def divided(sizes: Sequence[int], room: Sequence[float]) -> list[int]:

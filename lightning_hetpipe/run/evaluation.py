@@ -124,7 +124,7 @@ class Evaluation(TrainerRun):
         first = self.settings.choose_split_points(times, stages)
         in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight
         layout = Layout.of(pieces, Decision(first, place(stages, devices), in_flight, stage_times(times, first)))
-        move_to_devices(layout, None)
+        move_to_devices(layout, self.module, None)
         for piece in pieces:
             piece.inputs.clear()
         self.take_over(pieces, layout, in_flight)

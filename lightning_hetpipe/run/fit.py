@@ -291,15 +291,12 @@ class Fit(TrainerRun):
         engine.begin(number - 1, forwards=number)
 
     def _move(self, layout: Layout) -> bool:
-        """Moves layers to the stages' devices; what else the module has, to the last stage's, where the loss is.
+        """Moves layers to the stages' devices.
 
         Returns:
-            Whether that one is another device than before.
+            Whether the last one's is another device than that of the last provisional stage.
         """
-        root = layout.devices[-1]
-        moved: bool = root != self._trainer.strategy.root_device
-        if moved:
-            self._module.to(root)
-        move_to_devices(layout, self._trainer.optimizers[0])
+        moved: bool = layout.devices[-1] != self._trainer.strategy.root_device
+        move_to_devices(layout, self._module, self._trainer.optimizers[0])
         self._driver.extensions.tell(Extension.placed)
         return moved

@@ -103,11 +103,7 @@ class SpreadRun(Extension):
         """The first step is over, which has shown what there is."""
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
-        parts = {part for piece in self._called.values() for part in piece.module.modules()}
-        least = [
-            part for part in parts if not any(part.children()) or any(True for _ in part.parameters(recurse=False))
-        ]
-        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(least)))
+        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(self._parts())))
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
@@ -115,18 +111,34 @@ class SpreadRun(Extension):
 
     def _stages(self) -> list[tuple[torch.device, dict[str, nn.Module]]]:
         """The layers as far as these can be seen without a graph, by their devices; on one device, by their sizes."""
-        layers = {name: layer for key, piece in self._called.items() for name, layer in layers_of(key, piece.module)}
         devices = list(dict.fromkeys(self._settings.spread))
+        stages = 1 if self._settings.stages == "auto" else self._settings.stages
+        if len(devices) == stages == 1:
+            pieces = self._called.items()
+            return [
+                (devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece.module)})
+            ]
+        layers, where = self._parts(), list[int]()
         if len(devices) > 1:
-            where = [devices.index(next(layer.parameters()).device) for layer in layers.values()]
+            for layer in layers.values():  # one without parameters computes where the layer before it does
+                device = next((each.device for each in layer.parameters()), None)
+                where.append(devices.index(device) if device in devices else where[-1] if where else 0)
         else:
             sizes = [sum(each.nbytes for each in layer.parameters()) for layer in layers.values()]
-            stages = 1 if self._settings.stages == "auto" else self._settings.stages
             where = divided(sizes, [1.0] * stages)
         found: dict[int, dict[str, nn.Module]] = {}
         for stage, (name, layer) in sorted(zip(where, layers.items(), strict=True), key=itemgetter(0)):
             found.setdefault(stage, {})[name] = layer
         return [(devices[stage] if len(devices) > 1 else devices[0], own) for stage, own in found.items()]
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """The smallest modules that a device can hold, of those that ``training_step`` calls."""
+        return {
+            name: part
+            for key, piece in self._called.items()
+            for name, part in piece.module.named_modules(prefix=key)
+            if not any(True for _ in part.children()) or any(True for _ in part.parameters(recurse=False))
+        }
 
     @contextmanager
     def _busily(self, work: str, minibatch: int) -> Iterator[None]:
