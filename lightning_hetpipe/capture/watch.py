@@ -161,7 +161,8 @@ class TrainingWatch(Watch):
         """The ``id`` of each buffer that the watched step has changed."""
         # By value: batch norm changes its statistics without counting it.
         before = self._buffers
-        return {id(b) for name, b in self.root.named_buffers() if name not in before or not equal(before[name], b)}
+        now = self.root.named_buffers()  # some may have moved to their stages
+        return {id(b) for name, b in now if name not in before or not equal(before[name].to(b.device), b)}
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
