@@ -46,7 +46,7 @@ class OperandsTogether:
 
     @contextmanager
     def told(self, operands: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-        """Within it, ``operands`` is called before each operation, with those of its operands that are on the devices."""
+        """Within it, ``operands`` is called before each operation, with its operands on the devices."""
         if self._mode is None:
             yield
             return

@@ -30,8 +30,12 @@ def _moved(device: torch.device, counts_there: bool, name: Any, state: Tensor) -
     return state if name == "step" and state.device.type == "cpu" and not counts_there else state.to(device)
 
 
-def detach_from(loaded: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer tensors of its own where it has taken those of ``loaded``, which a file may back."""
+def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """Load a state dict: torch puts each state on its parameter's device, and none stays in the memory of ``loaded``,
+    which a file may back."""
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        optimizer.state.clear()  # as of Adagrad, which makes its state at once; torch makes all of the new one first
+    optimizer.load_state_dict(loaded)
     theirs = {_address(tensor) for tensor in _tensors(loaded)} - {0}
 
     def own(_: Any, state: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.lightning_private import set_checkpoint_io
-from lightning_hetpipe.placement.optimizer_states import detach_from
+from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
 from lightning_hetpipe.strategy.meta_weights import MetaWeights, left_on_meta
@@ -76,7 +76,5 @@ class HostWeights(ParallelStrategy):
         self._meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers; torch puts each state on its parameter's device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-            detach_from(state, optimizer)
+            load_state(optimizer, state)

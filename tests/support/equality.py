@@ -23,7 +23,7 @@ def difference(expected: Any, actual: Any, where: str = "", ordered: bool = Fals
             return f"{where}: {tuple(expected.shape)} {expected.dtype} != {tuple(actual.shape)} {actual.dtype}"
         if expected.layout is not actual.layout:
             return f"{where}: {expected.layout} != {actual.layout}"
-        expected, actual = expected.to_dense(), actual.to_dense()  # the tensor itself, unless it is sparse
+        expected, actual = expected.to_dense().cpu(), actual.to_dense().cpu()  # as a rule the tensors themselves
         if torch.equal(expected, actual):
             return None
         number = ~(expected.isnan() & actual.isnan())  # what is no number is equal to itself here

@@ -158,6 +158,7 @@ def show() -> None:
         set_limit(index, None)
         reset_peak_memory_stats(index)
     manual_seed_all(0)
+    extension().begin_order(True)
 
 
 def hide() -> None:

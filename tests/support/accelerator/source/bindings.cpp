@@ -30,6 +30,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_limit", &set_limit);
   m.def("limit", &limit_of);
   m.def("default_generator", &default_generator);
-  m.def("check_order", &check_order);
+  m.def("begin_order", &begin_order);
   m.def("start_autograd", &Engine::start, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -82,7 +82,12 @@ void refuse(const Access& later, const char* does, const Access& earlier, const 
 
 } // namespace
 
-void check_order(bool checked) {
+void begin_order(bool checked) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& clock : clocks()) {
+    merge(over(), clock);
+  }
+  unknown().clear();
   checking = checked;
 }
 

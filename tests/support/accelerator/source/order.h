@@ -30,8 +30,8 @@ struct Uses {
   std::set<int> recorded; // streams for which it is kept after it was freed: record_stream
 };
 
-// Whether anything is refused below.
-void check_order(bool checked);
+// From now on, whether anything is refused below; all that was before is over.
+void begin_order(bool checked);
 
 int number_of(const c10::Stream& stream);
 int current_stream(c10::DeviceIndex device); // this thread's
