@@ -285,6 +285,35 @@ def without_override(function: FunctionType) -> Callable[..., Any]:
 _OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
+class UnseenMode(TorchFunctionMode):
+    """A ``TorchFunctionMode`` that modules do not see which ask for modes before they take fused operators, as those for
+    attention do in evaluations."""
+
+    _lock = threading.Lock()
+    _entered = 0
+
+    def __enter__(self) -> Self:
+        with UnseenMode._lock:
+            UnseenMode._entered += 1
+            torch.overrides.has_torch_function = _seen_by_others  # type: ignore[assignment]  # another parameter's name
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        with UnseenMode._lock:
+            UnseenMode._entered -= 1
+            if not UnseenMode._entered:
+                torch.overrides.has_torch_function = has_torch_function
+
+
+def _seen_by_others(values: Iterable[Any]) -> bool:
+    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
+    if isinstance(innermost(), UnseenMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
+        return False
+    return has_torch_function(values)
+
+
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """A ``TorchDispatchMode`` that several threads may enter at once.
 

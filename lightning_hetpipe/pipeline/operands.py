@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_hetpipe.torch_private import enter_function_mode, leave_function_mode, pytree, without_override
+from lightning_hetpipe.torch_private import (
+    UnseenMode,
+    enter_function_mode,
+    leave_function_mode,
+    pytree,
+    without_override,
+)
 
 T = TypeVar("T")
 
@@ -73,7 +78,7 @@ def across_devices_of(module: nn.Module, others: Iterable[torch.device] = ()) ->
     return OperandsTogether([*others, *(tensor.device for tensor in (*module.parameters(), *module.buffers()))])
 
 
-class _Together(TorchFunctionMode):
+class _Together(UnseenMode):
     """Moves operands: one differentiable move for each use, as sums of gradients are those of a run on one device.
 
     An operation runs where it writes, else where its parameter lies, else where most of its operands' bytes are, and

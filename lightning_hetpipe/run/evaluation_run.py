@@ -24,6 +24,7 @@ from lightning_hetpipe.lightning_private import (
     set_fetcher,
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, own_state
 from lightning_hetpipe.redirect import Redirect
@@ -128,7 +129,7 @@ class EvaluationRun:
         args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
 
         def step() -> Any:
-            with evaluation.context(hook):
+            with evaluation.context(hook), OperandsTogether(evaluation.settings.devices):
                 return getattr(evaluation.module, hook)(*args)
 
         def start(context: Opened, section: UserSection) -> int:
