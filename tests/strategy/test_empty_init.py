@@ -1,4 +1,4 @@
-"""Where modules are made: on the host, weights without values on meta; values are lost nowhere."""
+"""Modules are made on the host, weights without values on meta, and no values are lost."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_no_device_ever_holds_more_than_its_own(
 
 
 def test_states_leave_before_others_come(accelerator: TestAccelerator) -> None:
-    """Where layers go to other devices after the first minibatch, none ever holds more than before or after."""
+    """Layers go to other devices after the first minibatch; none ever holds more than before or after."""
     devices = [torch.device(NAME, index) for index in range(4)]
     net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for device in devices)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
