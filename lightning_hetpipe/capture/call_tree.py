@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece
@@ -15,8 +16,22 @@ from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.torch_private import version_counter
 
 
+class Checked:
+    """Something that may be refused, with the first reason."""
+
+    refusal: Exception | None
+
+    def check(self, check: Callable[[], object]) -> None:
+        """Call ``check``, unless this is refused already, and keep the error that it raises."""
+        try:
+            if self.refusal is None:
+                check()
+        except SettingError as error:
+            self.refusal = error
+
+
 @dataclass
-class CallNode:
+class CallNode(Checked):
     """One call of a module.
 
     Attributes:
@@ -24,7 +39,7 @@ class CallNode:
         inner: The calls that it made of modules with trainable parameters, in order.
         seconds: How long it took, with those.
         refusal: Why no pipeline can run it, as far as the call has shown that.
-        graph: What is needed to make its graph; None if its layers are known without one.
+        graph: What is needed to make its graph; None if it is to have none.
     """
 
     piece: Piece
@@ -32,14 +47,6 @@ class CallNode:
     seconds: float = 0.0
     refusal: Exception | None = None
     graph: WatchedCall | None = None
-
-    def check(self, check: Callable[[], object]) -> None:
-        """Call ``check``, unless the module is refused already, and keep the error that it raises."""
-        try:
-            if self.refusal is None:
-                check()
-        except SettingError as error:
-            self.refusal = error
 
     def all(self) -> Iterator[CallNode]:
         """This call and all below it, in order."""
@@ -49,7 +56,7 @@ class CallNode:
 
 
 @dataclass
-class WatchedCall:
+class WatchedCall(Checked):
     """The watched call of a module of which a graph is to be made.
 
     Attributes:
@@ -59,6 +66,7 @@ class WatchedCall:
         frozen: What it may have read of Python outside itself.
         autocast: What autocast did at the call.
         counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
+        refusal: Why no graph can stand for the module, as far as the call has shown that, though it needs none.
     """
 
     given: Value
@@ -67,11 +75,15 @@ class WatchedCall:
     autocast: Autocast = field(default_factory=Autocast.current)
     gave: Value | None = None
     counters: list[int] = field(default_factory=list)
+    refusal: Exception | None = None
 
-    def end(self, gave: Value) -> None:
-        """Note that the call is over, and ``gave`` this."""
-        self.gave = gave
+    def end(self, module: nn.Module, gave: Any) -> None:
+        """Note that the call of ``module`` is over, and ``gave`` this."""
+        self.gave = Value.of(gave)
         self.counters = self._count()
+        for path, buffer in module.named_buffers():
+            if path not in self.buffers or self.buffers[path].shape != buffer.shape:
+                self.buffers[path] = buffer.clone()  # it is made in the first forward
 
     @property
     def was_changed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Graphs of a piece that is no ``nn.Sequential``, split into layers."""
+"""Graphs of a piece, split into layers."""
 
 from __future__ import annotations
 
@@ -121,6 +121,11 @@ class Captured:
         with self._autocast.opened():
             self._capture(*self._example)
 
+    @property
+    def decides(self) -> str | None:
+        """The first line at which it decides by the values of its data; None if there is none."""
+        return next((variant.decides for variant in self._variants if variant.decides is not None), None)
+
     def _of_this_mode(self) -> list[tuple[int, Variant]]:
         mode = self._mode()
         return [(n, variant) for n, variant in enumerate(self._variants) if variant.mode == mode]
@@ -140,7 +145,7 @@ class Captured:
                 " same way in every minibatch"
             )
         if not self.layers:
-            blocks = [self._module.get_submodule(part.block) for part in found]
+            blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             self.layers = [
                 Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=is_checkpointed(block))
                 for part, block in zip(found, blocks, strict=True)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
+from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.opaque_containers import opaque_in, unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
-from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
+from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, without_graph
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import (
     attributes_restored,
@@ -48,6 +49,7 @@ class EvaluationWatch(Watch):
 
     Attributes:
         reasons: Why a pipeline cannot run the others, by their names.
+        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
         apart: Modules that were taken apart, by their names.
     """
 
@@ -62,6 +64,7 @@ class EvaluationWatch(Watch):
     ) -> None:
         super().__init__(root, names, generators)
         self.reasons: dict[str, str] = {}
+        self.without_graph: list[str] = []
         self.apart: dict[str, nn.Module] = {}
         self._batch = batch
         self._known = {piece.module: piece for piece in known}
@@ -125,21 +128,52 @@ class EvaluationWatch(Watch):
                 raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")
             if type(piece.module) in self._refused or self._is_late():
                 raise SettingError("another one could not be captured, or there was no time left to try")
-            if piece.module not in self._known:
-                _find_layers(piece, own_args, own_kwargs, frozen)
-            value = piece.value(own_args, own_kwargs)
-            handed_on = without_opaque(piece.name, output) if piece.captured is not None else output
-            if (opaque := opaque_in(handed_on)) is not None:
-                raise SettingError(f"it gives a {type(opaque).__name__} that holds tensors")
-            self._compare(piece, value, handed_on)
-            if piece.captured is not None:
-                piece.captured.take_equal(value)
+            if piece.module in self._known or not piece.may_have_graph():
+                handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=piece.needs_graph())
+            else:
+                try:
+                    handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=True)
+                except Exception as error:  # whatever torch.export raises
+                    piece.captured, piece.layers = None, []
+                    handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=False)
+                    self.without_graph.append(without_graph(piece, error))
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = reason_of(error)
             if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
                 self._take_apart(call, own_args, own_kwargs)
             return output
         self.pieces.append(piece)
+        return handed_on
+
+    def _handed_on(
+        self,
+        piece: Piece,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frozen: FrozenValues,
+        output: Any,
+        *,
+        graph: bool,
+    ) -> Any:
+        """Find the layers of ``piece``, unless they are known, and return what they hand on of the module's ``output``.
+
+        Args:
+            graph: Whether they are parts of a graph.
+
+        Raises:
+            SettingError: where they give something else than the module has given.
+        """
+        if piece.module not in self._known:
+            _find_layers(piece, args, kwargs, frozen, graph)
+        value = piece.value(args, kwargs)
+        handed_on = without_opaque(piece.name, output) if piece.captured is not None else output
+        if (opaque := opaque_in(handed_on)) is not None:
+            raise SettingError(f"it gives a {type(opaque).__name__} that holds tensors")
+        self._compare(piece, value, handed_on)
+        if piece.captured is not None:
+            if piece.captured.decides is not None and not piece.needs_graph() and not self._known:
+                raise decides(piece.name, f" at {piece.captured.decides}")
+            piece.captured.take_equal(value)
         return handed_on
 
     def _take_apart(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,13 +216,15 @@ class EvaluationWatch(Watch):
             piece.inputs = [inputs]
 
 
-def _find_layers(piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues) -> None:
+def _find_layers(
+    piece: Piece, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues, graph: bool
+) -> None:
     refuse_scripted(piece.name, piece.module)
-    if piece.needs_graph():
+    if graph:
         refuse_hooks(piece.name, piece.module)
         piece.captured = Captured(piece.name, piece.module, args, kwargs, frozen)
         piece.layers = piece.captured.layers
-    for name, layer in [] if piece.captured is not None else piece.modules_of_layers():
+    for name, layer in [] if graph else piece.modules_of_layers():
         refuse_hooks(name, layer)
         piece.layers.append(Layer(name, layer, kind=class_of(layer)))
 

@@ -212,17 +212,28 @@ def _users_line(error: Exception) -> str | None:
 def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
-    What ``forward`` sets in attributes of the user's is refused, as a graph would not. (Tracing runs it, not for the
-    first time: what it sets in its first call only, it has set by now.) Hooks of the module itself run around its
-    graph, so they are no part of it.
+    What ``forward`` sets in attributes of the user's is refused, as a graph would not; so is a tensor that it puts in
+    the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call only, it has set by
+    now.) Hooks of the module itself run around its graph, so they are no part of it.
     """
     seen = [(part, attributes_with_contents(part)) for part in module.modules()]
+    buffers: dict[str, Tensor] = {}
+
+    def begin(*call: Any) -> None:
+        buffers.update(module.named_buffers(prefix=name))  # what stands for them while it is traced
 
     def check(*call: Any) -> None:
         for part, earlier in seen:
             refuse_changes(name, part, earlier)
+        for path, buffer in module.named_buffers(prefix=name):
+            if buffers.get(path) is not buffer:
+                raise SettingError(
+                    f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, which its graph"
+                    " would not; change the buffer in place, as by copy_()"
+                )
 
     with attributes_restored(module), without_hooks(module):
+        module.register_forward_pre_hook(begin)
         module.register_forward_hook(check)
         yield
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, same
@@ -87,6 +88,8 @@ class FrozenValues:
     def __init__(self, module: nn.Module) -> None:
         self.answers = SeenAnswers()
         """Answers to its decisions by values of data, when it was last watched."""
+        self.checkpoints = False
+        """True once it was seen to call ``torch.utils.checkpoint``."""
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
         self._names: frozenset[str] = frozenset()
@@ -117,6 +120,7 @@ class FrozenValues:
                 gc.enable()
             if outer is not None:
                 outer.update(called)
+            self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
             new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
             self._stale |= bool(new) or self._replaced
             self._called |= new

@@ -1,21 +1,29 @@
 """Grouping of the nodes of a captured graph into layers.
 
 A layer is a run of nodes of one *block*: a submodule with weights that holds no list of further blocks, such as one
-layer of a transformer. What runs between blocks goes with the block before it. Runs are joined where a later one would
-change in place what an earlier one has made (or a view of it): such a value may not cross a split point.
+layer of a transformer. A block of the user's in an ``nn.Sequential``, such as a residual block, is split further: its
+children with weights are layers, each with what the block itself computes after it. What runs between blocks goes with
+the block before it. Where the whole is an ``nn.Sequential``, each of its children is a block, with weights or without,
+as it is where stages run these children themselves.
+
+Runs are joined where a later one would change in place what an earlier one has made (or a view of it): such a value may
+not cross a split point.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from lightning_hetpipe.torch_private import OperatorOverload, arguments_of
+from lightning_hetpipe.capture.sequentials import is_plain_sequential, is_torchs_own, layers_of
+from lightning_hetpipe.torch_private import OperatorOverload, arguments_of, pytree
 
 
 @dataclass
@@ -23,22 +31,30 @@ class LayerNodes:
     """A layer's nodes, in order.
 
     Attributes:
-        call: The path of its block in the captured module, with a mark where that is called again.
+        call: The path, in the captured module, of its block or of the part of that, with a mark where that is called
+            again.
         nodes: In the order of the graph.
+        within: The path of its block, marked as well.
     """
 
     call: str | None
     nodes: list[fx.Node] = field(default_factory=list)
+    within: str | None = None
+
+    @property
+    def part(self) -> str:
+        """The path of its block, or of the part of that; empty for the captured module itself."""
+        return _unmarked(self.call or "")
 
     @property
     def block(self) -> str:
         """The path of its block; empty for the captured module itself."""
-        return _unmarked(self.call or "")
+        return _unmarked(self.within or "")
 
 
 def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
     """The layers of ``graph``, in order, with all its nodes but inputs, weights and the output."""
-    blocks = set(_blocks(module))
+    blocks = dict(_blocks(module))
     found: list[LayerNodes] = []
     where: dict[fx.Node, LayerNodes] = {}
     for node in compute_nodes(graph):
@@ -46,11 +62,12 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
         if _is_a_look(node) and isinstance(source, fx.Node) and source in where:
             group = where[source]
         else:
-            call = _call_of(_marked_path(node), blocks)
-            if not found or (call is not None and found[-1].call not in (call, None)):
-                found.append(LayerNodes(call))
+            block, call = _call_of(_marked_path(node), blocks)
+            if not found or _begins(block, call, found[-1]):
+                found.append(LayerNodes(call or block, within=block))
             group = found[-1]
-            group.call = call if group.call is None else group.call
+            if group.call in (None, group.within):
+                group.call, group.within = call or group.call or block, block or group.within
         group.nodes.append(node)
         where[node] = group
     return _joined(found or [LayerNodes(None)], _spans(graph, found))
@@ -92,18 +109,59 @@ def _unmarked(path: str) -> str:
     return re.sub(r"@\d+", "", path)  # so the second call of a module is marked
 
 
-def _blocks(module: nn.Module, path: str = "", listed: bool = False) -> Iterator[str]:
-    """The paths of the blocks in ``module``, at ``path``; ``listed`` if it is inside a list already."""
-    children = [
-        (name, child) for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name
-    ]
+def _begins(block: str | None, call: str | None, last: LayerNodes) -> bool:
+    """Tell whether a node of ``call`` in ``block`` begins a layer, after the one that is ``last`` so far."""
+    if block is None or last.within is None:
+        return False
+    return block != last.within or (call not in (None, last.call) and last.call != block)
+
+
+def _blocks(module: nn.Module) -> Iterator[tuple[str, Collection[str]]]:
+    """The path of each block in ``module``, with the paths of the parts that it is split into, if it is."""
+    if not is_plain_sequential(module):
+        yield from _blocks_in(module, "", nn.Module)
+        return
+    for name, layer in layers_of("", module):
+        path = name.removeprefix(".")
+        yield from dict(_blocks_in(layer, path, nn.Sequential, listed=True)).items() or [(path, ())]
+
+
+def _blocks_in(
+    module: nn.Module, path: str, holder: type[nn.Module], listed: bool = False
+) -> Iterator[tuple[str, Collection[str]]]:
+    """Those in ``module``, at ``path`` in a ``holder``; ``listed`` if it is inside a list already."""
+    children = _children(module, path)
     if path and not any(_is_list(part, listed) for part in module.modules()):
-        children = []
-    if children:
-        for name, child in children:
-            yield from _blocks(child, f"{path}.{name}" if path else name, listed or _is_list(module, listed))
-    elif any(True for _ in (*module.parameters(), *module.buffers())):
-        yield path
+        if _has_tensors(module):
+            splits = issubclass(holder, nn.Sequential) and not is_torchs_own(module) and not is_plain_sequential(module)
+            parts = [*_parts(module, path)] if splits else []
+            yield path, parts if len(parts) > 1 else ()
+    elif children:
+        for own, child in children:
+            yield from _blocks_in(child, own, type(module), listed or _is_list(module, listed))
+    elif _has_tensors(module):
+        yield path, ()
+
+
+def _parts(block: nn.Module, path: str) -> Iterator[str]:
+    """The paths of the children of ``block`` that have weights; of a Sequential among them, those of its own."""
+    for own, child in _children(block, path):
+        if isinstance(child, nn.Sequential):
+            yield from _parts(child, own)
+        elif _has_tensors(child):
+            yield own
+
+
+def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"{path}.{name}" if path else name, child)
+        for name, child in module.named_modules(remove_duplicate=False)
+        if name and "." not in name
+    ]
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def _is_list(module: nn.Module, listed: bool) -> bool:
@@ -120,11 +178,14 @@ def _is_list(module: nn.Module, listed: bool) -> bool:
     return bool(weighty)
 
 
-def _call_of(path: str, blocks: set[str]) -> str | None:
-    """The start of the marked ``path`` that is a block."""
-    parts = path.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((prefix for prefix in prefixes if _unmarked(prefix) in blocks), None)
+def _call_of(path: str, blocks: Mapping[str, Collection[str]]) -> tuple[str | None, str | None]:
+    """The start of the marked ``path`` that is a block, and the one that is a part of it, if it is split into parts."""
+    names = path.split(".")
+    prefixes = [".".join(names[:length]) for length in range(1, len(names) + 1)]
+    block = next((prefix for prefix in prefixes if _unmarked(prefix) in blocks), None)
+    if block is None or not (parts := blocks[_unmarked(block)]):
+        return block, block
+    return block, next((prefix for prefix in prefixes if _unmarked(prefix) in parts), None)
 
 
 def _is_a_look(node: fx.Node) -> bool:
@@ -177,7 +238,8 @@ def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, 
 def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The inputs that ``node`` changes in place, and those whose memory its output may share."""
     if not isinstance(node.target, OperatorOverload):
-        return [], list(node.all_input_nodes)  # getitem; a region of its own rules may give back what it was given
+        # getitem; a region of its own rules may give back what it was given
+        return list(_written_in_regions(node)), list(node.all_input_nodes)
     written: list[fx.Node] = []
     viewed: list[fx.Node] = []
     for index, (name, shares, changes) in enumerate(arguments_of(node.target)):
@@ -188,6 +250,27 @@ def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         if changes or name in _STATISTICS:
             written += nodes
     return written, viewed
+
+
+def _written_in_regions(node: fx.Node) -> Iterator[fx.Node]:
+    """The inputs of ``node`` that regions in it, such as what runs under ``torch.no_grad()``, change in place."""
+    args = pytree.tree_leaves(node.args)
+    places = {
+        place: _held(each) for place, each in enumerate(args) if isinstance(each, fx.Node) and each.op == "get_attr"
+    }
+    regions = {place: held for place, held in places.items() if isinstance(held, fx.GraphModule)}
+    given = args[max(regions, default=0) + 1 :]
+    for region in regions.values():
+        written = {base_of(value) for inner in compute_nodes(region.graph) for value in written_by(inner)}
+        inputs = region.graph.find_nodes(op="placeholder")
+        for value, own in zip(given, inputs, strict=False):
+            if own in written and isinstance(value, fx.Node):
+                yield value
+
+
+def _held(node: fx.Node) -> Any:
+    """Tensor or region of the graph that the attribute ``node`` stands for."""
+    return functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module)
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -204,6 +287,7 @@ def _joined(found: Sequence[LayerNodes], spans: Iterator[tuple[int, int]]) -> li
     joined: dict[int, LayerNodes] = {}
     for index, group in enumerate(found):
         target = joined.setdefault(together[index], LayerNodes(None))
-        target.call = group.call if target.call is None else target.call
+        if target.call is None:
+            target.call, target.within = group.call, group.within
         target.nodes += group.nodes
     return list(joined.values())

@@ -24,8 +24,9 @@ class LayerFunction:
     Attributes:
         call: What its group is called.
         name: Its path in the LightningModule; the second layer of that path is marked with ":2".
-        block: The path in the captured module.
-        kind: The class of the module at that path.
+        part: That path in the captured module.
+        block: The path, there, of the block that it is, or is a part of.
+        kind: The class of the module at ``part``.
         own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
         changes: Those of them that it changes in place.
         graph: What it computes.
@@ -33,6 +34,7 @@ class LayerFunction:
 
     call: str | None
     name: str
+    part: str
     block: str
     kind: str
     own: Sequence[str]
@@ -61,7 +63,8 @@ def parts(
     """
     whole = groups(graph.graph, module)
     found = whole if calls is None else alike(whole, calls)
-    if found is None:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if found is None or not all(group.part in modules for group in found):
         return None
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -72,22 +75,23 @@ def parts(
         for node in (*inputs, *layer)
     }
     firsts = {id(part): path for path, part in module.named_modules()}
-    owners = {path: firsts[id(part)] for path, part in module.named_modules(remove_duplicate=False)}
+    owners = {path: firsts[id(part)] for path, part in modules.items()}
     ordinals: dict[str, int] = {}
     names: dict[str, int] = {}
     given: list[fx.Node] = inputs
     made: list[LayerFunction] = []
     for index, group in enumerate(found):
         kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
-        path = ".".join(part for part in (name, group.block) if part)
+        path = ".".join(part for part in (name, group.part) if part)
         names[path] = names.get(path, 0) + 1
         maker = _Maker(graph, given, group, name, owners, ordinals, device)
         made_of = (tuple(kept), None) if index < last else (output.args[0], outputs_of(graph))
-        kind = type(module.get_submodule(group.block)).__name__
+        kind = type(modules[group.part]).__name__
         made.append(
             LayerFunction(
                 group.call,
                 path if names[path] == 1 else f"{path}:{names[path]}",
+                group.part,
                 group.block,
                 kind,
                 maker.own,

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
+from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
@@ -36,7 +37,8 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
     """Give ``piece`` its layers, and the input of each of them in each of the watched ``calls``.
 
     Raises:
-        SettingError: if it cannot be captured, or if its graph gives other values than the module itself.
+        SettingError: if it cannot be captured, or if its graph gives other values than the module itself; for one that
+            need not have a graph also if that is for some values of its data only.
     """
     for ordinal, call in enumerate(calls):
         args, kwargs = call.given.tree(call.given.tensors)
@@ -45,6 +47,8 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
                 piece.captured = Captured(piece.name, piece.module, args, kwargs, call.frozen)
                 piece.layers = piece.captured.layers
             value = piece.value(args, kwargs)
+            if piece.captured.decides is not None and not piece.needs_graph():
+                raise decides(piece.name, f" at {piece.captured.decides}")
             found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
         piece.inputs.append(inputs)
         if call.was_changed:  # what it was given or gave is not there any more: the next minibatch compares them

@@ -7,15 +7,17 @@ code around them runs as user code. A class is tried once, and so many seconds a
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_hetpipe.capture.call_tree import CallNode
+from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.parity_check import capture
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.sequentials import is_torchs_own, layers_of
 from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
@@ -77,15 +79,19 @@ class PieceSearch:
         generators: The run's random generators.
         minibatch: The watched minibatch.
         timeout: Seconds after which nothing more is tried, once a module was taken apart.
+
+    Attributes:
+        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
     """
 
     def __init__(self, calls: Sequence[CallNode], generators: RandomGenerators, minibatch: int, timeout: float) -> None:
+        self.without_graph: list[str] = []
         self._calls = calls
         self._generators = generators
         self._minibatch = minibatch
         self._timeout = timeout
         self._times_called = Counter(node.piece.module for call in calls for node in call.all())
-        self._refused: dict[type[nn.Module], Exception] = {}
+        self._refused: dict[object, Exception] = {}
         self._found: list[Piece] = []
         self._seconds = 0.0
         self._timed_out = False
@@ -154,7 +160,6 @@ class PieceSearch:
         Raises:
             SettingError: if it cannot be one.
         """
-        kind = type(piece.module)
         for call in calls:
             if call.refusal is not None:
                 raise call.refusal
@@ -170,8 +175,26 @@ class PieceSearch:
         graphs = [call.graph for call in calls if call.graph is not None]
         if not graphs:
             return
+        if piece.needs_graph():
+            self._capture(piece, graphs, type(piece.module), type(piece.module).__name__)
+            return
+        # Its layers are known without a graph, if it has none.
+        layers, inputs = piece.layers, piece.inputs
+        piece.layers, piece.inputs = [], []
+        kinds = {type(layer) for _, layer in layers_of("", piece.module) if not is_torchs_own(layer)}
+        try:
+            for graph in graphs:
+                if graph.refusal is not None:
+                    raise graph.refusal
+            self._capture(piece, graphs, frozenset(kinds), "such Sequential")
+        except Exception as error:  # whatever torch.export raises, the module itself has computed
+            piece.layers, piece.inputs, piece.captured = layers, inputs, None
+            self.without_graph.append(without_graph(piece, error))
+
+    def _capture(self, piece: Piece, graphs: Sequence[WatchedCall], kind: object, name: str) -> None:
+        """Capture ``piece``, unless another one of its ``kind``, which has a ``name``, was refused."""
         if kind in self._refused:
-            raise SettingError(f"another {kind.__name__} could not be captured: {reason_of(self._refused[kind])}")
+            raise SettingError(f"another {name} could not be captured: {reason_of(self._refused[kind])}")
         began, apart = time.perf_counter(), bool(self._refused)
         try:
             capture(piece, graphs, self._generators, self._minibatch)
@@ -181,3 +204,26 @@ class PieceSearch:
         finally:
             if apart:
                 self._seconds += time.perf_counter() - began
+
+
+def without_graph(piece: Piece, error: Exception) -> str:
+    """Say that the layers of ``piece``, a Sequential, are its children as they are, for want of a graph."""
+    child = _raised_in(piece, error)
+    which = f" (in its layer '{child}')" if child else ""
+    return (
+        f"HetPipe: '{piece.name}' has no graph, so that stages begin between its children only, and run their Python"
+        f" code, because{which} {reason_of(error)}"
+    )
+
+
+def _raised_in(piece: Piece, error: BaseException | None) -> str | None:
+    """The child of the Sequential ``piece`` whose code has raised ``error``, or what that was made of."""
+    owners = {id(vars(part)): name for name, layer in layers_of(piece.name, piece.module) for part in layer.modules()}
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            owner = frame.f_locals.get("self")
+            # While it is traced, what stands for a module shares its attributes.
+            if isinstance(owner, nn.Module) and id(vars(owner)) in owners:
+                return owners[id(vars(owner))]
+        error = error.__cause__ or error.__context__
+    return None

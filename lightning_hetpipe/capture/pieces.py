@@ -1,20 +1,21 @@
 """The pieces of a LightningModule, and their layers.
 
 A *piece* is a module with trainable parameters that ``training_step`` calls from outside every other such module. The
-*layers* of an ``nn.Sequential`` are its children; a child that is itself a plain ``nn.Sequential`` is taken apart. Of
-any other module they are parts of its graph.
+*layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``sequentials.py``). Of any other module
+they are parts of its graph, so that stages run no code of the user's. An ``nn.Sequential`` of the user's modules of
+which no graph can be made has its children as layers, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.plain_attributes import plain_attributes
+from lightning_hetpipe.capture.sequentials import has_users_layers, is_plain_sequential, layers_of
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -54,7 +55,7 @@ class Piece:
         inputs: What each layer was given in each call of the watched step, detached.
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
         single: Its one layer, if it is one of torch.nn's own.
-        captured: Its graphs, if it is neither that nor an ``nn.Sequential``.
+        captured: Its graphs, if it has any.
     """
 
     name: str
@@ -73,6 +74,10 @@ class Piece:
     def needs_graph(self) -> bool:
         """Tell whether its layers can be seen in a graph only."""
         return self.single is None and not is_plain_sequential(self.module)
+
+    def may_have_graph(self) -> bool:
+        """Tell whether it is to have a graph if it can, though its layers can be seen without one."""
+        return self.single is None and is_plain_sequential(self.module) and has_users_layers(self.module)
 
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
         """Its layers by their names, as far as these can be seen without a graph."""
@@ -99,7 +104,7 @@ class Piece:
         if self.needs_graph():
             with generators.watch({self.name: self.module}, batch, call):
                 return self.module.forward(*args, **kwargs)
-        value, layers = self.value(args, kwargs), self.modules_of_layers()
+        value, layers = self.plain_value(args, kwargs), self.modules_of_layers()
         with generators.watch(dict(layers), batch, call) as calls:
             for name, _ in layers:
                 value = calls[name](value)
@@ -109,6 +114,10 @@ class Piece:
         """Input of its first layer, where ``training_step`` calls the module with these arguments."""
         if self.captured is not None:
             return self.captured.value(args, kwargs)
+        return self.plain_value(args, kwargs)
+
+    def plain_value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Input of the first of the layers that can be seen without a graph."""
         if self.single is not None:
             return args, kwargs
         (value,) = (*args, *kwargs.values())  # as nn.Sequential takes one
@@ -158,42 +167,6 @@ def is_single(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.nn.modules.") or has_any_hooks(module):
         return False
     return not any(True for child in module.children() for _ in child.parameters())
-
-
-def is_plain_sequential(module: nn.Module) -> bool:
-    """Tell whether ``module`` calls its children in order, as ``nn.Sequential`` does, and these can be copied.
-
-    They cannot where one holds a module that it is not made of, such as the LightningModule.
-    """
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return False
-    parts = set(module.modules())
-    held = (value for part in parts for value in plain_attributes(part).values())
-    if any(isinstance(item, nn.Module) and item not in parts for value in held for item in _items(value)):
-        return False
-    forward = plain_attributes(module).get("forward")
-    # A deep copy made while a Redirect stood there has the class's own method instead.
-    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
-    return forward is None or own
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
-
-
-def layers_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of ``module`` at ``name``, with their paths: itself, if it is no plain ``nn.Sequential``."""
-    if not is_plain_sequential(module):
-        yield name, module
-        return
-    # named_children() would leave out a child that stands in a second position.
-    for own, child in module.named_modules(remove_duplicate=False):
-        if not own or "." in own:
-            continue
-        if is_plain_sequential(child) and not has_hooks(child):
-            yield from layers_of(f"{name}.{own}", child)
-        else:
-            yield f"{name}.{own}", child
 
 
 def refuse_hooks(name: str, layer: nn.Module) -> None:

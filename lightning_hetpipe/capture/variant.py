@@ -50,6 +50,11 @@ class Variant:
         self._guards = getattr(graph, GRAPH_GUARDS, None)
         self._fitted: dict[Any, None] = {}  # sizes that are known to fit, as checking guards takes its time
 
+    @property
+    def decides(self) -> str | None:
+        """The first line that decides by the values of data; None if there is none."""
+        return self._checks.lines[0] if self._checks.answers else None
+
     def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
         if set(kwargs) != set(self._keywords):

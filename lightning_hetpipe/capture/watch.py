@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch,
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.computed_weights import computed_places
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
@@ -84,10 +85,12 @@ class TrainingWatch(Watch):
         minibatch: The number of the watched minibatch.
         frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
             named one always is.)
+        changed_later: Tells of a layer what a callback will do to it, if that is something that no graph follows.
         capture_timeout: Seconds after which nothing more is taken apart.
 
     Attributes:
         apart: What was taken apart, once :meth:`check` was called.
+        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
     """
 
     def __init__(
@@ -98,11 +101,14 @@ class TrainingWatch(Watch):
         minibatch: int,
         frozen_too: bool = False,
         capture_timeout: float = CAPTURE_TIMEOUT,
+        changed_later: Callable[[nn.Module], str | None] = lambda layer: None,
     ) -> None:
         super().__init__(root, names, generators)
         self.apart = TakenApart()
+        self.without_graph: list[str] = []
         self._minibatch = minibatch
         self._frozen_too = frozen_too
+        self._changed_later = changed_later
         self._capture_timeout = capture_timeout
         self._calls: list[CallNode] = []
         self._open: list[CallNode] = []
@@ -154,6 +160,7 @@ class TrainingWatch(Watch):
             self.pieces = search.pieces(whole=self.names is not None)
         self.called = search.called()
         self.apart = search.taken_apart(self._seconds)
+        self.without_graph = search.without_graph
         self._calls.clear()
         self._copies.clear()
 
@@ -204,7 +211,7 @@ class TrainingWatch(Watch):
         try:
             if node.piece.needs_graph():
                 return self._run_whole(node, call, earlier)
-            return self._run_layers(node, call, len(earlier))
+            return self._run_layers(node, call, earlier)
         except Exception as error:
             node.refusal = node.refusal or SettingError(
                 f"a call of '{call.name}' in the first minibatch raised {type(error).__name__}, which was caught; call"
@@ -218,9 +225,8 @@ class TrainingWatch(Watch):
     def _run_whole(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
         """Run a module of which stages may run a graph, after ``earlier`` calls of it."""
         name, module, given = call.name, call.module, (call.args, call.kwargs)
-        before = [each.graph.frozen for each in earlier if each.graph is not None]
-        frozen, observation = before[0] if before else FrozenValues(module), Observation(name, module, given)
-        graph = node.graph = WatchedCall(Value.of(given), self._copied(module), frozen)
+        observation, graph = Observation(name, module, given), self._watched_call(call, earlier)
+        node.graph = graph
         with ExitStack() as stack:
             run = call.run  # in the generators of the outermost call
             if len(self._open) == 1:
@@ -228,16 +234,13 @@ class TrainingWatch(Watch):
                 stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
                 stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
-            stack.enter_context(frozen.answers.noted())
-            stack.enter_context(frozen.noted())
+            stack.enter_context(graph.frozen.answers.noted())
+            stack.enter_context(graph.frozen.noted())
             output = self._timed(node, call, run)
         if len(self._open) == 1:
             output = without_opaque(name, output)
         observation.end(output)
-        graph.end(Value.of(output))
-        for path, buffer in module.named_buffers():
-            if path not in graph.buffers or graph.buffers[path].shape != buffer.shape:
-                graph.buffers[path] = buffer.clone()  # it is made in the first forward
+        graph.end(module, output)
         node.check(partial(refuse_opaque, f"the pipelined module '{name}' is given", given))
         node.check(partial(observation.check, self.root))
         if observation.mutates:
@@ -248,33 +251,62 @@ class TrainingWatch(Watch):
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
         return output
 
-    def _run_layers(self, node: CallNode, call: ModuleCall, ordinal: int) -> Any:
-        """Run a module whose layers can be seen without a graph, layer by layer; it has been called so often before."""
-        piece, value = node.piece, node.piece.value(call.args, call.kwargs)
+    def _watched_call(self, call: ModuleCall, earlier: Sequence[CallNode]) -> WatchedCall:
+        """Note what a graph needs of a call that begins now, after ``earlier`` ones of its module."""
+        before = [each.graph.frozen for each in earlier if each.graph is not None]
+        frozen = before[0] if before else FrozenValues(call.module)
+        return WatchedCall(Value.of((call.args, call.kwargs)), self._copied(call.module), frozen)
+
+    def _run_layers(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
+        """Run a module whose layers can be seen without a graph, layer by layer, after ``earlier`` calls of it."""
+        piece, value = node.piece, node.piece.plain_value(call.args, call.kwargs)
         node.check(partial(refuse_opaque, f"the pipelined module '{piece.name}' is given", value))
         found, given, outermost = piece.modules_of_layers(), tensors_of(value), len(self._open) == 1
         before, inputs, layers = [version_counter(tensor) for tensor in given], list[Value](), list[Layer]()
-        watch: Any = nullcontext(dict(found))
-        if outermost:
-            watch = self.generators.watch(dict(found), self._minibatch, ordinal)
-        with watch as calls:
+        graph = node.graph = self._watched_call(call, earlier) if piece.may_have_graph() else None
+        with ExitStack() as stack:
+            calls: Mapping[str, Callable[..., Any]] = dict(found)
+            if outermost:
+                calls = stack.enter_context(self.generators.watch(dict(found), self._minibatch, len(earlier)))
+            if graph is not None:
+                stack.enter_context(graph.frozen.answers.noted())
             for name, module in found:
                 if outermost and node.refusal is not None:
                     raise node.refusal
                 inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
                 attributes = [(part, attributes_with_contents(part)) for part in module.modules()]
-                value = self._timed(node, call, partial(calls[name], value))
+                with nullcontext() if graph is None else graph.frozen.noted():
+                    value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
                 node.check(partial(_add_layer, layers, observation, self.root, attributes))
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
+                if graph is not None:
+                    graph.check(observation.refuse_custom_function)
+                    graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
+        if graph is not None:
+            graph.end(piece.module, value)
         if outermost and node.refusal is not None:
             raise node.refusal
         if node.refusal is None:
             piece.inputs.append(inputs)
             piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
         return value
+
+    def _refuse_without_graph(self, name: str, layer: nn.Module, frozen: FrozenValues) -> None:
+        """Refuse a graph for a Sequential whose ``layer`` does what its copies can follow, and a graph cannot."""
+        if frozen.checkpoints:
+            raise SettingError(
+                f"layer '{name}' calls torch.utils.checkpoint, which a graph would leave out, to compute nothing again"
+            )
+        if computed_places([layer]):
+            raise SettingError(
+                f"layer '{name}' has a weight that a hook of torch.nn.utils computes (pruned, or of an old weight or"
+                " spectral norm), and that others may look at"
+            )
+        if (change := self._changed_later(layer)) is not None:
+            raise SettingError(f"layer '{name}' {change}")
 
     def _timed(self, node: CallNode, call: ModuleCall, run: Callable[[], Any]) -> Any:
         """Call ``run``, with the calls of modules in it intercepted unless ``node`` is a single layer or was named."""

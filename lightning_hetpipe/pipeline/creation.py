@@ -37,6 +37,9 @@ _BY_VALUE = {torch.arange, torch.as_tensor, torch.full, torch.scalar_tensor, tor
 _CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool
 
+_WHOLE: dict[Any, Any] = {torch.ops.aten.where.Scalar: torch.where}
+"""Operators of graphs that take numbers only, with what takes tensors as well."""
+
 
 def creating(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Within it, this thread's new tensors have ``dtype``, if given, where they would have the default dtype."""
@@ -65,6 +68,7 @@ class _Creating(TorchFunctionMode):
     def _promoted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` on whole numbers that are converted to our default dtype first."""
         try:
+            func = _WHOLE.get(func, func)
             if (condition := _CONDITION.get(func)) is not None:
                 result = func(*(a if i == condition else self._tensor(a) for i, a in enumerate(args)), **kwargs)
             else:

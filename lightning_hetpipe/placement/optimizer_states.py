@@ -18,11 +18,20 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
     A step counter on the host stays there, unless ``capturable`` or ``fused`` asks for it on the device.
     """
+    _move(optimizer, lambda parameter: parameter.device)
+
+
+def leave_before_parameters(optimizer: torch.optim.Optimizer, moving: Callable[[Tensor], bool]) -> None:
+    """Move the states of parameters that are ``moving`` to the host, so that their devices have room for others."""
+    _move(optimizer, lambda parameter: torch.device("cpu") if moving(parameter) else parameter.device)
+
+
+def _move(optimizer: torch.optim.Optimizer, device_of: Callable[[Tensor], torch.device]) -> None:
     for group in optimizer.param_groups:
         counts_there = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             if parameter in optimizer.state:
-                moved = partial(_moved, parameter.device, counts_there)
+                moved = partial(_moved, device_of(parameter), counts_there)
                 optimizer.state[parameter] = _changed(optimizer.state[parameter], moved)
 
 
@@ -30,8 +39,12 @@ def _moved(device: torch.device, counts_there: bool, name: Any, state: Tensor) -
     return state if name == "step" and state.device.type == "cpu" and not counts_there else state.to(device)
 
 
-def detach_from(loaded: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer tensors of its own where it has taken those of ``loaded``, which a file may back."""
+def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """Load a state dict: torch puts each state on its parameter's device, and none stays in the memory of ``loaded``,
+    which a file may back."""
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        optimizer.state.clear()  # as of Adagrad, which makes its state at once; torch makes all of the new one first
+    optimizer.load_state_dict(loaded)
     theirs = {_address(tensor) for tensor in _tensors(loaded)} - {0}
 
     def own(_: Any, state: Tensor) -> Tensor:

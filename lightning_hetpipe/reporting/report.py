@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned, span
@@ -136,6 +136,5 @@ class RunReport:
 
 
 def _kinds(types: Sequence[str]) -> str:
-    """The layers' types in order, those that repeat counted."""
-    runs = ((kind, len(list(group))) for kind, group in groupby(types))
-    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in runs)
+    """The layers' types in the order of their first layers, those of several layers counted."""
+    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in Counter(types).items())

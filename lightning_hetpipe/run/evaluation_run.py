@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
@@ -96,6 +97,8 @@ class EvaluationRun:
             if watch.apart:
                 evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
             evaluation.warn(watch.reasons)
+            for line in watch.without_graph:
+                rank_zero_info(line)
         waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
         if pieces and not waited:
             self._start(self._stand_in(pieces))

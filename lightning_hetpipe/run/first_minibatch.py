@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 SPREAD = "before stages are decided, a model is spread over its devices by the bytes of its weights"
 
@@ -106,6 +108,8 @@ class FirstMinibatch(Extension):
         self._stay = stay
         self._names = named_pieces(self._module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        self._averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+        self._pruned = any(isinstance(callback, ModelPruning) for callback in callbacks)
         self._watch: TrainingWatch
         self._outside: OutsideParameters
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
@@ -115,7 +119,13 @@ class FirstMinibatch(Extension):
     def inline_step(self, minibatch: int) -> Iterator[None]:
         settings = self._settings
         self._watch = TrainingWatch(
-            self._module, self._names, self._generators, minibatch, self._finetuned, settings.capture_timeout
+            self._module,
+            self._names,
+            self._generators,
+            minibatch,
+            self._finetuned,
+            settings.capture_timeout,
+            self._changed_later,
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
@@ -133,6 +143,8 @@ class FirstMinibatch(Extension):
             rank_zero_info(apart.explanation())
             if apart.timed_out:
                 warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
+        for line in self._watch.without_graph:
+            rank_zero_info(line)
         self._samples = batch_size(args[0] if args else None)
 
     @contextmanager
@@ -146,6 +158,14 @@ class FirstMinibatch(Extension):
                 self._stay()
             else:
                 self._begin(watch, decision, self._agreed(watch, decision), outside)
+
+    def _changed_later(self, layer: nn.Module) -> str | None:
+        """Tell what a callback will do to ``layer`` that no graph follows."""
+        if self._pruned and any(True for _ in layer.parameters()):
+            return "may be pruned by ModelPruning, which looks at what its hooks have computed"
+        if self._averaged and any(isinstance(part, _BATCH_NORMS) for part in layer.modules()):
+            return "has a BatchNorm, whose momentum StochasticWeightAveraging sets to None in the last epoch"
+        return None
 
     def _decide(self, watch: TrainingWatch) -> Decision:
         """Decide on stages and Nm.

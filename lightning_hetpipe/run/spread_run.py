@@ -22,7 +22,8 @@ from torch import nn
 
 from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
 from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
-from lightning_hetpipe.capture.pieces import Piece, layers_of, named_pieces, never_called
+from lightning_hetpipe.capture.pieces import Piece, named_pieces, never_called
+from lightning_hetpipe.capture.sequentials import layers_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
 from lightning_hetpipe.placement.spread import divided

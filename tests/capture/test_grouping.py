@@ -33,8 +33,12 @@ def test_blocks_are_the_modules_that_hold_no_list_of_others() -> None:
     assert blocks(nn.Linear(3, 3), torch.randn(2, 3)) == [""]
 
 
+def parts(module: nn.Module, *args: Tensor) -> list[str]:
+    return [group.part for group in groups(graph_of("model", module, args, {})[0].graph, module)]
+
+
 def test_a_sequential_inside_a_block_is_part_of_it() -> None:
-    """As the MLP in nanoGPT's blocks, and the downsampling in torchvision's."""
+    """As the MLP in nanoGPT's blocks, and the downsampling in torchvision's. In a Sequential blocks are split."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -57,7 +61,9 @@ def test_a_sequential_inside_a_block_is_part_of_it() -> None:
                 x = block(x)
             return x
 
-    assert blocks(Stages(), torch.randn(2, 3)) == ["stem.0", "stem.1", "first.0", "first.1", "second.0"]
+    first = ["first.0.norm", "first.0.mlp.0", "first.0.mlp.2", "first.1.norm", "first.1.mlp.0", "first.1.mlp.2"]
+    assert parts(Stages(), torch.randn(2, 3)) == ["stem.0", "stem.1", *first, "second.0"]
+    assert blocks(Stages(), torch.randn(2, 3)) == ["stem.0", "stem.1", *["first.0"] * 3, *["first.1"] * 3, "second.0"]
 
 
 def test_a_change_in_place_joins_layers() -> None:
@@ -81,6 +87,80 @@ def test_a_change_in_place_joins_layers() -> None:
 
     assert blocks(Changes(view=False), torch.randn(2, 3)) == ["one", "two", "three"]
     assert blocks(Changes(view=True), torch.randn(2, 3)) == ["one", "three"]
+
+
+class Gated(nn.Module):
+    """Computes with a weight of its own before its children, and adds after them."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.relu = nn.ReLU(in_place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.two(self.relu(self.one(x * self.gain)))
+        return y
+
+
+def nodes(module: nn.Module, *args: Tensor) -> list[tuple[str, list[str]]]:
+    found = groups(graph_of("model", module, args, {})[0].graph, module)
+    return [(group.part, [str(node.target).split(".")[1] for node in group.nodes]) for group in found]
+
+
+def test_a_block_in_a_sequential_is_split_between_its_children() -> None:
+    """A first child takes what its block computes before it, which does not stay with the block before."""
+    assert nodes(nn.Sequential(Gated(), nn.Tanh(), nn.Sequential(Gated())), torch.randn(2, 3)) == [
+        ("0.one", ["mul", "linear", "relu"]),
+        ("0.two", ["linear", "add"]),
+        ("1", ["tanh"]),
+        ("2.0.one", ["mul", "linear", "relu"]),
+        ("2.0.two", ["linear", "add"]),
+    ]
+
+
+def test_blocks_in_a_sequential_that_are_not_split() -> None:
+    """One with a single child, torch.nn's own, and one in a list inside of it."""
+
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Gated(), Gated()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.body(x) + x
+            return y
+
+    net = nn.Sequential(One(), nn.TransformerEncoderLayer(3, 1, 3, batch_first=True), Lists())
+    assert parts(net, torch.randn(2, 2, 3)) == ["0", "1", "2.blocks.0", "2.blocks.1"]
+
+
+def test_a_block_that_stands_in_two_places_is_not_split() -> None:
+    """torch.export gives the paths of its children in it, and not those in the whole."""
+    gated = Gated()
+    assert parts(nn.Sequential(gated, nn.Tanh(), gated), torch.randn(2, 3)) == ["0", "1", "0"]
+
+
+def test_a_block_whose_children_another_graph_does_not_run() -> None:
+    class Skips(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else x * self.gain
+
+    net = nn.Sequential(Skips(), Skips())
+    graph = groups(graph_of("model", net.eval(), (torch.randn(2, 3),), {})[0].graph, net)
+    assert [group.part for group in graph] == ["0", "1"]
+    aligned = alike(graph, ["0.one", "0.two", "1.one", "1.two"])
+    assert aligned is None or [len(group.nodes) for group in aligned] == [1, 0, 1, 0]
 
 
 def test_a_buffer_that_is_changed_is_in_one_layer() -> None:

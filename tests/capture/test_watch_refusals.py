@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.pieces import is_plain_sequential
+from lightning_hetpipe.capture.sequentials import is_plain_sequential
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -207,8 +207,9 @@ def test_torchs_own_modules_are_not_refused() -> None:
     spectral: Any = nn.utils.spectral_norm
     pruned: Any = nn.utils.prune.l1_unstructured
     parametrizations: Any = nn.utils.parametrizations
+    encoder = Encoder()
     net = nn.Sequential(
-        Encoder(),
+        encoder,
         nn.BatchNorm1d(4),
         old(nn.Linear(4, 4)),
         spectral(nn.Linear(4, 4)),
@@ -217,6 +218,8 @@ def test_torchs_own_modules_are_not_refused() -> None:
         parametrizations.spectral_norm(nn.Linear(4, 4)),
     )
     assert len(watch(Watched(run_net, net=net), X)[0].layers) == 7
+    (piece,) = watch(Watched(run_net, net=nn.Sequential(encoder, net[1])), X)
+    assert names(piece) == ["net.0.layer", "net.0.recurrent", "net.1"]
 
 
 def test_layers_whose_output_is_a_view() -> None:

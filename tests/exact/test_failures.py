@@ -93,6 +93,8 @@ class Fragile(nn.Module):
         Fragile.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():  # as it decides by its data, the net has no graph: stages run this code
+            return x
         Fragile.forwards += 1
         if Fragile.forwards == self.at:
             if not self.backward:

@@ -44,6 +44,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Sequential(nn.ReLU(), nn.Linear(8, CLASSES)))
 
 
+def torchs_own() -> nn.Sequential:
+    """The same without code of the user's, so that stages run copies of its children."""
+    made = net()
+    made[1] = nn.Hardtanh()
+    return made
+
+
 def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 2) -> Record:
     torch.manual_seed(5)
     return fit(Task(net(), ADAMW), vectors(18, 4), callbacks(), strategy=strategy, max_epochs=epochs)
@@ -183,7 +190,13 @@ def pruned() -> nn.Sequential:
     return made
 
 
-@pytest.mark.parametrize("make", slow_except([net, pruned], pruned))
+def test_pruning_a_graph_is_refused() -> None:
+    """Pruning further looks at weights that were computed by hooks, which graphs do not run."""
+    with pytest.raises(SettingError, match="weights of 'net' were pruned after the first minibatch"):
+        run(net, lambda: [Edit(prune_more, 0, at_start=False)], Pinned((0, 2), 1))
+
+
+@pytest.mark.parametrize("make", slow_except([torchs_own, pruned], pruned))
 def test_pruning(make: Net) -> None:
     plain = assert_exact(make, lambda: [Edit(prune_more, 0, at_start=False), Edit(prune_more, 2)], epochs=3)
     assert "net.4.weight_mask" in plain.states[-1].buffers
@@ -193,7 +206,9 @@ def test_pruning(make: Net) -> None:
 @pytest.mark.slow  # test_pruning has masks in the middle
 def test_pruning_of_the_first_layer() -> None:
     """Which gives the network another first parameter."""
-    assert_exact(net, lambda: [Edit(lambda net: prune.random_unstructured(net[0], "weight", amount=0.3), 0, False)])
+    assert_exact(
+        torchs_own, lambda: [Edit(lambda net: prune.random_unstructured(net[0], "weight", amount=0.3), 0, False)]
+    )
 
 
 def test_pruning_that_is_made_permanent() -> None:
@@ -306,10 +321,29 @@ def test_other_layers_than_those_of_the_first_minibatch_are_refused(
     in_flight: int, edit: Callable[[nn.Sequential], None], message: str
 ) -> None:
     with pytest.raises(SettingError, match=message):
-        run(net, lambda: [Edit(edit, 1)], Pinned((0, 2), in_flight))
+        run(torchs_own, lambda: [Edit(edit, 1)], Pinned((0, 2), in_flight))
     between = message if in_flight == 1 else r"'net.*' of the pipelined layers was changed after minibatch 2"
     with pytest.raises(SettingError, match=between):
-        run(net, lambda: [EditBetween(edit, 2)], Pinned((0, 2), in_flight))
+        run(torchs_own, lambda: [EditBetween(edit, 2)], Pinned((0, 2), in_flight))
+
+
+@pytest.mark.parametrize("edit", slow_except([replace, append], append))
+def test_a_graph_follows_layers_without_weights(edit: Callable[[nn.Sequential], None]) -> None:
+    plain = run(net, lambda: [Edit(edit, 1)], "auto")
+    assert_differs(plain, run(net, list, "auto"))
+    assert_same_run(plain, run(net, lambda: [Edit(edit, 1)], Pinned((0, 2, 4), 1)))
+    with pytest.raises(SettingError, match=r"'net.*' of the pipelined layers was changed after minibatch 2"):
+        run(net, lambda: [EditBetween(edit, 2)], Pinned((0, 2), 3))
+
+
+def test_a_graph_that_lacks_a_layer_is_refused() -> None:
+    with pytest.raises(SettingError, match="'net' computes by other layers for these inputs than in the first minib"):
+        run(net, lambda: [Edit(remove, 1)], Pinned((0, 2), 1))
+
+
+def test_a_graph_follows_no_hooks() -> None:
+    with pytest.raises(SettingError, match=r"layer 'net' has a hook \(on Sequential\)"):
+        run(net, lambda: [Edit(hook, 1)], Pinned((0, 2), 1))
 
 
 # In a backward pass.

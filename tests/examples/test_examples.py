@@ -12,16 +12,14 @@ from tests.support import forks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 GPT2 = ["wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f"]
-RESNET = ["conv1", "bn1", "layer1.0", "layer1.1"]
+BLOCK = ["conv1", "bn1", "conv2", "bn2"]
+RESNET = ["conv1", "bn1", *(f"layer1.{block}.{part}" for block in (0, 1) for part in BLOCK)]
+RESNET += [f"layer2.0.{part}" for part in ("downsample.0", "downsample.1", *BLOCK)]
+RESNET += [*(f"layer2.1.{part}" for part in BLOCK), "fc"]
 
 LAYERS = {
     "hugging_face": [*(f"model.transformer.{layer}" for layer in GPT2), "model.lm_head"],
-    "resnet": [
-        *(f"model.{layer}" for layer in RESNET),
-        "model.layer2.0",
-        "model.layer2.1",
-        "model.fc",
-    ],
+    "resnet": [f"model.{layer}" for layer in RESNET],
     "autoencoder": ["encoder.l1.0", "encoder.l1.2", "decoder.l1.0", "decoder.l1.2"],
 }
 

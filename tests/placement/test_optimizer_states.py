@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.placement.optimizer_states import detach_from, follow_parameters
+from lightning_hetpipe.placement.optimizer_states import follow_parameters, load_state
 from lightning_hetpipe.torch_private import ThreadDispatchMode, pytree
 
 
@@ -110,14 +110,26 @@ def test_nothing_stays_in_the_memory_of_what_was_loaded() -> None:
     saved = stepped().state_dict()
     optimizer = stepped()
     expected = {name: value.clone() for name, value in saved["state"][0].items()}
-    optimizer.load_state_dict(saved)
-    elsewhere = optimizer.param_groups[0]["params"][1]
-    own = optimizer.state[elsewhere]["exp_avg"] = torch.ones(4)
-    detach_from(saved, optimizer)
-    assert optimizer.state[elsewhere]["exp_avg"] is own
+    load_state(optimizer, saved)
     for state in saved["state"].values():
         for value in state.values():
             value.fill_(7)
     found = optimizer.state[optimizer.param_groups[0]["params"][0]]
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+class Adds(torch.optim.SGD):
+    """Loads in its own way, for which it needs its state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen = len(self.state)
+        self.state[self.param_groups[0]["params"][0]]["momentum_buffer"] = state_dict["buffer"]
+
+
+def test_an_optimizer_that_loads_in_its_own_way_does() -> None:
+    optimizer, buffer = stepped(Adds, momentum=0.9), torch.ones(4)
+    load_state(optimizer, {"buffer": buffer})
+    assert optimizer.seen == 3
+    buffer.zero_()
+    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"], torch.ones(4))

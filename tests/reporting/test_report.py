@@ -17,12 +17,12 @@ def run(*stages: StageReport, minibatches: int = 10, **other: Any) -> RunReport:
 
 
 def test_the_table_shows_each_stage_aligned() -> None:
-    first, second = stage(["net.0", "net.1", "net.2"], ["Conv2d", "Block", "Block"]), stage(["net.3"], ["Linear"])
+    first, second = stage(["net.0", "net.1", "net.2"], ["Block", "Conv2d", "Block"]), stage(["net.3"], ["Linear"])
     lines = str(run(first, second)).splitlines()
     assert lines[0] == "Trained as a pipeline of 2 stages, 1 minibatch in flight"
     header, *rows = lines[2:5]
     assert header.split() == ["stage", "device", "layers", "parameters", "ms", "per", "minibatch", "busy", "memory"]
-    assert "net.0 – net.2  Conv2d, Block ×2" in rows[0]
+    assert "net.0 – net.2  Block ×2, Conv2d" in rows[0]
     assert rows[0].split()[-5:] == ["1,234", "3.1", "91%", "1.5", "MiB"]
     assert len(header) == len(rows[0]) == len(rows[1])
     assert rows[1].index("net.3") == rows[0].index("net.0") == header.index("layers")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
+from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from tests.exact.running import fit
 from tests.support.equality import assert_same
 from tests.support.models import mlp, vectors
@@ -109,6 +118,54 @@ def test_each_takes_what_it_gave(pair: Pair, tmp_path: Path) -> None:
             # Its own, but for what the program says of itself, and what users' hooks put there.
             expected = {**dumped(worker), "hyper_parameters": {"of": 0}}
             assert_same(expected, checkpoint, f"VW {worker}")
+
+
+class Exchange:
+    """The servers' gather among threads, which keeps nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.given: dict[int, bytes] = {}
+
+    def member(self, index: int) -> Any:
+        def gather(ordinal: int, chunk: bytes) -> dict[int, bytes]:
+            self.given[index] = chunk
+            self.barrier.wait(SECONDS)
+            found = dict(self.given)
+            self.barrier.wait(SECONDS)
+            return found
+
+        return SimpleNamespace(gather=gather)
+
+
+def test_no_process_holds_the_states_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They come one after the other, of which one is in memory then, and wait in files that have no name any more."""
+    monkeypatch.setattr(group_module, "gather_in_chunks", partial(gather_in_chunks, chunk=1 << 18))
+    workers, size = 5, 8 << 20
+    exchange, groups = Exchange(workers), []
+    for index in range(workers):
+        groups.append(Group(index, workers, FoundServers("", (), Security()), WSPCallback().settings, SECONDS))
+        groups[-1]._launch = exchange.member(index)
+    checkpoints = [dumped(index) for index in range(workers)]
+    for index, checkpoint in enumerate(checkpoints):
+        checkpoint["callbacks"]["large"] = torch.full((size,), index, dtype=torch.uint8)
+    with ThreadPoolExecutor(workers) as threads:
+        tracemalloc.start()  # of Python's memory, such as bytes, and not of torch's
+        for added in [
+            threads.submit(add_states, checkpoint, group, PLUGIN, (), tmp_path)
+            for checkpoint, group in zip(checkpoints, groups, strict=True)
+        ]:
+            added.result(SECONDS)
+        left, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert size < most < 3 * size  # a buffer that grows is copied
+    assert left < size // 2
+    assert list(tmp_path.iterdir()) == []
+    torch.save(checkpoints[0], tmp_path / "saved.ckpt")
+    for worker in range(workers):
+        checkpoint = loaded(tmp_path / "saved.ckpt")
+        take_state(checkpoint, "saved.ckpt", worker, workers)
+        assert_same(torch.full((size,), worker, dtype=torch.uint8), checkpoint["callbacks"]["large"])
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (1, 2)])

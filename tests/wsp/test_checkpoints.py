@@ -21,13 +21,13 @@ Found = list[list[dict[str, Any]]]
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job, Found]:
     """Two runs that save: with dropout, in waves that a cut ends early; with BatchNorm, where one VW has less data.
 
-    And a third, which goes on from the end of the first one's first epoch.
+    And a third, which goes on from the end of the first one's first epoch, with modules that are on meta until then.
     """
     words = Job(tmp_path_factory.mktemp("words"), "transformer", (6, 6), more={"saves": {"every_n_train_steps": 3}})
     images = Job(tmp_path_factory.mktemp("images"), "resnet", (5, 4), in_flight=2)
     images.more = {"saves": {"every_n_train_steps": 2}, "trainer": {"max_epochs": 1}, "wsp": {"wave": 3}}
     again = Job(tmp_path_factory.mktemp("again"), "transformer", (6, 6))
-    again.more = {"resume": str(words.folder / "step=6.ckpt"), "saves": {"every_n_train_steps": 3}}
+    again.more = {"resume": str(words.folder / "step=6.ckpt"), "saves": {"every_n_train_steps": 3}, "on_meta": True}
     return words, images, run_all(words, images, again)
 
 

@@ -235,6 +235,8 @@ def main(job: dict[str, Any]) -> None:
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
+    if job.get("on_meta"):
+        module.task.to("meta")
     torch.manual_seed(SEED)
     shares = job.get("shares")
     loader = shared_data(job["task"], shares) if shares else data_of(job["task"], worker, lengths[worker])

@@ -1,0 +1,193 @@
+"""Stages that begin inside of the blocks of an ``nn.Sequential`` train as the oracle says, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from torch import Tensor, nn
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
+from tests.exact.pipelines import Pinned, delayed, even
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
+from tests.support.captured_models import Bottleneck
+from tests.support.equality import assert_same
+from tests.support.marks import quick, slow_except
+from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Attention, Task, images, sentences, vectors
+from tests.support.models import Words as Embedding
+
+RESNET = ["net.0", "net.1", "net.3.conv1", "net.3.bn1", "net.3.conv2", "net.3.bn2", "net.4"]
+RESNET += ["net.5.downsample", "net.5.conv1", "net.5.bn1", "net.5.conv2", "net.5.bn2", "net.6", "net.7", "net.8"]
+
+
+def resnet() -> Task:
+    """BatchNorm, in-place ReLUs and dropout around and inside of blocks, of which one widens its input."""
+    torch.manual_seed(7)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), Bottleneck(4, 4)]
+    layers += [nn.Dropout(0.2), Bottleneck(4, 6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)]
+    return Task(nn.Sequential(*layers), ADAMW)
+
+
+class Block(nn.Module):
+    """A transformer's block, normalised first, with dropout on both branches and a scale of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((width,), 0.9))
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.think = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        y: Tensor = x + self.dropout(self.think(self.norm2(x))) * self.scale
+        return y
+
+
+BLOCK = ["norm1", "attention", "norm2", "think.0", "think.2"]
+TRANSFORMER = ["net.0", *(f"net.{block}.{part}" for block in (1, 2) for part in BLOCK), "net.3"]
+
+
+def transformer() -> Task:
+    torch.manual_seed(7)
+    return Task(nn.Sequential(Embedding(8), Block(8), Block(8), nn.Linear(8, WORDS)), ADAMW)
+
+
+CASES: dict[str, tuple[Callable[[], Task], Any, list[str]]] = {
+    "resnet": (resnet, images(14, 4), RESNET),
+    "transformer": (transformer, sentences(14, 4), TRANSFORMER),
+}
+
+
+@quick("resnet-4-3", "resnet-2-15", "transformer-1-5", "transformer-2-12")
+@pytest.mark.parametrize("stages", [1, 3, 5, 12, 15])
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracles_bits(name: str, in_flight: int, stages: int) -> None:
+    """With batches of two sizes, and as many stages as layers at the most."""
+    make, loader, layers = CASES[name]
+    strategy = even(len(layers), min(stages, len(layers)), in_flight)
+    expected = expect(make(), loader, in_flight)
+    assert_equal(expected, fit(make(), loader, strategy=strategy))
+    if stages > 1 or in_flight > 1:
+        assert [layer for stage in strategy.last_run.stages for layer in stage.layers] == layers
+
+
+@quick("resnet-7", "transformer-3")
+@pytest.mark.parametrize("cut", range(1, 12))
+@pytest.mark.parametrize("name", CASES)
+def test_any_cut_and_any_timing(name: str, cut: int) -> None:
+    make, loader, _ = CASES[name]
+    expected = expect(make(), loader, 3, max_epochs=1)
+    assert_equal(expected, fit(make(), loader, strategy=delayed(Pinned((0, cut), 3), cut), max_epochs=1))
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, "transformer"))
+def test_recomputing(name: str) -> None:
+    make, loader, layers = CASES[name]
+    strategy = even(len(layers), 4, 3, recompute=True)
+    assert_equal(expect(make(), loader, 3), fit(make(), loader, strategy=strategy))
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, "resnet"))
+def test_evaluation(name: str) -> None:
+    """Outside of a fit, where the first batch shows the layers."""
+    make, loader, _ = CASES[name]
+    expected = evaluated(Evaluates(make()), loader, "auto")
+    assert_same(expected, evaluated(Evaluates(make()), loader, pipeline(3, 4)))
+
+
+def test_evaluation_within_a_fit() -> None:
+    make, loader, layers = CASES["resnet"]
+    expected = expect(make(), loader, 3)
+    assert_equal(expected, fit(make(), loader, strategy=even(len(layers), 4, 3), val_loader=loader))
+
+
+class Noting(nn.Module):
+    """Notes the threads that run its code."""
+
+    threads: ClassVar[set[str]] = set()  # copies of the module note theirs here, too
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noting.threads.add(threading.current_thread().name)
+        y: Tensor = x + self.two(torch.tanh(self.one(x)))
+        return y
+
+
+class Decides(Noting):
+    """Has no graph, as it decides by its data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x if x.isnan().any() else x)
+
+
+def small(block: type[nn.Module]) -> Task:
+    torch.manual_seed(7)
+    return Task(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), block(), block(), nn.Linear(8, CLASSES)), SGD)
+
+
+def run(block: type[nn.Module], caplog: pytest.LogCaptureFixture, *callbacks: Any, **settings: Any) -> tuple[Any, Any]:
+    """The record of a fit, and what its strategy tells of it."""
+    strategy = HetPipeStrategy(stages=2, in_flight=3)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        record = fit(small(block), vectors(18, 4), callbacks, strategy=strategy, **settings)
+    return record, [layer for stage in strategy.last_run.stages for layer in stage.layers]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "has no graph" in line]
+
+
+def test_stages_run_no_code_of_the_users(caplog: pytest.LogCaptureFixture) -> None:
+    """Law L8: it was run in the threads of stages, while training_step ran in another."""
+    Noting.threads.clear()
+    record, layers = run(Noting, caplog)
+    assert not any("stage" in name for name in Noting.threads)
+    assert layers == ["net.0", "net.1", "net.2.one", "net.2.two", "net.3.one", "net.3.two", "net.4"]
+    assert said(caplog) == []
+    assert_equal(expect(small(Noting), vectors(18, 4), 3), record)
+
+
+def test_children_run_as_they_are_where_there_is_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    Noting.threads.clear()
+    record, layers = run(Decides, caplog)
+    assert any("stage" in name for name in Noting.threads)
+    assert layers == ["net.0", "net.1", "net.2", "net.3", "net.4"]
+    (line,) = said(caplog)
+    assert "'net' decides by the values of its data what to compute at test_inside_blocks.py" in line
+    assert_equal(expect(small(Decides), vectors(18, 4), 3), record)
+
+
+def test_evaluation_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        found = evaluated(Evaluates(small(Decides)), vectors(18, 4), pipeline(2, 3))
+    assert said(caplog)
+    assert_same(evaluated(Evaluates(small(Decides)), vectors(18, 4), "auto"), found)
+
+
+@pytest.mark.parametrize(
+    ("callback", "why"),
+    [
+        (lambda: StochasticWeightAveraging(0.02, 1, 1), "layer 'net.1' has a BatchNorm, whose momentum"),
+        (lambda: ModelPruning("l1_unstructured", amount=0.2), "layer 'net.0' may be pruned by ModelPruning"),
+    ],
+)
+def test_callbacks_that_no_graph_follows(
+    callback: Callable[[], Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    record, layers = run(Noting, caplog, callback(), max_epochs=3)
+    assert layers == ["net.0", "net.1", "net.2", "net.3", "net.4"]
+    (line,) = said(caplog)
+    assert why in line
+    strategy = even(5, 1, 3)
+    assert_same_run(fit(small(Noting), vectors(18, 4), [callback()], strategy=strategy, max_epochs=3), record)
