@@ -1,4 +1,4 @@
-"""Weights of modules that were made on meta, as ``Trainer.init_module(empty_init=True)`` makes them.
+"""Weights of modules that were made on meta, where ``Trainer.init_module(empty_init=True)`` leaves them.
 
 Tensors get their memory on the host: in the loading of a checkpoint, and what none has filled before layers move to
 devices. Then each module's ``reset_parameters`` runs, in the order of construction, so that weights depend on the
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private import reset_of, version_counter
+from lightning_hetpipe.torch_private import give_memory, reset_of, version_counter
 
 SHOWN = 3
 """Names in an error."""
@@ -77,7 +77,7 @@ class MetaWeights:
         """Give each tensor on meta memory on the host, and remember it."""
         made = []
         for tensor in [tensor for tensor in _tensors(module) if tensor.is_meta]:
-            tensor = _on_host(module, tensor)
+            give_memory(tensor)
             if not is_lazy(tensor):
                 self._made[id(tensor)] = tensor, version_counter(tensor)
                 made.append(tensor)
@@ -123,30 +123,6 @@ def left_on_meta(module: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         redirect.remove()
-
-
-def _on_host(module: nn.Module, tensor: Tensor) -> Tensor:
-    """``tensor``, which is on meta, with memory on the host; another one, only where somebody refers to it weakly."""
-    made: Any
-    if is_lazy(tensor):
-        kind: Any = type(tensor)
-        made = kind(device="cpu", dtype=tensor.dtype)
-    else:
-        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__class__ = tensor.__class__
-    made.__dict__.update(vars(tensor))
-    try:
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
-    except RuntimeError:  # as in nn.LSTM, which notices an assignment
-        for part in module.modules():
-            for name, held in [*_parameters(part), *_buffers(part)]:
-                if held is tensor:
-                    setattr(part, name, made)
-        result: Tensor = made
-        return result
-    return tensor
 
 
 def _has_nan(tensor: Tensor) -> bool:

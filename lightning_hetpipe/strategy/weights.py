@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -16,6 +16,7 @@ from lightning_hetpipe.lightning_private import set_checkpoint_io
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.strategy import settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
+from lightning_hetpipe.strategy.empty_init import uninitialised_on_meta
 from lightning_hetpipe.strategy.meta_weights import MetaWeights, left_on_meta
 
 
@@ -46,8 +47,9 @@ class HostWeights(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors on the host, or on meta where they are loaded later."""
-        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+        """Make tensors on the host, with ``empty_init`` those that are not initialised on meta."""
+        emptily = uninitialised_on_meta() if empty_init else nullcontext()
+        with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: L.Trainer) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def test_modules_say_that_they_are_on_the_host() -> None:
 
 
 def test_ties_stay() -> None:
-    """The first one that has a weight fills it; torch's LSTM refers to its own weakly, and is assigned others."""
+    """The first one that has a weight fills it; torch's LSTM has lists of its own."""
     found = filled(Tied)
     assert found.head.weight is found.embed.weight
     assert_same(seeded(lambda: nn.Embedding(6, 4)).weight, found.embed.weight)
@@ -310,54 +309,9 @@ class Learns(Validated):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Configured(Learns):
-    """Makes its net in ``configure_model``."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.step = Learns().step
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = Learns().net
-            assert {p.device.type for p in self.net.parameters()} == {"cpu"}
-
-
-class Elsewhere(HetPipeStrategy):
-    """A strategy whose devices must not be asked for while modules are made."""
-
-    makes = False
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        self.makes = True
-        with super().tensor_init_context(empty_init):
-            yield
-        self.makes = False
-
-    @property
-    def root_device(self) -> torch.device:
-        assert not self.makes
-        return super().root_device
-
-
 def made(trainer: L.Trainer, empty_init: bool | None) -> Learns:
     with trainer.init_module(empty_init=empty_init):
         return Learns()
-
-
-@pytest.mark.parametrize(("empty_init", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_where_modules_are_made(empty_init: bool | None, device: str, precision: str, dtype: torch.dtype) -> None:
-    trainer = quiet_trainer(Elsewhere(stages=2), precision=precision)
-    assert {(p.device.type, p.dtype) for p in made(trainer, empty_init).parameters()} == {(device, dtype)}
-
-
-def test_configure_model_makes_on_the_host() -> None:
-    module = Configured()
-    quiet_trainer(Elsewhere(stages=2, in_flight=2)).fit(module, batches())
-    assert module.net is not None
 
 
 @pytest.mark.parametrize("strategy", [{"in_flight": 1}, {"stages": 2, "in_flight": 3}])
