@@ -299,8 +299,8 @@ _OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_func
 
 
 class UnseenMode(TorchFunctionMode):
-    """A ``TorchFunctionMode`` that modules do not see which ask for modes before they take fused operators, as those for
-    attention do in evaluations."""
+    """A ``TorchFunctionMode`` that modules do not see that ask for modes before they take fused operators, as those
+    for attention do in evaluations."""
 
     _lock = threading.Lock()
     _entered = 0

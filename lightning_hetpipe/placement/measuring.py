@@ -18,6 +18,9 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
 
+UNKNOWN_OPTIMIZER = "adam"
+"""Optimizer whose state is assumed for one that the memory model does not know."""
+
 _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
 
 
@@ -98,6 +101,11 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     if options.get("amsgrad"):
         name = "amsgrad"
     return name if name in OPTIMIZERS else None
+
+
+def known_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Name of ``optimizer`` in the memory model, or of the one that is assumed for it."""
+    return optimizer_name(optimizer) or UNKNOWN_OPTIMIZER
 
 
 def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:

@@ -6,20 +6,21 @@ ResNet lie nearly all on the device of its first layers, which hold few of its w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.placement.measuring import known_optimizer
 from lightning_hetpipe.placement.optimizer_states import follow_parameters
 from lightning_hetpipe.placement.spread import move_live
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 
-FULL = 0.7
+FULL = 0.85
 """Part of a device's bytes from which on it takes no more weights: what they make of their inputs comes on top."""
-
-OWED = 3
-"""Bytes that come for each byte of a trained weight: its gradient, and two of an optimizer's state, as Adam has."""
 
 
 class Overflow:
@@ -41,8 +42,11 @@ class Overflow:
     ) -> None:
         self._unused = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} if limits else set()
         self._devices = list(dict.fromkeys(devices))
-        self._limits = limits
+        self._limits = {device: limit for device, limit in limits.items() if accelerates(device)}
         self._optimizers = optimizers
+        # What comes for each byte of a trained weight: its gradient, and the optimizer's state.
+        states = [optimizer_state(known_optimizer(each)) for each in optimizers if not each.state]
+        self._later = 1 + max(states, default=0)
         self._owed = Counter[torch.device]()
 
     def __call__(self, operands: Sequence[Tensor]) -> None:
@@ -50,9 +54,11 @@ class Overflow:
         if not self._unused or not (new := [each for each in operands if id(each) in self._unused]):
             return
         self._unused.difference_update(map(id, new))
-        owed = sum(OWED * each.nbytes for each in new if each.requires_grad) if torch.is_grad_enabled() else 0
+        trained = sum(each.nbytes for each in new if each.requires_grad) if torch.is_grad_enabled() else 0
+        owed = int(self._later * trained)
         later = self._devices[self._devices.index(new[0].device) :]
-        device = next((each for each in later if not self._is_full(each, new, owed)), new[0].device)
+        rooms = {each: self._room(each, new, owed) for each in self._devices}
+        device = next((each for each in later if rooms[each] >= 0), None) or max(self._devices, key=rooms.__getitem__)
         self._owed[device] += owed
         if any(each.device != device for each in new):
             for each in new:
@@ -61,9 +67,10 @@ class Overflow:
                 if optimizer.state:
                     follow_parameters(optimizer)
 
-    def _is_full(self, device: torch.device, new: Sequence[Tensor], owed: int) -> bool:
+    def _room(self, device: torch.device, new: Sequence[Tensor], owed: int) -> float:
+        """Bytes that ``device`` would have left with the ``new`` weights and what is ``owed`` to them."""
         if device not in self._limits:
-            return False
+            return math.inf
         coming = owed + sum(each.nbytes for each in new if each.device != device)
         taken = torch.accelerator.memory_allocated(device) + self._owed[device]
-        return taken + coming > FULL * self._limits[device]
+        return FULL * self._limits[device] - taken - coming

@@ -22,7 +22,14 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
-from lightning_hetpipe.placement.measuring import kept, layer_seconds, optimizer_name, profiled
+from lightning_hetpipe.placement.measuring import (
+    UNKNOWN_OPTIMIZER,
+    kept,
+    known_optimizer,
+    layer_seconds,
+    optimizer_name,
+    profiled,
+)
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
@@ -35,9 +42,6 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
-
-UNKNOWN_OPTIMIZER = "adam"
-"""Optimizer whose state is assumed for one that the memory model does not know."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ def _names(profiling: ProfilingInput) -> list[str]:
 
 
 def _optimizer(profiling: ProfilingInput) -> str:
-    return (optimizer_name(profiling.optimizer) if profiling.optimizer is not None else None) or UNKNOWN_OPTIMIZER
+    return UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
 
 
 def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
