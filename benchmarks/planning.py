@@ -56,7 +56,7 @@ Rounds = Sequence[Mapping[str, Measurement]]
 
 
 def divided(profile: Profile, cluster: Cluster) -> Division | None:
-    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE, watched=False)
+    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE)
     return Divider(problem).divide(IN_FLIGHT, LOADS)
 
 
@@ -95,10 +95,7 @@ def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Estim
         how: {again: best_in_flight(profile, cluster, splits, state, again) for again in (False, True)}
         for how, splits in by_hand(profile, cluster.slots).items()
     }
-    plans = {
-        again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again, watched=False)
-        for again in (False, True)
-    }
+    plans = {again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again) for again in (False, True)}
     found["planned"] = {again: plan if plan.fits else None for again, plan in plans.items()}
     return found
 

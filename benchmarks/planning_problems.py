@@ -132,9 +132,7 @@ def best_in_flight(
     """Estimate of these stages on all devices at the best Nm that fits; None if none does."""
     found: list[Estimate] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
-        each = estimate(
-            profile, cluster, cluster.slots, splits, in_flight, state=state, recompute=recompute, watched=False
-        )
+        each = estimate(profile, cluster, cluster.slots, splits, in_flight, state=state, recompute=recompute)
         if not each.fits:
             break
         found.append(each)

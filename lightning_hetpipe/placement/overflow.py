@@ -57,8 +57,8 @@ class Overflow:
         trained = sum(each.nbytes for each in new if each.requires_grad) if torch.is_grad_enabled() else 0
         owed = int(self._later * trained)
         later = self._devices[self._devices.index(new[0].device) :]
-        rooms = {each: self._room(each, new, owed) for each in self._devices}
-        device = next((each for each in later if rooms[each] >= 0), None) or max(self._devices, key=rooms.__getitem__)
+        left = {each: self._room(each, new, owed) for each in self._devices}
+        device = next((each for each in later if left[each] >= 0), None) or max(self._devices, key=left.__getitem__)
         self._owed[device] += owed
         if any(each.device != device for each in new):
             for each in new:

@@ -150,7 +150,7 @@ class Planner:
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
             profile, factor = self._profile(profiling)
-            found = self._estimate(profile, slots, first, plan.in_flight, profiling, watched=True)
+            found = self._estimate(profile, slots, first, plan.in_flight, profiling)
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._estimated(found, profile, factor, why)
@@ -214,7 +214,6 @@ class Planner:
             optimizer=_optimizer(profiling),
             in_flight=asked,
             recompute=self.recompute,
-            watched=self.placement.emulated,
         )
         choice = plan(stages=stages)
         if not choice.fits:
@@ -228,7 +227,7 @@ class Planner:
         first = split_points_in_order(profile, self.placement.cluster, slots, self.recompute)
         most = stages + 1 if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
-            found = self._estimate(profile, slots, first, in_flight, profiling, watched=self.placement.emulated)
+            found = self._estimate(profile, slots, first, in_flight, profiling)
             if not _lacking(found.stages):
                 return found
         raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
@@ -240,18 +239,13 @@ class Planner:
         first: Sequence[int],
         in_flight: int,
         profiling: ProfilingInput,
-        watched: bool,
     ) -> Estimate:
         state, cluster = optimizer_state(_optimizer(profiling)), self.placement.cluster
-        return estimate(
-            profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute, watched=watched
-        )
+        return estimate(profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute)
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> SettingError:
-        lacks, last = _lacking(found.stages), found.stages[-1]
+        lacks = _lacking(found.stages)
         lacking = [f"{self.placement.name(slot)} lacks {in_bytes(more)}" for slot, more in lacks.items()]
-        if last.overflow and last.first_minibatch >= last.memory.total:
-            lacking[[*lacks].index(last.slot)] += " for the first minibatch of a fit, which runs whole there"
         rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
         return SettingError(f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}")
@@ -321,6 +315,6 @@ def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
     """Bytes that devices lack, of which several stages may share one."""
     taken: dict[DeviceSlot, int] = {}
     for stage in stages:
-        taken[stage.slot] = max(taken.get(stage.slot, 0) + stage.memory.total, stage.first_minibatch)
+        taken[stage.slot] = taken.get(stage.slot, 0) + stage.memory.total
     limits = ((slot, slot.device.memory) for slot in taken)
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}

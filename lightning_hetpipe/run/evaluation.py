@@ -119,7 +119,7 @@ class Evaluation(TrainerRun):
     # What a run asks.
 
     def overflow(self) -> Overflow:
-        """What moves weights on in the first batch, as long as they lie on provisional stages."""
+        """Overflow of the first batch, as long as weights lie on provisional stages."""
         limits = self.settings.memory if self.layout is None else {}
         return Overflow(self.module, self.settings.spread, limits)
 

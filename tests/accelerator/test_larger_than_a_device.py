@@ -31,10 +31,10 @@ from tests.support.trainers import quiet_trainer
 
 DEVICES = 4
 SHARE = 3.2
-"""What a model needs, as a multiple of what one device has."""
+"""Bytes that a model needs, as a multiple of those that one device has."""
 
 MARGIN = 1.1
-"""What a device may hold, as a multiple of what its plan says."""
+"""Bytes that a device may hold, as a multiple of those that its plan says."""
 
 
 class Evaluated(Learner):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import Sizes, first_minibatch, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 
 NAMES = ("fast", "slow", "odd")
 
@@ -81,11 +81,7 @@ def has_room(
     recompute: bool,
     loads: Sequence[Sequence[StageLoad]],
 ) -> bool:
-    """True if every stage fits when it holds what ``loads`` says for its distance from the last, and the last one's
-    device a minibatch of the whole model."""
-    limit = stages[-1][0].device.memory
-    if limit is not None and first_minibatch(profile.layers, state) > limit:
-        return False
+    """True if every stage fits when it holds what ``loads`` says for its distance from the last."""
     for distance, (slot, first, after) in enumerate(reversed(stages)):
         held = loads[min(distance, len(loads) - 1)]
         sizes = Sizes.of(profile.layers, first, after - 1)

@@ -14,7 +14,6 @@ from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, Sizes, optimizer_state, stage_memory
-from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
 from tests.support.marks import explores
@@ -158,7 +157,7 @@ def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Clust
 
 def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
     profile, cluster = even(kept=80)
-    found = best_plan(profile, cluster, watched=False)
+    found = best_plan(profile, cluster)
     assert found.fits
     assert found.in_flight == 2
     assert any("no plan was found that fits at Nm = 3" in reason for reason in found.reasons)
@@ -167,7 +166,7 @@ def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
     profile, cluster = even(layers=6, kept=80, memory=500)
-    found = best_plan(profile, cluster, in_flight=6, watched=False)
+    found = best_plan(profile, cluster, in_flight=6)
     assert not found.fits
     assert found.help is not None
     assert found.help.in_flight == 1
@@ -176,10 +175,10 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     assert "no plan was found that fits at Nm = 6" in found.reasons[0]
     # With as much memory more it does fit, so that the advice is right.
     larger = Cluster([Node("box", [Device("gpu", 500 + worst)] * 3)])
-    assert best_plan(profile, larger, in_flight=6, watched=False).fits
+    assert best_plan(profile, larger, in_flight=6).fits
     # And the nearest lacks no more than twice what any must.
     smaller = Cluster([Node("box", [Device("gpu", 500 + worst // 2)] * 3)])
-    assert not best_plan(profile, smaller, in_flight=6, watched=False).fits
+    assert not best_plan(profile, smaller, in_flight=6).fits
 
 
 def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,36 +192,12 @@ def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest
         return plan(self, in_flight)
 
     monkeypatch.setattr(_Search, "plan", noted)
-    found = best_plan(profile, cluster, in_flight=30, watched=False)
+    found = best_plan(profile, cluster, in_flight=30)
     assert found.help is not None
     assert found.help.in_flight == 1
     assert found.help.recompute is not None
-    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True, watched=False).fits
+    assert not best_plan(profile, cluster, in_flight=found.help.recompute + 1, recompute=True).fits
     assert len(tried) < 15
-
-
-def test_the_last_device_holds_the_first_minibatch() -> None:
-    """A fit runs it whole on the last stage's device: plans promised what ended for want of memory there."""
-    profile, _ = even(layers=4, kept=80)
-    whole = 4 * (10 + 10 + 20) + 4 * 80 + 80  # weights, gradients, Adam's state; activations and a workspace
-    boxes = [
-        Cluster([Node("box", [Device("gpu", memory) for memory in (largest, 333, 333)])])
-        for largest in (whole, whole - 1)
-    ]
-    found, nothing = [best_plan(profile, cluster) for cluster in boxes]
-    assert found.fits
-    assert len(found.stages) == 3
-    assert found.stages[-1].slot.number == 0
-    assert [stage.first_minibatch for stage in found.stages] == [0, 0, whole]
-    assert best_plan(profile, boxes[0], ordered=True).stages[-1].slot.number == 0  # alone, as nothing may follow it
-    assert not nothing.fits
-    assert nothing.help is not None
-    assert (nothing.help.in_flight, nothing.help.recompute) == (None, None)
-    assert "smaller batches, of which the first takes no more than 559 bytes" in ways_out(nothing)
-    more = {nothing.stages[index].slot.number: lack for index, lack in nothing.help.lacking.items()}
-    limits = [(slot.device.memory or 0) + more.get(slot.number, 0) for slot in boxes[1].slots]
-    assert best_plan(profile, Cluster([Node("box", [Device("gpu", limit) for limit in limits])])).fits
-    assert best_plan(profile, boxes[1], watched=False).fits
 
 
 def test_what_fits_on_no_device_at_all() -> None:

@@ -71,7 +71,6 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "virtual_workers",
         "layers",
         "recompute",
-        "first_minibatch_bytes",
     ]
     (worker,) = value["virtual_workers"]
     assert list(worker) == ["minibatches_per_second", "stages"]
@@ -113,10 +112,11 @@ def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_files_that_do_not_say_recompute_mean_no(tmp_path: Path) -> None:
+def test_files_of_earlier_releases(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     value = json.loads((tmp_path / "plan.json").read_text())
-    del value["recompute"], value["first_minibatch_bytes"]
+    del value["recompute"]
+    value["first_minibatch_bytes"] = 3  # of an earlier release, in which it had to fit on one device
     (tmp_path / "plan.json").write_text(json.dumps(value))
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert not PLAN.recompute
@@ -139,25 +139,6 @@ def test_the_table() -> None:
         "",
         "~ is an estimate from data sheets: the layers were not measured on this device",
     ]
-
-
-def test_the_first_minibatch_of_a_fit_is_in_the_table_and_must_fit() -> None:
-    """DESIGN, section 11: until nothing needs the whole model on one device."""
-    note = "the first minibatch of a fit runs whole on the last stage's device: 3.0 GiB on box T4:1"
-    assert str(replace(PLAN, first_minibatch_bytes=3 << 30)).splitlines()[-1] == note
-    assert "first minibatch" not in str(with_stage(1, memory_limit_bytes=None))
-    large = replace(PLAN, first_minibatch_bytes=17 << 30)
-    (problem,) = large.problems()
-    assert problem.place == "virtual_workers[0].stages[1].memory_bytes"
-    assert problem.said.startswith(
-        "is 17.0 GiB in the first minibatch of a fit, which runs whole there in this release"
-    )
-    assert "2.0 GiB !" in str(large)
-    assert str(large).count("first minibatch") == 1
-    (problem,) = replace(PLAN, first_minibatch_bytes=13 << 30).problems(
-        Cluster([Node("box", [Device("RTX-3090"), Device("T4", "12 GiB")])])
-    )
-    assert "1.0 GiB more than T4:1 has" in problem.said
 
 
 def test_stages_on_several_nodes_are_marked() -> None:

@@ -158,7 +158,6 @@ class MemoryBound:
         recompute: Whether forwards are computed again.
         loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
             of them.
-        whole: Bytes that the last stage's device takes for the first minibatch of a fit.
         limited: Whether devices have limits at all.
     """
 
@@ -170,7 +169,6 @@ class MemoryBound:
         state: float,
         recompute: bool,
         loads: Sequence[Collection[StageLoad]],
-        whole: int = 0,
         limited: bool = True,
     ) -> None:
         self._layers = layers
@@ -179,7 +177,6 @@ class MemoryBound:
         self._state = state
         self._recompute = recompute
         self._loads = [frozenset(each) for each in loads]
-        self._whole = whole
         self._known: dict[tuple[frozenset[StageLoad], int], Ticks | None] = {}
 
     def reach(self, kind: int, distance: int) -> Ticks | None:
@@ -193,8 +190,6 @@ class MemoryBound:
         limit = self._limits[kind]
         if limit is None:
             return None
-        if distance == 0 and self._whole > limit:
-            return np.arange(len(self._layers) + 1)  # as far as it starts: there is no room for any
         key = loads, limit
         if key not in self._known:
             ends = np.minimum.reduce([self._ends(load, limit) for load in loads])

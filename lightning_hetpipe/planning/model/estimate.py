@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
-from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, first_minibatch, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from lightning_hetpipe.rules.schedule import calls, segments
 
 WAVES = 6
@@ -32,8 +32,6 @@ class StageEstimate:
         memory: Bytes that it takes of its device.
         held: The most minibatches whose activations it holds at once.
         load: Minibatches that it holds when it takes most.
-        first_minibatch: Bytes that the first minibatch of a fit takes on its device, where it runs whole; 0 but for the
-            last stage.
     """
 
     slot: DeviceSlot
@@ -43,7 +41,6 @@ class StageEstimate:
     memory: StageMemory
     held: int
     load: StageLoad
-    first_minibatch: int = 0
 
     @property
     def limit(self) -> int | None:
@@ -53,7 +50,7 @@ class StageEstimate:
     @property
     def overflow(self) -> int:
         """Bytes that its device lacks; 0 where it fits."""
-        return 0 if self.limit is None else max(0, self.memory.total - self.limit, self.first_minibatch - self.limit)
+        return 0 if self.limit is None else max(0, self.memory.total - self.limit)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,6 @@ def estimate(
     state: float = 0.0,
     recompute: bool = False,
     synchronise: float = 0.0,
-    watched: bool = True,
 ) -> Estimate:
     """Estimate stages on ``slots`` that start at the layers ``splits``.
 
@@ -110,7 +106,6 @@ def estimate(
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
-        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole.
 
     Raises:
         SettingError: where the profile has no times of a device.
@@ -132,8 +127,7 @@ def estimate(
             for load in sorted({load for _, load in run.loads(index)})
         }
         most = max(taken, key=lambda load: taken[load].total)
-        whole = first_minibatch(profile.layers, state) if watched and after == len(profile.layers) else 0
-        stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most, whole))
+        stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most))
     begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.

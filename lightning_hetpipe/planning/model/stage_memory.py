@@ -18,7 +18,7 @@ Workspace
     What computing takes besides: as much as the layer that keeps most, since its backward makes gradients of what its
     forward has kept. An estimate, as kernels take what they like.
 
-The first minibatch of a fit, which runs whole on the last stage's device, takes what :func:`first_minibatch` says.
+The first minibatch of a fit, of which there are no versions yet, is spread over all devices, and takes less.
 
 Gradients and activations are those of the moment at which they are most together. What a device holds for the process
 itself (a CUDA context, say), and buffers such as BatchNorm's, do not count.
@@ -105,20 +105,6 @@ class Sizes:
 def more(before: LayerBytes, layer: LayerBytes) -> int:
     """Bytes that ``layer`` keeps besides what it shares with the one before it: that one's output is its input."""
     return max(0, layer.kept - before.output)
-
-
-def first_minibatch(layers: Sequence[LayerBytes], state: float) -> int:
-    """Bytes that the first minibatch of a fit takes on the last stage's device, where it runs whole, and is watched.
-
-    They are those of all layers: weights, gradients, activations, and the optimizer's state, which a resumed run has
-    there, too. Stages recompute, if they do, from the second minibatch on.
-
-    Args:
-        layers: The model's.
-        state: The optimizer's bytes for each byte of the weights.
-    """
-    whole = Sizes.of(layers, 0, len(layers) - 1)
-    return 2 * whole.parameters + int(state * whole.parameters) + whole.kept + whole.largest
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ _ESTIMATED = " (estimated)"
 _NOMINAL = " (nominal memory)"
 _DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{re.escape(_NOMINAL)})?", re.DOTALL)
 
+_FORMER = ("first_minibatch_bytes",)
+"""Keys of earlier releases' files, which say nothing any more."""
+
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -113,8 +116,6 @@ class Plan:
         layers: Their names, in order.
         recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
             the plan says; files of earlier releases do not say it, and mean no.
-        first_minibatch_bytes: What the first minibatch of a fit takes on the last stage's device, where it runs whole;
-            0 where that is not known, as in files of earlier releases.
     """
 
     model: str
@@ -126,7 +127,6 @@ class Plan:
     virtual_workers: tuple[PlannedWorker, ...]
     layers: tuple[str, ...]
     recompute: bool = False
-    first_minibatch_bytes: int = 0
 
     @classmethod
     def of(
@@ -174,7 +174,6 @@ class Plan:
             (PlannedWorker(found.rate, stages),),
             tuple(layers),
             found.recompute,
-            found.stages[-1].first_minibatch,
         )
 
     @classmethod
@@ -186,7 +185,7 @@ class Plan:
         """
         document = Document.read(path)
         document.version(VERSION)
-        document.object("schema_version", *(field.name for field in fields(cls)))
+        document.object("schema_version", *(field.name for field in fields(cls)), *_FORMER)
         return cls(
             document["model"].text(),
             document["in_flight"].whole(1),
@@ -197,7 +196,6 @@ class Plan:
             tuple(_worker(each) for each in document["virtual_workers"].entries()),
             tuple(each.text() for each in document["layers"].entries()),
             "recompute" in document and document["recompute"].truth(),
-            document["first_minibatch_bytes"].whole() if "first_minibatch_bytes" in document else 0,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -233,7 +231,6 @@ class Plan:
                 if cluster is not None:
                     yield from _place_problems(stage, f"{place}[{number}]", cluster)
             yield from _shared_problems(worker.stages, place, cluster)
-            yield from _first_problems(worker.stages, place, cluster, self.first_minibatch_bytes)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
@@ -322,19 +319,6 @@ def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluste
             together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
             said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
             yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
-
-
-def _first_problems(
-    stages: Sequence[PlannedStage], place: str, cluster: Cluster | None, first_minibatch: int
-) -> Iterator[Problem]:
-    """Faults of the last stage's device, which runs the first minibatch of a fit whole."""
-    limit = _limit(stages[-1:], cluster)
-    if limit is not None and stages[-1].memory_bytes <= limit < first_minibatch:
-        yield Problem(
-            f"{place}[{len(stages) - 1}].memory_bytes",
-            f"is {in_bytes(first_minibatch)} in the first minibatch of a fit, which runs whole there in this release,"
-            f" {in_bytes(first_minibatch - limit)} more than {stages[-1].place} has",
-        )
 
 
 def _limit(stages: Sequence[PlannedStage], cluster: Cluster | None) -> int | None:

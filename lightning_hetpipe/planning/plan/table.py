@@ -41,12 +41,6 @@ def table(plan: Plan) -> str:
         notes.append(f"{ESTIMATE} is an estimate from data sheets: the layers were not measured on this device")
     if any(stage.nominal for stage in stages):
         notes.append(f"{ESTIMATE} before memory is the data sheet's figure, of which a driver leaves a little less")
-    last = [worker.stages[-1] for worker in plan.virtual_workers if len(worker.stages) > 1]
-    fits = not any("first minibatch" in problem.said for problem in problems)
-    if plan.first_minibatch_bytes and fits and any(stage.memory_limit_bytes is not None for stage in last):
-        where = " and ".join(f"{stage.node} {stage.place}" for stage in last)
-        takes = in_bytes(plan.first_minibatch_bytes)
-        notes.append(f"the first minibatch of a fit runs whole on the last stage's device: {takes} on {where}")
     if any(len(worker.nodes) > 1 for worker in plan.virtual_workers):
         notes.append("stages on several nodes are planned only: this release runs those of one node")
     lines += ["", *notes] if notes else []

@@ -21,10 +21,6 @@ def ways_out(choice: Choice, cli: bool = False) -> list[str]:
         lines.append(f"{prefix}in_flight={found.in_flight} or fewer")
     if found.recompute is not None:
         lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute} or fewer")
-    last = choice.stages[-1]
-    besides = sum(2 * stage.memory.weights + stage.memory.optimizer for stage in choice.stages)
-    if last.limit is not None and besides < last.limit < last.first_minibatch:
-        lines.append(f"smaller batches, of which the first takes no more than {in_bytes(last.limit)}")
     if found.lacking:
         slots = {stage: choice.stages[stage].slot for stage in sorted(found.lacking)}
         each = [f"{in_bytes(found.lacking[n])} on {slot.device.name}:{slot.number}" for n, slot in slots.items()]

@@ -102,7 +102,6 @@ def best_plan(
     recompute: bool = False,
     synchronise: float = 0.0,
     stages: int | None = None,
-    watched: bool = True,
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
@@ -119,7 +118,6 @@ def best_plan(
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         stages: k, where it is not to be chosen.
-        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole, so that it must fit.
 
     Raises:
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
@@ -132,7 +130,7 @@ def best_plan(
             f" needs one of both; set at most {most}"
         )
     state = optimizer_state(optimizer)
-    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, watched, synchronise)
+    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, synchronise)
     search = _Search(problem)
     return search.choose() if in_flight is None else search.at(in_flight)
 

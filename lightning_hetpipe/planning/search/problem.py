@@ -10,7 +10,6 @@ from lightning_hetpipe.planning.model.costs import Costs, MemoryBound, kinds_of
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import first_minibatch
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class PlanningProblem:
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
         stages: k, at most one for each layer and each device; None for as many as are of use.
-        watched: Whether the first minibatch of a fit is to run on the last stage's device, whole, so that it must fit.
         synchronise: Seconds that a wave's end waits for the parameter servers.
     """
 
@@ -36,7 +34,6 @@ class PlanningProblem:
     state: float = 0.0
     recompute: bool = False
     stages: int | None = None
-    watched: bool = True
     synchronise: float = 0.0
 
     def costs(self, apart: bool) -> Costs:
@@ -48,8 +45,7 @@ class PlanningProblem:
     ) -> MemoryBound:
         """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`MemoryBound`."""
         layers = self.profile.layers
-        whole = first_minibatch(layers, self.state) if self.watched else 0
-        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, whole, limited)
+        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, limited)
 
     def estimate(self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int) -> Estimate:
         """Simulate stages on ``slots`` that start at the layers ``splits``."""
@@ -62,5 +58,4 @@ class PlanningProblem:
             state=self.state,
             recompute=self.recompute,
             synchronise=self.synchronise,
-            watched=self.watched,
         )
