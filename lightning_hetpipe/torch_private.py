@@ -252,13 +252,13 @@ def version_counter(tensor: Tensor) -> int:
     return tensor._version
 
 
-def give_memory(tensor: Tensor) -> None:
-    """Give ``tensor``, which is on meta, memory on the host: it stays the same object, whoever refers to it."""
+def give_memory(tensor: Tensor, device: str = "cpu") -> None:
+    """Give ``tensor`` new memory, on the host or on meta: it stays the same object, whoever refers to it."""
     kind: Any = type(tensor)
     if is_lazy(tensor):
-        made = kind(device="cpu", dtype=tensor.dtype)
+        made = kind(device=device, dtype=tensor.dtype)
     else:
-        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        made = torch.empty_like(tensor, device=device, requires_grad=False)
         made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     torch._C._swap_tensor_impl(tensor, made)
 

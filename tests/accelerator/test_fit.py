@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.exact.pipelines import even
+from tests.exact.pipelines import Pinned, even
 from tests.exact.running import after, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_devices import Evaluates
+from tests.exact.test_sums import Programmed, Several
 from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
+from tests.support.models import vectors
 from tests.support.trainers import quiet_trainer
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
@@ -28,6 +32,19 @@ def test_four_devices(accelerator: TestAccelerator, name: str, in_flight: int) -
     strategy = even(layers, 4, in_flight)
     record = fit(made(name), loader, strategy=strategy, accelerator=accelerator, devices=4)
     assert_equal(expect(made(name), loader, in_flight), record)
+
+
+def test_gradients_are_added_in_order_across_devices(accelerator: TestAccelerator) -> None:
+    """User code's backward crosses devices twice; autograd's threads of each would add in order of arrival."""
+
+    def step(task: Programmed, h: Tensor) -> Any:
+        y = task.pieces[0](h)
+        slope: Any = torch.autograd.grad((h.sin() * h).sum(), h, create_graph=True)  # torch has no types here
+        return y * h + slope[0].square()
+
+    task, loader = Programmed(step, Several(2)), vectors(18, 4)
+    expected = expect(copy.deepcopy(task), loader, 3)
+    assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), 3), accelerator=accelerator, devices=2))
 
 
 def val_loss(task: Evaluates, loader: DataLoader[object]) -> object:

@@ -12,14 +12,14 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.strategy.test_checkpoint_files import MARGIN, WEIGHTS, Large, linux
 from tests.strategy.test_meta_weights import Learns, made, seeded
 from tests.support.equality import assert_same
 from tests.support.host_memory import Peak
-from tests.support.small import batches, pipeline
+from tests.support.small import batches, pipeline, refused
 from tests.support.trainers import quiet_trainer
 
 
@@ -119,6 +119,96 @@ def test_what_lightning_documents(tmp_path: Path) -> None:
     expected = quiet_trainer().validate(plain, batches(), verbose=False)
     assert expected[0]["loss"] == pytest.approx(trainer.validate(module, batches(), verbose=False)[0]["loss"])
     assert_same(dict(plain.state_dict()), dict(module.state_dict()))
+
+
+def apply(net: nn.Module) -> None:
+    def init(part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+
+    net.apply(init)
+
+
+def through_data(net: Any) -> None:
+    net[0].weight.data.normal_()
+
+
+def in_part(net: Any) -> None:
+    with torch.no_grad():
+        net[0].weight[0] = 0
+
+
+class Container(nn.Module):
+    """Resets what others hold, which are asked themselves."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        apply(self.net)
+
+
+@pytest.mark.parametrize("write", [apply, through_data, in_part, Container])
+def test_values_that_nothing_gives_again_are_refused_unless_loaded(tmp_path: Path, write: Any) -> None:
+    """Torch's own reset_parameters would have trained another model, without a word; as LoRA's zeros."""
+
+    class Writes(Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            write(self.net)
+
+    trainer = quiet_trainer()
+    trainer.fit(seeded(Writes), batches())
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    for path in (None, tmp_path / "it.ckpt"):
+        trainer = quiet_trainer(pipeline(2), max_epochs=2)
+        with trainer.init_module(empty_init=True):
+            module = Writes()
+        if path is None:
+            for _ in range(2):
+                with refused("Writes gives values to net.0.weight", "without empty_init=True"):
+                    trainer.fit(module, batches())
+        else:
+            trainer.fit(module, batches(), ckpt_path=path)
+
+
+class Block(nn.Module):
+    """Resets a parameter of its own, and a layer in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.scale)
+        nn.init.normal_(self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) + self.scale
+        return found
+
+
+def test_values_that_modules_reset_are_those_of_a_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(Block())
+            self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4), nn.Embedding(3, 2)])
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Whole()
+    assert {p.device.type for p in module.net.parameters()} == {"meta"}
+    trainer.validate(module, batches(), verbose=False)
+
+    torch.manual_seed(5)
+    expected = nn.Sequential(Block())
+    assert_same(dict(expected.state_dict()), dict(module.net.state_dict()))
 
 
 @linux

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.strategy.meta_weights import MetaWeights
+from lightning_hetpipe.strategy.meta_weights import fill, load
 from tests.support.equality import assert_same
 from tests.support.small import Validated, batches, pipeline, refused
 from tests.support.trainers import quiet_trainer
@@ -33,7 +33,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = SEED) -> Any:
 
 def filled(make: Callable[[], nn.Module], seed: int = SEED) -> Any:
     module = on_meta(make)
-    MetaWeights().fill(module, seed)
+    fill(module, seed)
     return module
 
 
@@ -90,7 +90,7 @@ def test_parameters_stay_the_same_objects() -> None:
     module[0].weight.requires_grad_(False)
     module[0].bias.decays = False
     before = [*module.parameters(), *module.buffers()]
-    MetaWeights().fill(module, SEED)
+    fill(module, SEED)
     assert all(one is other for one, other in zip(before, [*module.parameters(), *module.buffers()], strict=True))
     assert not module[0].weight.requires_grad
     assert module[0].bias.decays is False
@@ -123,9 +123,8 @@ def test_loading(strict: bool, partly: bool) -> None:
     if partly:
         module.norm.to_empty(device="cpu")
         kept = module.norm.weight
-    weights = MetaWeights()
-    weights.load(module, state, strict)
-    weights.fill(module, SEED)
+    load(module, state, strict)
+    fill(module, SEED)
     assert module.head.weight is module.embed.weight
     assert not module.head.bias.requires_grad
     assert not partly or module.norm.weight is kept
@@ -142,7 +141,7 @@ def test_strictness_is_kept() -> None:
         ({**state, "other": torch.ones(1)}, "Unexpected"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            MetaWeights().load(on_meta(lambda: nn.Linear(2, 2)), wrong, strict=True)
+            load(on_meta(lambda: nn.Linear(2, 2)), wrong, strict=True)
 
 
 class LoRA(nn.Module):
@@ -165,9 +164,8 @@ def test_what_a_checkpoint_lacks_is_reset_and_nothing_else() -> None:
     base = seeded(lambda: nn.Linear(6, 6))
     module = on_meta(lambda: nn.Sequential(LoRA(), nn.Linear(6, 6)))
     state = {"0.base.weight": base.weight, "0.base.bias": base.bias, "1.weight": base.weight}
-    weights = MetaWeights()
-    weights.load(module, state, strict=False)
-    weights.fill(module, SEED)
+    load(module, state, strict=False)
+    fill(module, SEED)
     for name, tensor in state.items():
         assert_same(tensor, module.state_dict()[name], name)
     torch.manual_seed(SEED)
@@ -181,11 +179,11 @@ def test_what_is_not_on_meta_stays_as_it_is() -> None:
     """Also where the module that holds it resets itself for the sake of another tensor."""
     module = on_meta(lambda: nn.Linear(2, 2))
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))
-    MetaWeights().fill(module, SEED)
+    fill(module, SEED)
     assert_same(torch.full((2, 2), 7.0), module.weight.detach())
     before = seeded(Tied)
     expected = {name: tensor.clone() for name, tensor in before.state_dict().items()}
-    MetaWeights().fill(before, SEED + 1)
+    fill(before, SEED + 1)
     assert_same(expected, dict(before.state_dict()))
 
 
@@ -202,11 +200,11 @@ class Renamed(nn.Module):
 
 
 def test_what_an_override_loads_counts_and_what_it_leaves_out_is_refused() -> None:
-    module, weights = on_meta(Renamed), MetaWeights()
-    weights.load(module, {"old": torch.ones(3), "other": torch.ones(3)}, strict=True)
+    module = on_meta(Renamed)
+    load(module, {"old": torch.ones(3), "other": torch.ones(3)}, strict=True)
     assert_same(torch.ones(3), module.weight.detach())
     with refused("Renamed was made on meta", "nothing gives values to other; make"):
-        weights.fill(module, SEED)
+        fill(module, SEED)
 
 
 class Keeps(nn.Module):
@@ -221,7 +219,7 @@ def test_nothing_lies_in_the_memory_of_what_was_loaded() -> None:
     module, memory = Keeps(), torch.ones(5)
     state = {"queue": memory.view(5)}
     module.queue = state["queue"]
-    MetaWeights().load(module, state, strict=True)
+    load(module, state, strict=True)
     memory.zero_()
     assert_same(torch.ones(5), module.queue)
 
@@ -257,18 +255,23 @@ def normed() -> nn.Module:
     ],
 )
 def test_what_nothing_fills_is_refused_by_name(make: Callable[[], nn.Module], name: str) -> None:
-    with refused(f"nothing gives values to {name}", "reset_parameters", "ckpt_path"):
-        MetaWeights().fill(on_meta(make), SEED)
+    module = on_meta(make)
+    for _ in range(2):  # it has no value yet in the second run either
+        with refused(f"nothing gives values to {name}", "reset_parameters", "ckpt_path"):
+            fill(module, SEED)
 
 
 def test_what_no_checkpoint_holds_is_refused_after_loading() -> None:
-    module, weights = on_meta(lambda: Positions(resets=False)), MetaWeights()
-    weights.load(module, Positions().state_dict(), strict=True)
+    module = on_meta(lambda: Positions(resets=False))
+    load(module, Positions().state_dict(), strict=True)
+    assert {name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta} == {
+        "table"
+    }
     with refused("nothing gives values to table;"):
-        weights.fill(module, SEED)
-    module, weights = on_meta(Positions), MetaWeights()
-    weights.load(module, (expected := Positions()).state_dict(), strict=True)
-    weights.fill(module, SEED)
+        fill(module, SEED)
+    module = on_meta(Positions)
+    load(module, (expected := Positions()).state_dict(), strict=True)
+    fill(module, SEED)
     assert_same(dict(expected.state_dict()), dict(module.state_dict()))
     assert_same(expected.table, module.table)
 
@@ -281,9 +284,9 @@ def test_what_a_forward_pass_computes_anew_is_not_missed() -> None:
         module: nn.Module = nn.utils.weight_norm(nn.Linear(2, 2))
         return module
 
-    module, weights, source = on_meta(make), MetaWeights(), seeded(make)
-    weights.load(module, source.state_dict(), strict=True)
-    weights.fill(module, SEED)
+    module, source = on_meta(make), seeded(make)
+    load(module, source.state_dict(), strict=True)
+    fill(module, SEED)
     assert_same(source(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 

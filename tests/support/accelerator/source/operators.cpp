@@ -7,11 +7,14 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstring>
 #include <string>
 #include <unordered_map>
@@ -472,7 +475,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 }
 
 // torch chooses among kernels for attention by the kind of device; here as on the CPU.
-at::Tensor attention(
+int64_t attention_kernel(
     const at::Tensor& query,
     const at::Tensor& key,
     const at::Tensor& value,
@@ -481,19 +484,7 @@ at::Tensor attention(
     bool causal,
     std::optional<double> scale,
     bool grouped) {
-  constexpr int64_t kFlash = 1; // at::SDPBackend::flash_attention
-  bool fused = at::_fused_sdp_choice(query, key, value, mask, dropout_p, causal, scale, grouped) == kFlash;
-  std::optional<at::Tensor> added = mask;
-  if (mask && mask->dtype() == at::kBool) {
-    added = at::zeros_like(*mask, query.options())
-                .masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
-  }
-  if (fused && !(mask && mask->requires_grad())) {
-    return std::get<0>(
-        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, causal, added, scale));
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(
-      query, key, value, added, dropout_p, causal, std::nullopt, scale, grouped));
+  return at::_fused_sdp_choice(query, key, value, mask, dropout_p, causal, scale, grouped);
 }
 
 // For operators that torch makes of others, and for accelerators of others than for CPUs: on copies there.
@@ -619,6 +610,8 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+constexpr std::array kRecurrent{"lstm.input", "lstm.data", "gru.input", "gru.data", "lstm_cell", "gru_cell"};
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(Boxed::makeFromBoxedFunction<&run_on_host>());
 }
@@ -640,8 +633,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("native_dropout", &native_dropout);
   m.impl("dropout", &dropout);
-  m.impl("scaled_dot_product_attention", &attention);
   m.impl("_has_compatible_shallow_copy_type", &may_take_data_of);
+  for (const char* name : kRecurrent) {
+    m.impl(name, Boxed::makeFromBoxedFunction<&run_on_host>());
+  }
   m.impl("convolution", Boxed::makeFromBoxedFunction<&run_on_host>());
   m.impl("convolution_backward", Boxed::makeFromBoxedFunction<&run_on_host>());
   // Whole, and not as torch would take them apart for a backend that has none of their parts.
@@ -660,9 +655,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &may_take_data_of);
   m.impl("dropout", &dropout);
-  m.impl("scaled_dot_product_attention", &attention);
-  for (const char* name :
-       {"lstm.input", "lstm.data", "gru.input", "gru.data", "lstm_cell", "gru_cell"}) {
+  for (const char* name : kRecurrent) {
     m.impl(name, Boxed::makeFromBoxedFunction<&through_host>());
   }
 }
@@ -679,3 +672,9 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 } // namespace
 } // namespace testacc
+
+namespace at::native {
+
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &testacc::attention_kernel);
+
+} // namespace at::native
