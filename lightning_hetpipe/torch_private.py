@@ -302,22 +302,25 @@ class UnseenMode(TorchFunctionMode):
     """A ``TorchFunctionMode`` that modules do not see that ask for modes before they take fused operators, as those
     for attention do in evaluations."""
 
-    _lock = threading.Lock()
-    _entered = 0
-
     def __enter__(self) -> Self:
-        with UnseenMode._lock:
-            UnseenMode._entered += 1
+        global _unseen
+        with _unseen_lock:
+            _unseen += 1
             torch.overrides.has_torch_function = _seen_by_others  # type: ignore[assignment]  # another parameter's name
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        with UnseenMode._lock:
-            UnseenMode._entered -= 1
-            if not UnseenMode._entered:
+        global _unseen
+        with _unseen_lock:
+            _unseen -= 1
+            if not _unseen:
                 torch.overrides.has_torch_function = has_torch_function
+
+
+_unseen = 0  # how many are entered, in all threads
+_unseen_lock = threading.Lock()
 
 
 def _seen_by_others(values: Iterable[Any]) -> bool:

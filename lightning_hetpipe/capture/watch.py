@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
+from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
@@ -276,13 +277,15 @@ class TrainingWatch(Watch):
                 inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
                 attributes = [(part, attributes_with_contents(part)) for part in module.modules()]
+                fingerprint = None if graph is None else Fingerprint([Piece(name, module)])
                 with nullcontext() if graph is None else graph.frozen.noted():
                     value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
                 node.check(partial(_add_layer, layers, observation, self.root, attributes))
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
-                if graph is not None:
+                if graph is not None and fingerprint is not None:
+                    graph.check(partial(_refuse_changes, name, fingerprint))
                     graph.check(observation.refuse_custom_function)
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
         if graph is not None:
@@ -329,6 +332,11 @@ class TrainingWatch(Watch):
 
 def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: Attributes) -> None:
     layers.append(observation.layer(root, attributes))
+
+
+def _refuse_changes(layer: str, fingerprint: Fingerprint) -> None:
+    if (changed := fingerprint.changed()) is not None:
+        raise SettingError(f"layer '{layer}' changes '{changed}' in forward, which a graph would not do")
 
 
 def _now() -> float:

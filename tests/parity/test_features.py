@@ -11,7 +11,7 @@ PAGE = TESTS.parent / "docs" / "trainer-features.md"
 
 def test_every_feature_has_its_tests() -> None:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    rows = [line for line in lines if not line.startswith(("| feature ", "| --- "))]
+    rows = [line for line in lines if not line.startswith(("| feature ", "| --- ", "| | test |"))]
     assert len(rows) > 60
     uses = "".join(file.read_text() for file in TESTS.glob("wsp/*uses*.py"))
     for row in rows:
