@@ -554,6 +554,14 @@ MUTATIONS = (
         ("tests/planning/test_profile_cache.py",),
     ),
     Mutation(
+        "L10",
+        "gradients from several devices are added in order of arrival",
+        "pipeline/operands.py",
+        "set_multithreading_enabled(False)",
+        "set_multithreading_enabled(True)",
+        ("tests/accelerator/test_larger_than_a_device.py",),
+    ),
+    Mutation(
         "checkpoints",
         "a save that is killed leaves half a checkpoint",
         "strategy/checkpoints.py",
