@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.grouping import LayerNodes, alike, groups
+from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups
 from tests.support.captured_models import CLIP, GPT, ResNet, Translator, UNet
 
 IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
@@ -179,6 +179,32 @@ def test_a_buffer_that_is_changed_is_in_one_layer() -> None:
             return y
 
     assert blocks(Counts(), torch.randn(2, 3)) == ["one", "three"]
+
+
+class Follows(nn.Module):
+    """Follows the mean of its inputs, in place and without gradients, between two layers."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad():
+            self.mean[:].lerp_(x.mean(0), 0.1)
+        y: Tensor = self.two(x) * self.mean
+        return y
+
+
+def test_a_buffer_that_is_changed_in_a_region_of_its_own() -> None:
+    """What runs under torch.no_grad() is one node, which was not seen to change anything."""
+    net = Follows()
+    found = groups(graph_of("model", net, (torch.randn(2, 3),), {})[0].graph, net)
+    assert [group.block for group in found] == ["one"]
+    assert list(changed_buffers(found[0].nodes)) == ["mean"]
 
 
 def test_batchnorm_that_is_called_twice_is_in_one_layer() -> None:
