@@ -119,6 +119,23 @@ def test_a_block_in_a_sequential_is_split_between_its_children() -> None:
     ]
 
 
+def test_a_sequential_with_one_module_of_several_layers_is_no_list_of_blocks() -> None:
+    """As a norm, attention and dropout in the demo's GPT."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.Sequential(nn.LayerNorm(3), Gated(), nn.Dropout(0.0))
+            self.think = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.think(x + self.attend(x))
+            return y
+
+    found = parts(nn.Sequential(Attends(), nn.Linear(3, 3)), torch.randn(2, 3))
+    assert found == ["0.attend.0", "0.attend.1", "0.think.0", "0.think.2", "1"]
+
+
 def test_blocks_in_a_sequential_that_are_not_split() -> None:
     """One with a single child, torch.nn's own, and one in a list inside of it."""
 
