@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException as CompilerError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, has_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -46,6 +47,7 @@ __all__ = [
     "contents",
     "cpp_compiler_error",
     "foreach_copy_",
+    "give_memory",
     "graph_leaves",
     "graph_nodes",
     "graph_start",
@@ -248,6 +250,17 @@ def viewed(tensor: Tensor) -> Tensor:
 def version_counter(tensor: Tensor) -> int:
     """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data`` are not counted."""
     return tensor._version
+
+
+def give_memory(tensor: Tensor, device: str = "cpu") -> None:
+    """Give ``tensor`` new memory, on the host or on meta: it stays the same object, whoever refers to it."""
+    kind: Any = type(tensor)
+    if is_lazy(tensor):
+        made = kind(device=device, dtype=tensor.dtype)
+    else:
+        made = torch.empty_like(tensor, device=device, requires_grad=False)
+        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    torch._C._swap_tensor_impl(tensor, made)
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:

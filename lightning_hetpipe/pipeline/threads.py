@@ -68,6 +68,8 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)
+        # Else a backward over several devices has a thread for each, and adds gradients in order of arrival.
+        torch.autograd.set_multithreading_enabled(False)
         self._enter()
         while (item := self._aside.popleft() if self._aside else self._inbox.get()) is not None:
             self._handle(item)

@@ -16,7 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.placement.optimizer_states import follow_parameters
+from lightning_hetpipe.placement.optimizer_states import follow_parameters, leave_before_parameters
 from lightning_hetpipe.placement.spread import move_apart
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
@@ -138,7 +138,10 @@ def move_to_devices(layout: Layout, module: nn.Module, optimizer: torch.optim.Op
             places.update({id(each): device for each in (*layer.module.parameters(), *layer.module.buffers())})
             if isinstance(layer.module, GraphLayer):
                 layer.module.device = device
-    move_apart(module, places, layout.devices[-1])
+    root = layout.devices[-1]
+    if optimizer is not None:
+        leave_before_parameters(optimizer, lambda parameter: parameter.device != places.get(id(parameter), root))
+    move_apart(module, places, root)
     if optimizer is not None:
         follow_parameters(optimizer)
 

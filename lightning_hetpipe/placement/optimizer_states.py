@@ -18,11 +18,20 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
     A step counter on the host stays there, unless ``capturable`` or ``fused`` asks for it on the device.
     """
+    _move(optimizer, lambda parameter: parameter.device)
+
+
+def leave_before_parameters(optimizer: torch.optim.Optimizer, moving: Callable[[Tensor], bool]) -> None:
+    """Move the states of parameters that are ``moving`` to the host, so that their devices have room for others."""
+    _move(optimizer, lambda parameter: torch.device("cpu") if moving(parameter) else parameter.device)
+
+
+def _move(optimizer: torch.optim.Optimizer, device_of: Callable[[Tensor], torch.device]) -> None:
     for group in optimizer.param_groups:
         counts_there = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             if parameter in optimizer.state:
-                moved = partial(_moved, parameter.device, counts_there)
+                moved = partial(_moved, device_of(parameter), counts_there)
                 optimizer.state[parameter] = _changed(optimizer.state[parameter], moved)
 
 

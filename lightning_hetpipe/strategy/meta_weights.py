@@ -1,4 +1,4 @@
-"""Weights of modules that were made on meta, as ``Trainer.init_module(empty_init=True)`` makes them.
+"""Weights of modules that were made on meta, where ``Trainer.init_module(empty_init=True)`` leaves them.
 
 Tensors get their memory on the host: in the loading of a checkpoint, and what none has filled before layers move to
 devices. Then each module's ``reset_parameters`` runs, in the order of construction, so that weights depend on the
@@ -8,8 +8,9 @@ run's seed, and not on stages, devices or processes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,98 +19,104 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private import reset_of, version_counter
+from lightning_hetpipe.strategy.empty_init import lose_values, loses_values
+from lightning_hetpipe.torch_private import give_memory, reset_of, version_counter
 
 SHOWN = 3
 """Names in an error."""
 
 
-class MetaWeights:
-    """The tensors of one module that were on meta, until they are filled.
+def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load ``state``, as torch loads it into tensors that are not on meta: dtypes, ties and what needs a gradient stay
+    the module's, and nothing lies in the memory of ``state`` afterwards. What it lacks stays on meta."""
+    made = _Made(module)
+    loaded = module.load_state_dict(state, strict=strict)
+    missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
+    names = _names(module)
+    made.give_back([t for t in made.empty() if all(name not in state or name in missing for name in names[id(t)])])
+    theirs = {t.untyped_storage().data_ptr() for t in state.values() if _is_bare(t)} - {0}
+    for tensor in _tensors(module):
+        if _is_bare(tensor) and tensor.untyped_storage().data_ptr() in theirs:
+            tensor.data = tensor.data.clone()
 
-    Bound: the module's weights once, on the host.
+
+def fill(module: nn.Module, seed: int) -> None:
+    """Fill what is on meta by ``reset_parameters``.
+
+    Args:
+        module: The LightningModule.
+        seed: Of the random numbers; those of the process stay as they are.
+
+    Raises:
+        SettingError: if something would have no value, or another one than its constructor gives it.
+    """
+    made = _Made(module)
+    if not made.tensors and getattr(module, "device", None) != torch.device("meta"):
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        for part in _children_first(module):
+            made.reset(part)
+    try:
+        _refuse(module, {id(tensor) for tensor in made.empty()})
+        _refuse_reset(module, made.losing & made.fillers.keys())
+    except SettingError:
+        made.give_back(made.tensors)  # else a second run would train on what has been made so far
+        raise
+    module.to("cpu")  # also what a LightningModule and metrics say of their device
+
+
+class _Made:
+    """The tensors of ``module`` that were on meta, and have memory on the host now.
+
+    Bound: the module's weights once.
     """
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, int]] = {}  # not loaded yet; with the count of changes of each
-        self._was_on_meta = False
+    def __init__(self, module: nn.Module) -> None:
+        on_meta = [tensor for tensor in _tensors(module) if tensor.is_meta]
+        self.losing = {id(tensor) for tensor in on_meta if loses_values(tensor)}
+        """Those that constructors have given other values than modules give them again."""
+        for tensor in on_meta:
+            give_memory(tensor)
+        self.tensors = [tensor for tensor in on_meta if not is_lazy(tensor)]
+        self._counts = {id(tensor): version_counter(tensor) for tensor in self.tensors}  # of what has no value yet
+        self.fillers: dict[int, nn.Module] = {}
+        """The module that has reset each."""
 
-    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Load ``state``, as torch loads it into tensors that are not on meta: dtypes, ties and what needs a gradient
-        stay the module's, and nothing lies in the memory of ``state`` afterwards."""
-        made = self._make(module)
-        loaded = module.load_state_dict(state, strict=strict)
-        missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
-        names = _names(module)
-        for tensor in made:
-            if any(name in state and name not in missing for name in names[id(tensor)]):
-                self._made.pop(id(tensor))
-        theirs = {t.untyped_storage().data_ptr() for t in state.values() if _is_bare(t)} - {0}
-        for tensor in _tensors(module):
-            if _is_bare(tensor) and tensor.untyped_storage().data_ptr() in theirs:
-                tensor.data = tensor.data.clone()
+    def empty(self) -> list[Tensor]:
+        """The tensors that nobody has written to."""
+        return [tensor for tensor in self.tensors if self._is_empty(tensor)]
 
-    def fill(self, module: nn.Module, seed: int) -> None:
-        """Fill what is on meta, or was and has not been loaded, by ``reset_parameters``.
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Put ``tensors`` on meta again."""
+        for tensor in tensors:
+            (lose_values if id(tensor) in self.losing else partial(give_memory, device="meta"))(tensor)
 
-        Args:
-            module: The LightningModule.
-            seed: Of the random numbers; those of the process stay as they are.
-
-        Raises:
-            SettingError: if something would have no value.
-        """
-        self._make(module)
-        was_on_meta, self._was_on_meta = self._was_on_meta, False
-        if not was_on_meta:
-            return
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed)
-            fillers: dict[int, nn.Module] = {}
-            for part in _children_first(module):
-                self._reset(part, fillers)
-        empty = {id(tensor) for tensor, _ in self._made.values() if self._is_empty(tensor)}
-        _refuse(module, empty)
-        self._made.clear()
-        module.to("cpu")  # also what a LightningModule and metrics say of their device
-
-    def _make(self, module: nn.Module) -> list[Tensor]:
-        """Give each tensor on meta memory on the host, and remember it."""
-        made = []
-        for tensor in [tensor for tensor in _tensors(module) if tensor.is_meta]:
-            tensor = _on_host(module, tensor)
-            if not is_lazy(tensor):
-                self._made[id(tensor)] = tensor, version_counter(tensor)
-                made.append(tensor)
-        self._was_on_meta |= bool(made)
-        return made
-
-    def _is_empty(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` was on meta, and nobody has written to it."""
-        return id(tensor) in self._made and version_counter(tensor) == self._made[id(tensor)][1]
-
-    def _reset(self, part: nn.Module, fillers: dict[int, nn.Module]) -> None:
+    def reset(self, part: nn.Module) -> None:
         """Let ``part`` reset what is empty in it, and nothing else but what modules inside of it have reset."""
         reset = reset_of(part)
         own = [tensor for tensor in _tensors(part, recurse=False) if self._is_empty(tensor)]
         if reset is None or not (own or isinstance(part, nn.Transformer)):
             return
         inside = set(part.modules())
-        kept = [t for t in _tensors(part) if not self._is_empty(t) and fillers.get(id(t)) not in inside]
+        kept = [t for t in _tensors(part) if not self._is_empty(t) and self.fillers.get(id(t)) not in inside]
         if kept and not own:
             return
         before = [(tensor, tensor.clone()) for tensor in kept]
         for tensor in own:
             if _has_nan(tensor):
                 tensor.fill_(torch.nan)
-            self._made[id(tensor)] = tensor, version_counter(tensor)
+            self._counts[id(tensor)] = version_counter(tensor)
         reset()
         for tensor, values in before:
             tensor.copy_(values)
         for tensor in own:
             if not self._is_empty(tensor) or _is_written(tensor):
-                self._made.pop(id(tensor))
-                fillers[id(tensor)] = part
+                del self._counts[id(tensor)]
+                self.fillers[id(tensor)] = part
+
+    def _is_empty(self, tensor: Tensor) -> bool:
+        return self._counts.get(id(tensor)) == version_counter(tensor)
 
 
 @contextmanager
@@ -123,30 +130,6 @@ def left_on_meta(module: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         redirect.remove()
-
-
-def _on_host(module: nn.Module, tensor: Tensor) -> Tensor:
-    """``tensor``, which is on meta, with memory on the host; another one, only where somebody refers to it weakly."""
-    made: Any
-    if is_lazy(tensor):
-        kind: Any = type(tensor)
-        made = kind(device="cpu", dtype=tensor.dtype)
-    else:
-        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__class__ = tensor.__class__
-    made.__dict__.update(vars(tensor))
-    try:
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
-    except RuntimeError:  # as in nn.LSTM, which notices an assignment
-        for part in module.modules():
-            for name, held in [*_parameters(part), *_buffers(part)]:
-                if held is tensor:
-                    setattr(part, name, made)
-        result: Tensor = made
-        return result
-    return tensor
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -198,6 +181,21 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     return walk(module)
 
 
+def _refuse_reset(module: nn.Module, reset: set[int]) -> None:
+    """Refuse a module of whose tensors some were ``reset``, and would have other values if it were not for meta."""
+    names = [name for name, tensor in [*_parameters(module, True), *_buffers(module, True)] if id(tensor) in reset]
+    if names:
+        raise SettingError(
+            f"{type(module).__name__} gives values to {_listed(names)} otherwise than by reset_parameters when it is"
+            " made, which init_module(empty_init=True) leaves out; load a checkpoint that has them (ckpt_path=...), or"
+            " make it without empty_init=True"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
 def _refuse(module: nn.Module, empty: set[int]) -> None:
     """Refuse a module of whose tensors some have no value, by their names."""
     names = [
@@ -207,10 +205,9 @@ def _refuse(module: nn.Module, empty: set[int]) -> None:
         if tensor.is_meta or id(tensor) in empty
     ]
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise SettingError(
             f"{type(module).__name__} was made on meta, by init_module(empty_init=True) or torch.device('meta'), and"
-            f" nothing gives values to {', '.join(names[:SHOWN])}{more}; make such a module elsewhere, give it a method"
+            f" nothing gives values to {_listed(names)}; make such a module elsewhere, give it a method"
             " reset_parameters that sets them, or load a checkpoint that has them (ckpt_path=...)"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.lightning_private import set_checkpoint_io
 from lightning_hetpipe.placement.optimizer_states import load_state
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy import meta_weights, settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
-from lightning_hetpipe.strategy.meta_weights import MetaWeights, left_on_meta
+from lightning_hetpipe.strategy.empty_init import uninitialised_on_meta
 
 
 class HostWeights(ParallelStrategy):
@@ -31,7 +31,6 @@ class HostWeights(ParallelStrategy):
         super().__init__(checkpoint_io=filled(checkpoint_io), **arguments)
         self.run_seed = 0
         """Seed of the run's random numbers, the same on all virtual workers."""
-        self._meta_weights = MetaWeights()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -46,8 +45,9 @@ class HostWeights(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors on the host, or on meta where they are loaded later."""
-        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+        """Make tensors on the host, with ``empty_init`` those that are not initialised on meta."""
+        emptily = uninitialised_on_meta() if empty_init else nullcontext()
+        with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -55,7 +55,7 @@ class HostWeights(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.run_seed = self._agreed(settings.run_seed())
-        self._meta_weights.fill(trainer.lightning_module, self.run_seed)
+        meta_weights.fill(trainer.lightning_module, self.run_seed)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -68,12 +68,12 @@ class HostWeights(ParallelStrategy):
         return value
 
     def teardown(self) -> None:
-        with left_on_meta(self.lightning_module):  # by a run that ends before it has begun
+        with meta_weights.left_on_meta(self.lightning_module):  # by a run that ends before it has begun
             super().teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        self._meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
+        meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -106,6 +106,15 @@ def test_a_model_computes_the_bits_of_the_cpu(name: str, kind: str) -> None:
     assert_same(trained(model, given, torch.device("cpu"), kind), trained(model, given, place(2), kind))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_evaluation_computes_the_bits_of_the_cpu(name: str, mode: Callable[[], Any]) -> None:
+    make, inputs = MODELS[name]
+    model, given = make().eval(), inputs()
+    with mode():
+        assert torch.equal(model(given), copy.deepcopy(model).to(place(1))(given.to(place(1))).cpu())
+
+
 @pytest.mark.parametrize("name", ["linear", "convolutions", "attention", "transformer"])
 def test_autocast_computes_the_bits_of_the_cpu(name: str) -> None:
     make, inputs = MODELS[name]

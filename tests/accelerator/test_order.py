@@ -89,6 +89,17 @@ def test_the_host_waits_for_whoever_comes_after() -> None:
             a + 1
 
 
+def test_pinned_memory_has_the_values_once_the_host_has_waited() -> None:
+    a = torch.arange(4.0, device=place(1))
+    pinned = torch.zeros(4, pin_memory=True)
+    pinned.copy_(a, non_blocking=True)
+    a.fill_(5)  # behind the copy
+    assert pinned.isnan().all()
+    torch.accelerator.current_stream(place(1)).synchronize()
+    assert pinned.tolist() == [0, 1, 2, 3]
+    assert streams.move(a, torch.device("cpu")).tolist() == [5] * 4
+
+
 def test_a_copy_orders_the_streams_of_both_devices() -> None:
     """As CUDA's: it runs on the first one's stream once the second one's is there, and that waits for it."""
     a = torch.ones(4, device=place(0))

@@ -206,3 +206,27 @@ def test_leaves_of_a_graph_up_to_its_seams() -> None:
     for graph, found in ((hidden.sum(), []), (hidden.sum() + inside.sum(), [inside])):
         leaves = torch_private.graph_leaves([graph.grad_fn], [hidden.grad_fn])
         assert list(map(id, leaves)) == list(map(id, found))
+
+
+@guards("_swap_tensor_impl")
+def test_memory_for_a_tensor_on_meta() -> None:
+    """Also where others refer to it weakly, as ``nn.LSTM`` to its own, and where it has been part of a graph."""
+    module = nn.LSTM(2, 2, device="meta")
+    module.bias_ih_l0.requires_grad_(False)
+    vars(module.bias_ih_l0)["mark"] = 1
+    module(torch.ones(1, 2, device="meta"))
+    before = list(module.parameters())
+    for parameter in before:
+        torch_private.give_memory(parameter)
+    assert all(one is other for one, other in zip(before, module.parameters(), strict=True)), (
+        "an optimizer that was made before would train what no module has"
+    )
+    assert not module.bias_ih_l0.requires_grad
+    assert vars(module.bias_ih_l0)["mark"] == 1
+    module.reset_parameters()
+    module(torch.ones(1, 2))[0].sum().backward()
+    assert module.weight_ih_l0.grad is not None
+    lazy = nn.LazyLinear(2, device="meta")
+    for parameter in lazy.parameters():
+        torch_private.give_memory(parameter)
+    assert lazy(torch.ones(1, 2)).isfinite().all()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.strategy.meta_weights import MetaWeights
+from lightning_hetpipe.strategy.meta_weights import fill, load
 from tests.support.equality import assert_same
 from tests.support.small import Validated, batches, pipeline, refused
 from tests.support.trainers import quiet_trainer
@@ -34,7 +33,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = SEED) -> Any:
 
 def filled(make: Callable[[], nn.Module], seed: int = SEED) -> Any:
     module = on_meta(make)
-    MetaWeights().fill(module, seed)
+    fill(module, seed)
     return module
 
 
@@ -91,7 +90,7 @@ def test_parameters_stay_the_same_objects() -> None:
     module[0].weight.requires_grad_(False)
     module[0].bias.decays = False
     before = [*module.parameters(), *module.buffers()]
-    MetaWeights().fill(module, SEED)
+    fill(module, SEED)
     assert all(one is other for one, other in zip(before, [*module.parameters(), *module.buffers()], strict=True))
     assert not module[0].weight.requires_grad
     assert module[0].bias.decays is False
@@ -104,7 +103,7 @@ def test_modules_say_that_they_are_on_the_host() -> None:
 
 
 def test_ties_stay() -> None:
-    """The first one that has a weight fills it; torch's LSTM refers to its own weakly, and is assigned others."""
+    """The first one that has a weight fills it; torch's LSTM has lists of its own."""
     found = filled(Tied)
     assert found.head.weight is found.embed.weight
     assert_same(seeded(lambda: nn.Embedding(6, 4)).weight, found.embed.weight)
@@ -124,9 +123,8 @@ def test_loading(strict: bool, partly: bool) -> None:
     if partly:
         module.norm.to_empty(device="cpu")
         kept = module.norm.weight
-    weights = MetaWeights()
-    weights.load(module, state, strict)
-    weights.fill(module, SEED)
+    load(module, state, strict)
+    fill(module, SEED)
     assert module.head.weight is module.embed.weight
     assert not module.head.bias.requires_grad
     assert not partly or module.norm.weight is kept
@@ -143,7 +141,7 @@ def test_strictness_is_kept() -> None:
         ({**state, "other": torch.ones(1)}, "Unexpected"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            MetaWeights().load(on_meta(lambda: nn.Linear(2, 2)), wrong, strict=True)
+            load(on_meta(lambda: nn.Linear(2, 2)), wrong, strict=True)
 
 
 class LoRA(nn.Module):
@@ -166,9 +164,8 @@ def test_what_a_checkpoint_lacks_is_reset_and_nothing_else() -> None:
     base = seeded(lambda: nn.Linear(6, 6))
     module = on_meta(lambda: nn.Sequential(LoRA(), nn.Linear(6, 6)))
     state = {"0.base.weight": base.weight, "0.base.bias": base.bias, "1.weight": base.weight}
-    weights = MetaWeights()
-    weights.load(module, state, strict=False)
-    weights.fill(module, SEED)
+    load(module, state, strict=False)
+    fill(module, SEED)
     for name, tensor in state.items():
         assert_same(tensor, module.state_dict()[name], name)
     torch.manual_seed(SEED)
@@ -182,11 +179,11 @@ def test_what_is_not_on_meta_stays_as_it_is() -> None:
     """Also where the module that holds it resets itself for the sake of another tensor."""
     module = on_meta(lambda: nn.Linear(2, 2))
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))
-    MetaWeights().fill(module, SEED)
+    fill(module, SEED)
     assert_same(torch.full((2, 2), 7.0), module.weight.detach())
     before = seeded(Tied)
     expected = {name: tensor.clone() for name, tensor in before.state_dict().items()}
-    MetaWeights().fill(before, SEED + 1)
+    fill(before, SEED + 1)
     assert_same(expected, dict(before.state_dict()))
 
 
@@ -203,11 +200,11 @@ class Renamed(nn.Module):
 
 
 def test_what_an_override_loads_counts_and_what_it_leaves_out_is_refused() -> None:
-    module, weights = on_meta(Renamed), MetaWeights()
-    weights.load(module, {"old": torch.ones(3), "other": torch.ones(3)}, strict=True)
+    module = on_meta(Renamed)
+    load(module, {"old": torch.ones(3), "other": torch.ones(3)}, strict=True)
     assert_same(torch.ones(3), module.weight.detach())
     with refused("Renamed was made on meta", "nothing gives values to other; make"):
-        weights.fill(module, SEED)
+        fill(module, SEED)
 
 
 class Keeps(nn.Module):
@@ -222,7 +219,7 @@ def test_nothing_lies_in_the_memory_of_what_was_loaded() -> None:
     module, memory = Keeps(), torch.ones(5)
     state = {"queue": memory.view(5)}
     module.queue = state["queue"]
-    MetaWeights().load(module, state, strict=True)
+    load(module, state, strict=True)
     memory.zero_()
     assert_same(torch.ones(5), module.queue)
 
@@ -258,18 +255,23 @@ def normed() -> nn.Module:
     ],
 )
 def test_what_nothing_fills_is_refused_by_name(make: Callable[[], nn.Module], name: str) -> None:
-    with refused(f"nothing gives values to {name}", "reset_parameters", "ckpt_path"):
-        MetaWeights().fill(on_meta(make), SEED)
+    module = on_meta(make)
+    for _ in range(2):  # it has no value yet in the second run either
+        with refused(f"nothing gives values to {name}", "reset_parameters", "ckpt_path"):
+            fill(module, SEED)
 
 
 def test_what_no_checkpoint_holds_is_refused_after_loading() -> None:
-    module, weights = on_meta(lambda: Positions(resets=False)), MetaWeights()
-    weights.load(module, Positions().state_dict(), strict=True)
+    module = on_meta(lambda: Positions(resets=False))
+    load(module, Positions().state_dict(), strict=True)
+    assert {name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta} == {
+        "table"
+    }
     with refused("nothing gives values to table;"):
-        weights.fill(module, SEED)
-    module, weights = on_meta(Positions), MetaWeights()
-    weights.load(module, (expected := Positions()).state_dict(), strict=True)
-    weights.fill(module, SEED)
+        fill(module, SEED)
+    module = on_meta(Positions)
+    load(module, (expected := Positions()).state_dict(), strict=True)
+    fill(module, SEED)
     assert_same(dict(expected.state_dict()), dict(module.state_dict()))
     assert_same(expected.table, module.table)
 
@@ -282,9 +284,9 @@ def test_what_a_forward_pass_computes_anew_is_not_missed() -> None:
         module: nn.Module = nn.utils.weight_norm(nn.Linear(2, 2))
         return module
 
-    module, weights, source = on_meta(make), MetaWeights(), seeded(make)
-    weights.load(module, source.state_dict(), strict=True)
-    weights.fill(module, SEED)
+    module, source = on_meta(make), seeded(make)
+    load(module, source.state_dict(), strict=True)
+    fill(module, SEED)
     assert_same(source(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
@@ -310,54 +312,9 @@ class Learns(Validated):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Configured(Learns):
-    """Makes its net in ``configure_model``."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.step = Learns().step
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = Learns().net
-            assert {p.device.type for p in self.net.parameters()} == {"cpu"}
-
-
-class Elsewhere(HetPipeStrategy):
-    """A strategy whose devices must not be asked for while modules are made."""
-
-    makes = False
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        self.makes = True
-        with super().tensor_init_context(empty_init):
-            yield
-        self.makes = False
-
-    @property
-    def root_device(self) -> torch.device:
-        assert not self.makes
-        return super().root_device
-
-
 def made(trainer: L.Trainer, empty_init: bool | None) -> Learns:
     with trainer.init_module(empty_init=empty_init):
         return Learns()
-
-
-@pytest.mark.parametrize(("empty_init", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_where_modules_are_made(empty_init: bool | None, device: str, precision: str, dtype: torch.dtype) -> None:
-    trainer = quiet_trainer(Elsewhere(stages=2), precision=precision)
-    assert {(p.device.type, p.dtype) for p in made(trainer, empty_init).parameters()} == {(device, dtype)}
-
-
-def test_configure_model_makes_on_the_host() -> None:
-    module = Configured()
-    quiet_trainer(Elsewhere(stages=2, in_flight=2)).fit(module, batches())
-    assert module.net is not None
 
 
 @pytest.mark.parametrize("strategy", [{"in_flight": 1}, {"stages": 2, "in_flight": 3}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import tracemalloc
 import warnings
@@ -22,12 +23,14 @@ from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
 from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.group import Group
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from tests.exact.running import fit
 from tests.support.equality import assert_same
+from tests.support.host_memory import Peak
 from tests.support.models import mlp, vectors
 from tests.workers.test_group import SECONDS, Pair
 
@@ -166,6 +169,22 @@ def test_no_process_holds_the_states_of_all(monkeypatch: pytest.MonkeyPatch, tmp
         checkpoint = loaded(tmp_path / "saved.ckpt")
         take_state(checkpoint, "saved.ckpt", worker, workers)
         assert_same(torch.full((size,), worker, dtype=torch.uint8), checkpoint["callbacks"]["large"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_each_reads_its_own_once(tmp_path: Path) -> None:
+    """The others' states stay on the disk, and its own is read from there."""
+    size = 40 << 20  # more than glibc would keep
+    checkpoints = [dumped(index) for index in range(3)]
+    for checkpoint in checkpoints:
+        checkpoint["optimizer_states"][0]["state"]["large"] = torch.ones(size, dtype=torch.uint8)
+    path = saved(checkpoints, tmp_path, rounded=[()] * 3)
+    del checkpoints, checkpoint
+    with Peak() as peak:
+        checkpoint = ReplacingCheckpointIO().load_checkpoint(path)
+        take_state(checkpoint, path, 2, 3)
+    assert checkpoint["global_step"] == 3
+    assert size < peak.bytes < 1.5 * size
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (1, 2)])

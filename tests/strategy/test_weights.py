@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.support.accelerator import TestAccelerator
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.placement.layout import Layout, move_to_devices
+from lightning_hetpipe.placement.planner import Decision
+from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.equality import assert_same
 from tests.support.models import labelled
 from tests.support.trainers import quiet_trainer
@@ -82,3 +85,23 @@ def test_no_device_ever_holds_more_than_its_own(
         assert set(states) == {device}
     if resumes:
         assert_same(dict(plain.state_dict()), dict(module.state_dict()))
+
+
+def test_states_leave_before_others_come(accelerator: TestAccelerator) -> None:
+    """Layers go to other devices after the first minibatch; none ever holds more than before or after."""
+    devices = [torch.device(NAME, index) for index in range(4)]
+    net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for device in devices)
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    for parameter in net.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.ones(()), "exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)
+        }  # fmt: skip
+    for index in range(4):
+        set_limit(index, 3 * LAYER + 64)
+    order = [2, 3, 0, 1]
+    decision = Decision((0, 1, 2, 3), [devices[index] for index in order], 2, [0.0] * 4)
+    move_to_devices(Layout([Layer(f"net.{index}", net[index]) for index in range(4)], decision), net, optimizer)
+    for index, parameter in zip(order, net.parameters(), strict=True):
+        assert {name: state.device.index for name, state in optimizer.state[parameter].items()} == {
+            "step": None, "exp_avg": index, "exp_avg_sq": index
+        }  # fmt: skip

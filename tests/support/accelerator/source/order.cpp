@@ -38,6 +38,12 @@ std::vector<c10::DeviceIndex>& devices() {
   return *all;
 }
 
+// Called once the host has waited for them.
+std::vector<std::pair<Access, std::function<void()>>>& pending() {
+  static auto* acts = new std::vector<std::pair<Access, std::function<void()>>>();
+  return *acts;
+}
+
 uint64_t at(const Clock& clock, int stream) {
   return static_cast<size_t>(stream) < clock.size() ? clock[stream] : 0;
 }
@@ -88,6 +94,7 @@ void begin_order(bool checked) {
     merge(over(), clock);
   }
   unknown().clear();
+  pending().clear();
   checking = checked;
 }
 
@@ -182,18 +189,43 @@ Clock clock_of(int stream) {
   return clocks()[stream];
 }
 
-void wait_on_host(const Clock& clock) {
+void once_over(const Access& access, std::function<void()> act) {
   std::lock_guard<std::mutex> lock(mutex);
-  merge(over(), clock);
+  pending().emplace_back(access, std::move(act));
+}
+
+void wait_on_host(const Clock& clock) {
+  static std::mutex acting; // another thread that waits finds it done
+  std::lock_guard<std::mutex> whole(acting);
+  std::vector<std::function<void()>> acts;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    merge(over(), clock);
+    auto& left = pending();
+    auto is_over = [&](const auto& each) { return at(over(), each.first.stream) >= each.first.time; };
+    for (auto& each : left) {
+      if (is_over(each)) {
+        acts.push_back(std::move(each.second));
+      }
+    }
+    left.erase(std::remove_if(left.begin(), left.end(), is_over), left.end());
+  }
+  for (const auto& act : acts) {
+    act();
+  }
 }
 
 void wait_on_host(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (size_t stream = 0; stream < clocks().size(); stream++) {
-    if (devices()[stream] == device) {
-      merge(over(), clocks()[stream]);
+  Clock clock;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (size_t stream = 0; stream < clocks().size(); stream++) {
+      if (devices()[stream] == device) {
+        merge(clock, clocks()[stream]);
+      }
     }
   }
+  wait_on_host(clock);
 }
 
 } // namespace testacc

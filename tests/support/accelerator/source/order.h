@@ -4,6 +4,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -55,6 +56,9 @@ void hand_out(int home);
 // All that `stream` does from now on comes after `clock`.
 void wait(int stream, const Clock& clock);
 Clock clock_of(int stream);
+
+// Act once the host has waited for it.
+void once_over(const Access& access, std::function<void()> act);
 
 // All that the process does from now on comes after it: the host has waited.
 void wait_on_host(const Clock& clock);

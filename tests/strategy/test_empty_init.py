@@ -1,0 +1,224 @@
+"""Modules are made on the host, weights without values on meta, and no values are lost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.strategy.test_checkpoint_files import MARGIN, WEIGHTS, Large, linux
+from tests.strategy.test_meta_weights import Learns, made, seeded
+from tests.support.equality import assert_same
+from tests.support.host_memory import Peak
+from tests.support.small import batches, pipeline, refused
+from tests.support.trainers import quiet_trainer
+
+
+class Elsewhere(HetPipeStrategy):
+    """A strategy whose devices must not be asked for while modules are made."""
+
+    makes = False
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        self.makes = True
+        with super().tensor_init_context(empty_init):
+            yield
+        self.makes = False
+
+    @property
+    def root_device(self) -> torch.device:
+        assert not self.makes
+        return super().root_device
+
+
+class Configured(Learns):
+    """Makes its net in ``configure_model``."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.step = Learns().step
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Learns().net
+            assert {p.device.type for p in self.net.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(("empty_init", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_where_modules_are_made(empty_init: bool | None, device: str, precision: str, dtype: torch.dtype) -> None:
+    trainer = quiet_trainer(Elsewhere(stages=2), precision=precision)
+    assert {(p.device.type, p.dtype) for p in made(trainer, empty_init).parameters()} == {(device, dtype)}
+
+
+def test_configure_model_makes_on_the_host() -> None:
+    module = Configured()
+    quiet_trainer(Elsewhere(stages=2, in_flight=2)).fit(module, batches())
+    assert module.net is not None
+
+
+class Valued(Learns):
+    """Has tensors with values, in all ways in which modules have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.full((3,), 2.0))
+        self.taken = nn.Parameter(pretrained["weight"])
+        self.tied = self.taken
+        self.register_buffer("mask", torch.ones(3, 3).tril(), persistent=False)
+        self.plain = torch.arange(3.0)
+        self.metric = torchmetrics.MeanMetric()
+        self.recurrent = nn.LSTM(3, 3)
+        self.step = lambda _, x, y, batch_idx: Learns().step(self, x, y, batch_idx)
+
+
+pretrained = {"weight": torch.full((3,), 5.0)}
+
+
+def test_values_stay() -> None:
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Valued()
+        elsewhere = torch.empty(3, device="cpu")
+    assert {name for name, p in module.named_parameters() if p.is_meta} == {
+        name for name, _ in module.named_parameters() if name.startswith(("net", "recurrent"))
+    }
+    assert not elsewhere.is_meta
+    assert module.device == torch.device("cpu")
+    assert module.tied is module.taken
+    with torch.device("cpu"):
+        expected = Valued()
+    for name in ("token", "taken", "mask", "plain"):
+        assert_same(getattr(expected, name), getattr(module, name), name)
+    assert module.metric(torch.ones(1)) == 1
+    assert_same(dict(expected.net.named_buffers()), dict(module.net.named_buffers()))
+
+
+def test_what_lightning_documents(tmp_path: Path) -> None:
+    """``load_from_checkpoint`` in ``init_module(empty_init=True)``, with no word of torch's that it loads nothing."""
+    plain, trainer = seeded(Valued), quiet_trainer()
+    trainer.fit(plain, batches())
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    trainer = quiet_trainer(pipeline(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with trainer.init_module(empty_init=True):
+            module = Valued.load_from_checkpoint(tmp_path / "it.ckpt")
+    assert_same(dict(plain.state_dict()), dict(module.state_dict()))
+    expected = quiet_trainer().validate(plain, batches(), verbose=False)
+    assert expected[0]["loss"] == pytest.approx(trainer.validate(module, batches(), verbose=False)[0]["loss"])
+    assert_same(dict(plain.state_dict()), dict(module.state_dict()))
+
+
+def apply(net: nn.Module) -> None:
+    def init(part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+
+    net.apply(init)
+
+
+def through_data(net: Any) -> None:
+    net[0].weight.data.normal_()
+
+
+def in_part(net: Any) -> None:
+    with torch.no_grad():
+        net[0].weight[0] = 0
+
+
+class Container(nn.Module):
+    """Resets what others hold, which are asked themselves."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        apply(self.net)
+
+
+@pytest.mark.parametrize("write", [apply, through_data, in_part, Container])
+def test_values_that_nothing_gives_again_are_refused_unless_loaded(tmp_path: Path, write: Any) -> None:
+    """Torch's own reset_parameters would have trained another model, without a word; as LoRA's zeros."""
+
+    class Writes(Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            write(self.net)
+
+    trainer = quiet_trainer()
+    trainer.fit(seeded(Writes), batches())
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    for path in (None, tmp_path / "it.ckpt"):
+        trainer = quiet_trainer(pipeline(2), max_epochs=2)
+        with trainer.init_module(empty_init=True):
+            module = Writes()
+        if path is None:
+            for _ in range(2):
+                with refused("Writes gives values to net.0.weight", "without empty_init=True"):
+                    trainer.fit(module, batches())
+        else:
+            trainer.fit(module, batches(), ckpt_path=path)
+
+
+class Block(nn.Module):
+    """Resets a parameter of its own, and a layer in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.scale)
+        nn.init.normal_(self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) + self.scale
+        return found
+
+
+def test_values_that_modules_reset_are_those_of_a_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(Block())
+            self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4), nn.Embedding(3, 2)])
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Whole()
+    assert {p.device.type for p in module.net.parameters()} == {"meta"}
+    trainer.validate(module, batches(), verbose=False)
+
+    torch.manual_seed(5)
+    expected = nn.Sequential(Block())
+    assert_same(dict(expected.state_dict()), dict(module.net.state_dict()))
+
+
+@linux
+def test_no_memory_is_taken() -> None:
+    trainer = quiet_trainer(HetPipeStrategy(stages=2, in_flight=1))
+    with Peak() as peak, trainer.init_module(empty_init=True):
+        Large()
+    assert peak.bytes < MARGIN
+    with Peak() as peak, trainer.init_module():
+        large = Large()
+    assert peak.bytes > WEIGHTS - MARGIN
+    assert large is not None
+    del large
