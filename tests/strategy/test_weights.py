@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_no_device_ever_holds_more_than_its_own(
         assert set(states) == {device}
     if resumes:
         assert_same(dict(plain.state_dict()), dict(module.state_dict()))
+
+
+def test_a_pipeline_resumes_as_on_the_host(accelerator: TestAccelerator, tmp_path: Path) -> None:
+    """With two minibatches in flight, after layers have gone from provisional stages to those that were decided."""
+
+    def run(resumes: bool, **devices: Any) -> Stack:
+        trainer = quiet_trainer(HetPipeStrategy(stages=4, in_flight=2), max_epochs=1 + resumes, **devices)
+        with trainer.init_module(empty_init=True):
+            module = Stack(partial(torch.optim.AdamW, foreach=False))
+        trainer.fit(module, loader(), ckpt_path=tmp_path / "it.ckpt" if resumes else None)
+        trainer.save_checkpoint(tmp_path / "it.ckpt")
+        return module
+
+    run(False)
+    saved = (tmp_path / "it.ckpt").read_bytes()
+    expected = run(True)
+    (tmp_path / "it.ckpt").write_bytes(saved)
+    assert_same(dict(expected.state_dict()), dict(run(True, accelerator=accelerator, devices=4).state_dict()))
 
 
 def test_states_leave_before_others_come(accelerator: TestAccelerator) -> None:
