@@ -217,7 +217,7 @@ class Follows(nn.Module):
 
 
 def test_a_buffer_that_is_changed_in_a_region_of_its_own() -> None:
-    """What runs under torch.no_grad() is one node, which was not seen to change anything."""
+    """Code under torch.no_grad() is one node, which was not seen to change anything."""
     net = Follows()
     found = groups(graph_of("model", net, (torch.randn(2, 3),), {})[0].graph, net)
     assert [group.block for group in found] == ["one"]
