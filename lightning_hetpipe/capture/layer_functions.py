@@ -140,7 +140,7 @@ class _Maker:
             if isinstance(region, fx.GraphModule):  # such as what runs under torch.no_grad()
                 self._new[found[path]] = self._graph.placeholder(f"region_{len(self._regions)}")
                 self._regions.append(region)
-        self._device = self._graph.placeholder("device")
+        self._device = self._graph.placeholder("layer_device")
         for path in found:
             if not isinstance(held[path], fx.GraphModule):
                 self._new[found[path]] = self._graph.placeholder(f"own_{len(self.own)}")

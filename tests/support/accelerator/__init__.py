@@ -8,7 +8,7 @@
 Devices are ``torch.device("testacc", 0)`` to 3. Each operator is the CPU's on the same memory, and so are its bits.
 Operands on two devices are refused as on CUDA, and so is what a device has no room for (``torch.OutOfMemoryError``).
 Streams and events are logical clocks: an operator whose stream has not waited for what another one does to its operands
-is refused each time, and so is memory that is handed out while another stream may use it (order.cpp).
+is refused each time, and so is memory that is handed out while another stream may use it (source/order.cpp).
 The C++ extension is built when a test first asks for the fixture (a minute, once for all processes); where it cannot be
 built the test is skipped. After the test the process is as one with a GPU's driver, but without a GPU.
 

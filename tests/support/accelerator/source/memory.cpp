@@ -108,7 +108,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Account& account = accounts().at(index_of(device));
     std::lock_guard<std::mutex> lock(account.mutex);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[0] = stats.active_bytes[0] = stats.requested_bytes[0] = stats.reserved_bytes[0] = account.bytes;
+    stats.allocated_bytes[0] = stats.active_bytes[0] = account.bytes;
+    stats.requested_bytes[0] = stats.reserved_bytes[0] = account.bytes;
     stats.allocation[0] = stats.active[0] = account.blocks;
     stats.num_ooms = account.refused;
     return stats;

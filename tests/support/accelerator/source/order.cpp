@@ -62,7 +62,8 @@ bool is_before(const Access& access, int stream) {
 
 std::string named(int stream) {
   std::ostringstream text;
-  text << "stream " << (stream < kDevices ? 0 : stream - kDevices + 1) << " of " << c10::Device(kType, devices()[stream]);
+  int id = stream < kDevices ? 0 : stream - kDevices + 1;
+  text << "stream " << id << " of " << c10::Device(kType, devices()[stream]);
   return text.str();
 }
 
