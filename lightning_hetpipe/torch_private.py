@@ -434,17 +434,21 @@ def has_global_hooks() -> bool:
     return bool(has_any())
 
 
+_TENSORS = ("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
+"""Attributes in which a module keeps its tensors; an RNN has lists of its weights besides."""
+
+
 @contextmanager
 def without_tensors(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, ``parts`` seem to have no parameters and buffers: ``Module.to`` leaves these where they are."""
-    held = [(part, part._parameters, part._buffers) for part in parts]
+    held = [(part, {name: vars(part)[name] for name in _TENSORS if name in vars(part)}) for part in parts]
     try:
         for part in parts:
             vars(part).update(_parameters={}, _buffers={})
         yield
     finally:
-        for part, parameters, buffers in held:
-            vars(part).update(_parameters=parameters, _buffers=buffers)
+        for part, tensors in held:
+            vars(part).update(tensors)
 
 
 def children(module: nn.Module) -> Iterable[nn.Module | None]:

@@ -131,9 +131,9 @@ def _blocks_in(
 ) -> Iterator[tuple[str, Collection[str]]]:
     """Those in ``module``, at ``path`` in a ``holder``; ``listed`` if it is inside a list already."""
     children = _children(module, path)
-    if path and not any(_is_list(part, listed) for part in module.modules()):
+    splits = issubclass(holder, nn.Sequential) and not is_torchs_own(module) and not is_plain_sequential(module)
+    if path and not any(_is_list(part, listed, least=2 if splits else 1) for part in module.modules()):
         if _has_tensors(module):
-            splits = issubclass(holder, nn.Sequential) and not is_torchs_own(module) and not is_plain_sequential(module)
             parts = [*_parts(module, path)] if splits else []
             yield path, parts if len(parts) > 1 else ()
     elif children:
@@ -164,17 +164,17 @@ def _has_tensors(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
-def _is_list(module: nn.Module, listed: bool) -> bool:
+def _is_list(module: nn.Module, listed: bool, least: int = 1) -> bool:
     """Tell whether it holds modules with weights, one after the other.
 
-    Inside such a list, an ``nn.Sequential`` of nothing but single layers (a transformer layer's MLP, a downsampling) is
-    a part of a block.
+    Inside such a list, an ``nn.Sequential`` of nothing but single layers (a transformer layer's MLP, a downsampling),
+    or with fewer than ``least`` others (a norm, attention and dropout), is a part of a block.
     """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
     weighty = [child for child in module.children() if any(True for _ in child.parameters())]
     if listed and isinstance(module, nn.Sequential):
-        return any(True for child in weighty for _ in child.children())
+        return sum(any(True for _ in child.children()) for child in weighty) >= least
     return bool(weighty)
 
 

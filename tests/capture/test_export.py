@@ -106,6 +106,20 @@ def test_the_remedy_for_a_loss_in_the_model() -> None:
     graph_of("model", WithLoss(), (X,), {})
 
 
+class Replaces(nn.Module):
+    """Replaces its buffer, which a graph would leave as it is."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.detach().mean()
+        return x + self.mean
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -116,6 +130,10 @@ def test_the_remedy_for_a_loss_in_the_model() -> None:
         (Numpy(), r"cannot be captured by torch.export at test_export.py:\d+, `y: Tensor .*numpy\(\)"),
         (Rolls(), r"'model' draws random numbers of Python or numpy in forward, .*; draw them with torch"),
         (RollsNumpy(), r"'model' draws random numbers of Python or numpy in forward"),
+        (
+            Replaces(),
+            r"puts another tensor in the place of its buffer 'model.mean' in forward, .*; change the buffer in",
+        ),
         (Averages(), r"'model.norm' is a BatchNorm1d with momentum=None, .*; give it a momentum, such as 0.1"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.grouping import LayerNodes, alike, groups
+from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups
 from tests.support.captured_models import CLIP, GPT, ResNet, Translator, UNet
 
 IMAGE, IDS = torch.randn(2, 1, 5, 5), torch.randint(5, (2, 6))
@@ -119,6 +119,23 @@ def test_a_block_in_a_sequential_is_split_between_its_children() -> None:
     ]
 
 
+def test_a_sequential_with_one_module_of_several_layers_is_no_list_of_blocks() -> None:
+    """As a norm, attention and dropout in the demo's GPT."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.Sequential(nn.LayerNorm(3), Gated(), nn.Dropout(0.0))
+            self.think = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.think(x + self.attend(x))
+            return y
+
+    found = parts(nn.Sequential(Attends(), nn.Linear(3, 3)), torch.randn(2, 3))
+    assert found == ["0.attend.0", "0.attend.1", "0.think.0", "0.think.2", "1"]
+
+
 def test_blocks_in_a_sequential_that_are_not_split() -> None:
     """One with a single child, torch.nn's own, and one in a list inside of it."""
 
@@ -179,6 +196,32 @@ def test_a_buffer_that_is_changed_is_in_one_layer() -> None:
             return y
 
     assert blocks(Counts(), torch.randn(2, 3)) == ["one", "three"]
+
+
+class Follows(nn.Module):
+    """Follows the mean of its inputs, in place and without gradients, between two layers."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad():
+            self.mean[:].lerp_(x.mean(0), 0.1)
+        y: Tensor = self.two(x) * self.mean
+        return y
+
+
+def test_a_buffer_that_is_changed_in_a_region_of_its_own() -> None:
+    """Code under torch.no_grad() is one node, which was not seen to change anything."""
+    net = Follows()
+    found = groups(graph_of("model", net, (torch.randn(2, 3),), {})[0].graph, net)
+    assert [group.block for group in found] == ["one"]
+    assert list(changed_buffers(found[0].nodes)) == ["mean"]
 
 
 def test_batchnorm_that_is_called_twice_is_in_one_layer() -> None:

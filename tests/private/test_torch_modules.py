@@ -54,7 +54,7 @@ class Counts(torch_private.ThreadDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@guards("_parameters", "_buffers")
+@guards("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 def test_without_tensors() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     before = [*module.parameters(), *module.buffers()]
@@ -64,6 +64,10 @@ def test_without_tensors() -> None:
     after = [*module.parameters(), *module.buffers()]
     assert list(map(id, after)) == list(map(id, before))
     assert [tensor.dtype for tensor in after[:2]] == [torch.float32] * 2
+    layer = nn.LSTM(2, 2)
+    with torch_private.without_tensors([layer]):
+        layer.to(torch.float64)
+    assert layer(torch.ones(1, 2))[0].shape == (1, 2), "a spread RNN would have lost its list of weights"
 
 
 @guards("_python_dispatch", "_push_mode", "_pop_mode", "_should_skip_dynamo")
@@ -118,7 +122,7 @@ def test_hooks_of_modules(register: str) -> None:
     assert not torch_private.has_hooks(module)
 
 
-@guards("_parameters", "_buffers")
+@guards("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 def test_contents() -> None:
     module = nn.BatchNorm1d(2)
     before = torch_private.contents(module)
