@@ -15,6 +15,7 @@ from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.run.driver import Driver, Opened
@@ -92,6 +93,10 @@ class PipelinedSteps(Steps, Extension):
 
     def epoch_begins(self, first: int) -> None:
         self._last = -1  # a search for a learning rate begins with the same number again
+
+    def user_step(self, minibatch: int) -> AbstractContextManager[None]:
+        """Let user code meet live tensors, such as gradients, on the stages' devices."""
+        return OperandsTogether(stage.device for stage in self._engine.stages)
 
     def submit(self, number: int, args: tuple[Any, ...]) -> None:
         if self._moved:

@@ -44,8 +44,9 @@ class OutsideParameters(Extension):
         self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
 
     def check_step(self) -> None:
-        """Refuse what ``training_step`` itself has changed since this was made."""
+        """Refuse what ``training_step`` itself has changed since this was made; another device is no change."""
         self._check("was changed by training_step", in_step=True)
+        self._seen = self._states()
 
     def continues(self, version: int) -> None:
         """Refuse what was changed while later minibatches had read it already."""
@@ -84,9 +85,10 @@ class OutsideParameters(Extension):
 
     def _check(self, what: str, *, in_step: bool = False) -> None:
         changed: list[tuple[str, Tensor]] = []
-        for name, (tensor, *state) in self._states().items():
-            seen, *before = self._seen.get(name, (None,))
-            if seen is not tensor or before != state:
+        for name, (tensor, counter, place, value) in self._states().items():
+            before = self._seen.get(name)
+            same = before is not None and (before[0] is tensor, before[1], before[3]) == (True, counter, value)
+            if not same or (before is not None and before[2] != place and not in_step):
                 changed.append((name, tensor))
         if changed:
             owners = {name: self._owner(name) for name, _ in changed}
