@@ -69,7 +69,7 @@ def test_an_operation(operation: Callable[[Tensor, Tensor], Tensor], where: int)
 
 
 def test_statistics_are_those_of_the_module() -> None:
-    """Where a moved copy of them was changed, nobody would see it."""
+    """Nobody would see it if a moved copy of them was changed."""
     norm = nn.BatchNorm1d(5, affine=False).to(device(0))
     plain = nn.BatchNorm1d(5, affine=False)
     x = torch.randn(6, 5)

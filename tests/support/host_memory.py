@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -21,6 +23,11 @@ def is_mapped(path: Path) -> bool:
     return str(path.resolve()) in Path("/proc/self/maps").read_text()
 
 
+def _trim() -> None:
+    """Give back the pages that the allocator keeps, as otherwise it would do so at some later time."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 class Peak:
     """The most bytes that this process holds after any call of a C function in this thread, beyond those at the start.
 
@@ -29,12 +36,16 @@ class Peak:
 
     def __enter__(self) -> Self:
         self.bytes = 0
+        gc.collect()  # what earlier tests have left would be given back meanwhile
+        gc.disable()
+        _trim()
         self._before = anonymous_bytes()
         sys.setprofile(self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _look(self, frame: object, event: str, argument: object) -> None:
         if event == "c_return":
