@@ -93,7 +93,7 @@ def _refuse_cumulative_averages(name: str, module: nn.Module) -> None:
         if batch_norm and part.training and part.track_running_stats and part.momentum is None:
             raise SettingError(
                 f"'{path}' is a {type(part).__name__} with momentum=None, by which it weights a batch by how many it"
-                " has seen, a number that a graph keeps as it is; give it a momentum, such as 0.1, or set stages=1 and"
+                " has seen, a number that a graph keeps as it is; give it a momentum, such as 0.1, or set"
                 " in_flight=1 (for StochasticWeightAveraging, too, which sets it to None in the last epoch)"
             )
 

@@ -95,7 +95,7 @@ def test_weight_averaging_of_captured_batchnorm() -> None:
         return trained(Normalised, strategy, callbacks=[StochasticWeightAveraging(0.01, 1, 1)], max_epochs=3)
 
     with pytest.raises(
-        SettingError, match=r"'net.norm' is a BatchNorm1d with momentum=None, .* set stages=1 and in_fl"
+        SettingError, match=r"'net.norm' is a BatchNorm1d with momentum=None, .* set in_flight=1"
     ):
         averaged(pipeline(2))
     assert_equal_states(averaged(HetPipeStrategy(stages=1, in_flight=1)), averaged("auto"))
