@@ -169,7 +169,7 @@ def late(stage: StageEstimate, in_flight: int) -> int:
 
 
 def trainer_on(accelerator: TestAccelerator, strategy: HetPipeStrategy, **settings: Any) -> L.Trainer:
-    return quiet_trainer(strategy, accelerator=accelerator, devices=DEVICES, inference_mode=False, **settings)
+    return quiet_trainer(strategy, accelerator=accelerator, devices=DEVICES, **settings)
 
 
 @quick("resnet-2")
@@ -203,7 +203,7 @@ def test_in_a_pipeline(
     resumed.fit(again, loader, loader, ckpt_path=str(tmp_path / "half.ckpt"))
     assert_same(expected.states[-1], State.of(again, resumed.optimizers[0]))
     found = [resumed.validate(again, loader, verbose=False), resumed.test(again, loader, verbose=False)]
-    plain = quiet_trainer(inference_mode=False)
+    plain = quiet_trainer()
     assert found == [plain.validate(again, loader, verbose=False), plain.test(again, loader, verbose=False)]
     assert_same(plain.predict(again, loader), trainer_on(accelerator, strategy()).predict(again, loader))
 
@@ -258,7 +258,7 @@ def test_with_one_in_flight(
     trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=1)).fit(task, loader)
     room = int(sum(peaks()) / SHARE)
     plain, _ = make()
-    quiet_trainer(max_epochs=2, inference_mode=False).fit(plain, loader)
+    quiet_trainer(max_epochs=2).fit(plain, loader)
     task, _ = make()
     limit(int(MARGIN * room))
     declared = cluster(room)

@@ -94,9 +94,7 @@ def test_weight_averaging_of_captured_batchnorm() -> None:
     def averaged(strategy: Any) -> Any:
         return trained(Normalised, strategy, callbacks=[StochasticWeightAveraging(0.01, 1, 1)], max_epochs=3)
 
-    with pytest.raises(
-        SettingError, match=r"'net.norm' is a BatchNorm1d with momentum=None, .* set in_flight=1"
-    ):
+    with pytest.raises(SettingError, match=r"'net.norm' is a BatchNorm1d with momentum=None, .* set in_flight=1"):
         averaged(pipeline(2))
     assert_equal_states(averaged(HetPipeStrategy(stages=1, in_flight=1)), averaged("auto"))
 
