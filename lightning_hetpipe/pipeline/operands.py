@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private import (
     UnseenMode,
     enter_function_mode,
@@ -100,7 +101,7 @@ class _Together(UnseenMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        operands = [tensor for tensor in _tensors((args, kwargs)) if tensor.device in self._order]
+        operands = [tensor for tensor in nested_tensors((args, kwargs)) if tensor.device in self._order]
         self.told(operands)
         if len({tensor.device for tensor in operands}) < 2:
             return func(*args, **kwargs)
@@ -129,10 +130,10 @@ class _Together(UnseenMode):
         operands: Sequence[Tensor],
     ) -> torch.device:
         """The device on which the function ``name`` runs."""
-        if (written := next(_tensors(kwargs.get("out")), None)) is not None:
+        if (written := next(nested_tensors(kwargs.get("out")), None)) is not None:
             return written.device
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return next(_tensors(args)).device
+            return next(nested_tensors(args)).device
         if name in _WRITES:
             return operands[-1].device
         found = _device_of_parameter(operands) or self._home
@@ -158,13 +159,3 @@ def _device_of_parameter(operands: Sequence[Tensor]) -> torch.device | None:
 def _name(func: Callable[..., Any]) -> str:
     """The function's name, without that of an overload."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,18 @@ _LEAF = pytree.tree_structure(0)
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of a nested value, in the order in which :class:`Value` keeps them."""
     return [tree] if isinstance(tree, Tensor) else _distinct(pytree.tree_leaves(tree))
+
+
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in mappings, lists and tuples, as often as it occurs; faster than pytrees where there are few."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from nested_tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from nested_tensors(part)
 
 
 def _distinct(leaves: Sequence[Any]) -> list[Tensor]:

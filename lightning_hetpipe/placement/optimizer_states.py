@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_hetpipe.pipeline.values import nested_tensors
 
 Change = Callable[[Any, Tensor], Tensor]
 """Given the name of a state, if it has one, and its tensor; returns the one to take its place."""
@@ -45,7 +47,7 @@ def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.state.clear()  # as of Adagrad, which makes its state at once; torch makes all of the new one first
     optimizer.load_state_dict(loaded)
-    theirs = {_address(tensor) for tensor in _tensors(loaded)} - {0}
+    theirs = {_address(tensor) for tensor in nested_tensors(loaded)} - {0}
 
     def own(_: Any, state: Tensor) -> Tensor:
         return state.clone() if _address(state) in theirs else state
@@ -66,17 +68,6 @@ def _changed(value: Any, change: Change, name: Any = None) -> Any:
     elif type(value) is tuple:
         return tuple(_changed(part, change) for part in value)
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _address(tensor: Tensor) -> int:
