@@ -93,7 +93,7 @@ class Line:
                 submitted += 1
                 engine.submit(submitted, step(submitted))
             minibatch = engine.finish(number)
-            engine.show(number)
+            engine.show(minibatch)
             yield minibatch
             engine.publish(number)
 

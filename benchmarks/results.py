@@ -93,7 +93,7 @@ def as_markdown(results: Results) -> str:
             f"Written by `{COMMAND}`; [README.md](README.md) says what each figure is.",
             "Figures without a unit are ratios, formed within a round.",
             "",
-            *_markdown(rows),
+            *as_table(rows),
             "",
             *(f"- {line}" for line in _measured(results)),
             "",
@@ -112,7 +112,7 @@ def readme_block(results: Results) -> str:
             median, reach, _, _ = replace(figure, digits=2).cells()
             rows.append((text, f"**{median}**", reach))
             cited[name] = results[name]
-    return "\n".join([BEGIN, "", *_markdown(rows), "", *(f"- {line}" for line in _measured(cited)), "", END])
+    return "\n".join([BEGIN, "", *as_table(rows), "", *(f"- {line}" for line in _measured(cited)), "", END])
 
 
 def cite(readme: Path, results: Results) -> None:
@@ -163,6 +163,6 @@ def _measured(results: Results) -> list[str]:
     return [f"{', '.join(names)}: {run}" for run, names in runs.items()]
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+def as_table(rows: Sequence[Sequence[str]]) -> list[str]:
     first, *others = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return [first, "|" + " --- |" * len(rows[0]), *others]

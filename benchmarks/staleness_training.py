@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.demo.digits import CLASSES, load, split
-from lightning_hetpipe.rules.versions import version_of
+from lightning_hetpipe.rules.versions import STASH, Versions
 
 BATCH = 32
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -108,7 +108,7 @@ def by_loop(recipe: Recipe, in_flight: int, loader: DataLoader[Any], seed: int, 
         for index, batch in enumerate(loader):
             p += 1
             # The newest of them is p - 1.
-            stale = versions[version_of(p, in_flight, empty_at) - p]
+            stale = versions[Versions(STASH, in_flight, empty_at=empty_at).version(p) - p]
             live = [weight.data for weight in weights]
             _show(weights, stale)
             loss: Any = net.training_step(batch, index) / recipe.accumulate

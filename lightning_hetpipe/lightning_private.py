@@ -96,6 +96,12 @@ def asks_at_every_step(callback: Any) -> bool:
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
+def is_fitting(module: L.LightningModule | None) -> bool:
+    """Tell whether ``module`` is in a fit; it may be attached to no Trainer."""
+    trainer: L.Trainer | None = getattr(module, "_trainer", None)
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
 Counters = tuple[int, int, int]
 """Minibatches begun in the run, and in the epoch, and steps of the optimizer, which is ``global_step``."""
 

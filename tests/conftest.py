@@ -131,8 +131,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which layers are profiled and training time is counted."""
     clock = Clock()
-    for module in ("capture.microbenchmark", "reporting.meter"):
-        monkeypatch.setattr(f"lightning_hetpipe.{module}.time", clock)
+    monkeypatch.setattr("lightning_hetpipe.capture.microbenchmark.time", clock)
+    monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock.perf_counter)
     return clock
 
 

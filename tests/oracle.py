@@ -3,8 +3,8 @@
 Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what minibatch v left: the weights after its
 optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
 max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
-where a run was resumed. Buffers (BatchNorm's statistics) are not stale: minibatch p starts from what p - 1 left, also
-where both call the same module several times.
+where a run was resumed; other weight policies have other versions, and predictions (``weights``). Buffers (BatchNorm's
+statistics) are not stale: minibatch p starts from what p - 1 left, also where both call the same module several times.
 
 Each gradient is that of one plain ``backward``, so that its sums associate as autograd's: the uses of a tensor or of a
 weight are added one by one, the latest first, with no partial sum for a pass, a stage or a pipelined module.
@@ -67,6 +67,24 @@ def copy_of(value: Any) -> Any:
     return [copy_of(each) for each in value] if isinstance(value, list) else value
 
 
+def spectrain(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor | None:
+    """By its momentum buffer (SpecTrain, 2018)."""
+    momentum = optimizer.state[weight].get("momentum_buffer") if weight in optimizer.state else None
+    return None if momentum is None else momentum * -group["lr"]
+
+
+def xpipe(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor | None:
+    """By Adam's moments, bias-corrected (XPipe, 2019)."""
+    if weight not in optimizer.state or not optimizer.state[weight]:
+        return None
+    state, (beta, gamma) = optimizer.state[weight], group["betas"]
+    t = state["step"].item()
+    second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    spread = (second / (1 - gamma**t)).sqrt() + group["eps"]
+    move: Tensor = state["exp_avg"] / spread * (-group["lr"] / (1 - beta**t))
+    return move
+
+
 @dataclass(repr=False)
 class Run:
     """Results of a run, minibatch by minibatch.
@@ -100,6 +118,8 @@ def train(
     scaler: torch.amp.GradScaler | None = None,
     restarts: Collection[int] = (),
     stop_after: int | None = None,
+    weights: str = "stash",
+    lr_correction: int | None = None,
     edit: Callable[[int, M], None] | None = None,
 ) -> Run:
     """Trains a copy of ``model``.
@@ -117,11 +137,14 @@ def train(
         scaler: scales losses, if given: minibatch p's by the scale of the version that it computes on.
         restarts: versions, besides each epoch's first, from which the pipeline started empty.
         stop_after: the last minibatch.
+        weights: the weight policy.
+        lr_correction: as ``minibatches`` has it.
         edit: called with (p, model) when minibatch p is done, as a callback that changes weights would be.
     """
     run = Run()
     options: dict[str, Any] = {"accumulate": accumulate, "clip_norm": clip_norm, "clip_value": clip_value}
     options |= {"autocast": autocast, "scaler": scaler, "restarts": restarts, "stop_after": stop_after}
+    options |= {"weights": weights, "lr_correction": lr_correction}
     for p, trained in minibatches(run, model, step, epochs, recipe, in_flight, **options):
         if edit is not None:
             edit(p, trained)
@@ -145,6 +168,8 @@ def minibatches(
     stop_after: int | None = None,
     virtual_worker: int = 0,
     resumed: tuple[int, State] | None = None,
+    weights: str = "stash",
+    lr_correction: int | None = None,
 ) -> Iterator[tuple[int, M]]:
     """Trains a copy of ``model``, as ``train`` says, and writes ``run``; yields (p, the copy) when minibatch p is done.
 
@@ -153,6 +178,8 @@ def minibatches(
     Args:
         virtual_worker: whose random numbers it draws.
         resumed: how many minibatches came before, and the state that they left: ``run`` begins there.
+        weights: the weight policy.
+        lr_correction: after how many updates rates are the recipe's; before, update t has tau^(1 - t / K) of them less.
     """
     model = copy.deepcopy(model).train()
     optimizer = recipe.optimizer(model)
@@ -166,21 +193,30 @@ def minibatches(
     run.states.append(State.of(model, optimizer))
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     run.scales.append(scaler.get_scale())
-    p = start
+    moved: dict[str, Tensor] = {}  # by the last step, for ``pipeoptim``
+    moves = [_moves(weights, model, optimizer, moved)]
+    p, updates = start, 0
     with own_dropouts(model, virtual_worker) as minibatch_is:
         for epoch, batches in enumerate(epochs):
             every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
             nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
-            empty_at = p
+            missed = {"sync": 0, "2bw": 1}.get(weights, -(-(nm - 1) // every))  # optimizer steps, in the long run
+            empty_at = begin = p
             for index, batch in enumerate(batches):
                 if p in restarts:
                     empty_at = p
                 p += 1
                 minibatch_is(p)
-                version = max(empty_at, p - nm)
+                before = begin + index // every * every  # the version before its window
+                version = max(empty_at, {"sync": before, "2bw": before - every}.get(weights, p - nm))
+                steps = index // every - (version - begin) // every
+                predicted = run.states[version - start].weights
+                if steps and weights in ("spectrain", "xpipe", "pipeoptim"):
+                    by = moves[version - start]
+                    predicted = {n: w.add(by[n], alpha=steps) if n in by else w for n, w in predicted.items()}
                 scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
                 with (
-                    weights_of(model, run.states[version - start]),
+                    weights_of(model, predicted),
                     own_scale(model, run.scales[version - start], scaler) as scaled,
                 ):
                     with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, cache_enabled=False):
@@ -200,7 +236,11 @@ def minibatches(
                         nn.utils.clip_grad_norm_(stepped, clip_norm)
                     if clip_value is not None:
                         nn.utils.clip_grad_value_(stepped, clip_value)
-                    scaler.step(optimizer)
+                    there = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+                    with corrected(optimizer, updates, lr_correction, missed):
+                        scaler.step(optimizer)
+                    updates += 1
+                    moved = {name: weight.detach() - there[name] for name, weight in model.named_parameters()}
                     scaler.update()
                     optimizer.zero_grad()
                     if scheduler is not None and recipe.interval == "step":
@@ -210,6 +250,8 @@ def minibatches(
                 yield p, model
                 run.states.append(State.of(model, optimizer))
                 run.scales.append(scaler.get_scale())
+                with corrected(optimizer, updates, lr_correction, missed):
+                    moves.append(_moves(weights, model, optimizer, moved))
                 if p == stop_after:
                     return
 
@@ -303,11 +345,33 @@ def train_together(
 
 
 @contextlib.contextmanager
-def weights_of(model: nn.Module, version: State) -> Iterator[None]:
-    """Within, the model computes with an older version; gradients still gather in its own parameters' ``.grad``."""
+def corrected(optimizer: Optimizer, t: int, updates: int | None, missed: int) -> Iterator[None]:
+    """Within, rates are those of update ``t``, of the first ``updates`` that have lower ones."""
+    factor = 1.0 if updates is None else (1 + missed) ** -(1 - min(t / updates, 1.0))
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    yield
+    for group, rate in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = rate
+
+
+def _moves(policy: str, model: nn.Module, optimizer: Optimizer, moved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Expected change of each parameter by a step now."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    rule = {"spectrain": spectrain, "xpipe": xpipe}.get(policy)
+    if rule is None:
+        return moved
+    found = {names[each]: rule(optimizer, group, each) for group in optimizer.param_groups for each in group["params"]}
+    return {name: move.clone() for name, move in found.items() if move is not None}
+
+
+@contextlib.contextmanager
+def weights_of(model: nn.Module, version: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the model computes with other weights; gradients still gather in its own parameters' ``.grad``."""
     live = {name: weight.data for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():
-        weight.data = version.weights[name]
+        weight.data = version[name]
     try:
         yield
     finally:

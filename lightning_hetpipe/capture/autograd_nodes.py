@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.torch_private import graph_nodes
+from lightning_hetpipe.torch_private.autograd import graph_nodes
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private import version_counter
+from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 
 class Checked:
@@ -40,6 +40,8 @@ class CallNode(Checked):
         seconds: How long it took, with those.
         refusal: Why no pipeline can run it, as far as the call has shown that.
         graph: What is needed to make its graph; None if it is to have none.
+        inputs, outputs: Nodes of autograd's graph that what it was given, and what it returned, come from.
+        blocks: Blocks of memory that its output lies in.
     """
 
     piece: Piece
@@ -47,6 +49,16 @@ class CallNode(Checked):
     seconds: float = 0.0
     refusal: Exception | None = None
     graph: WatchedCall | None = None
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    blocks: Collection[Any] = ()
+
+    def ends(self, given: Any, output: Any) -> None:
+        """Note where the call lies in autograd's graph."""
+        given, made = tensors_of(given), tensors_of(output)
+        self.inputs = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+        self.outputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        self.blocks = blocks(made)
 
     def all(self) -> Iterator[CallNode]:
         """This call and all below it, in order."""

@@ -21,7 +21,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 VARIANTS = 8
 """Most graphs of one piece: one for each kind of input that needs one of its own."""

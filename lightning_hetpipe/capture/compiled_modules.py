@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private import COMPILED_CALL, behind_compile, call_uncompiled
+from lightning_hetpipe.torch_private.modules import COMPILED_CALL, behind_compile, call_uncompiled
 
 
 def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_by
-from lightning_hetpipe.torch_private import READ_VALUE, ThreadDispatchMode, split_outputs
+from lightning_hetpipe.torch_private.graphs import READ_VALUE, split_outputs
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 
 UNSEEN = 64
 """Most answers in one graph that nobody has seen: a loop that none of them ends would be traced for ever."""

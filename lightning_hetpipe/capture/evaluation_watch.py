@@ -35,7 +35,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private import pytree, version_counter
+from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 
 class EvaluationWatch(Watch):
@@ -133,10 +133,14 @@ class EvaluationWatch(Watch):
             else:
                 try:
                     handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=True)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:  # whatever torch.export raises
                     piece.captured, piece.layers = None, []
                     handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=False)
                     self.without_graph.append(without_graph(piece, error))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = reason_of(error)
             if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more

@@ -27,7 +27,9 @@ from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private import pytree, traced_as_called, without_hooks
+from lightning_hetpipe.torch_private.graphs import traced_as_called
+from lightning_hetpipe.torch_private.modules import without_hooks
+from lightning_hetpipe.torch_private.tensors import pytree
 
 _IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
 """A line of code that turns data into a number, such as the size of an output."""

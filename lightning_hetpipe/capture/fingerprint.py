@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.computed_weights import computed_places
-from lightning_hetpipe.torch_private import contents, has_hooks, version_counter
+from lightning_hetpipe.torch_private.modules import contents, has_hooks
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 
 class Fingerprint:
@@ -99,12 +99,6 @@ class Fingerprint:
         for piece in self.pieces:
             if piece.captured is not None:
                 refuse_hooks(piece.name, piece.module)
-                if not piece.needs_graph() and computed_places([piece.module]):
-                    raise SettingError(
-                        f"weights of '{piece.name}' were pruned after the first minibatch, or given an old norm, and"
-                        " stages run its graph, which does not show what the hooks of torch.nn.utils compute; do it"
-                        " before fit, or by Lightning's ModelPruning"
-                    )
                 piece.captured.capture_again()
                 continue
             now = piece.modules_of_layers()

@@ -38,7 +38,7 @@ from torch.utils import checkpoint
 
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, same
-from lightning_hetpipe.torch_private import version_counter
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
 """Most attributes in a row that are followed; from ``self.owner[0]`` to its Trainer's counter of steps are nine."""

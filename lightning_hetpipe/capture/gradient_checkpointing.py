@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetpipe.torch_private import without_checkpoint_hooks
+from lightning_hetpipe.torch_private.modules import without_checkpoint_hooks
 
 _ENABLED = "gradient_checkpointing"
 _FUNCTION = "_gradient_checkpointing_func"

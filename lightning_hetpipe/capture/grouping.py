@@ -23,7 +23,8 @@ import torch
 from torch import fx, nn
 
 from lightning_hetpipe.capture.sequentials import is_plain_sequential, is_torchs_own, layers_of
-from lightning_hetpipe.torch_private import OperatorOverload, arguments_of, pytree
+from lightning_hetpipe.torch_private.graphs import OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.torch_private import OperatorOverload, arguments_of, outputs_of
+from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, OperatorOverload, arguments_of, outputs_of
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Maker:
         return LayerGraph(fx.GraphModule({}, self._graph), self._regions, outputs)
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        args, kwargs = self._mapped(node.args), self._mapped(_with_dtype(node))
+        args, kwargs = self._mapped(node.args), self._mapped(_keywords(node))
         target: Any = node.target
         if _may_draw(node):
             target, args = drawn, (*self._draw(node), *args)
@@ -191,7 +191,7 @@ class _Maker:
             return place if isinstance(value, torch.device) and value == self._captured_on else value
 
         for node in nodes:
-            node.args, node.kwargs = map_aggregate(node.args, placed), map_aggregate(_with_dtype(node), placed)
+            node.args, node.kwargs = map_aggregate(node.args, placed), map_aggregate(_keywords(node), placed)
 
     def _mapped(self, value: Any) -> Any:
         return map_aggregate(value, self._mapped_leaf)
@@ -208,11 +208,14 @@ def _attributes(group: LayerNodes) -> Iterator[fx.Node]:
     return iter(nodes)
 
 
-def _with_dtype(node: fx.Node) -> dict[str, Any]:
+def _keywords(node: fx.Node) -> dict[str, Any]:
     """The keywords of ``node``, with the dtype of the tensor that it makes of none, where it names none.
 
     That would be the default dtype of the process, which need not be the one of ``training_step`` while a stage runs.
+    What asserts of a tensor how it is, asserts nothing of its device, as that need not be the layer's.
     """
+    if node.target is ASSERTS_METADATA:
+        return {name: value for name, value in node.kwargs.items() if name != "device"}
     made, target = node.meta.get("val"), node.target
     if not isinstance(made, Tensor) or not isinstance(target, OperatorOverload) or node.kwargs.get("dtype") is not None:
         return dict(node.kwargs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import refuse_scripted
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private import graph_leaves, graph_start
+from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
 
 
 def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_inside: bool = False) -> None:
@@ -38,7 +38,7 @@ def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_
         if any(parameter is reached for parameter in module.parameters(recurse=False)):
             refuse_scripted(path, module)
     raise SettingError(
-        f"training_step gives the parameter '{name}' to a torch.autograd.Function or a compiled function, where the"
+        f"training_step gives the parameter '{name}' to a compiled function, or to one written in C++, where the"
         f" pipeline cannot put this minibatch's version in its place; give it {name}.clone(), or move what uses it into"
         " a module that training_step calls"
     )

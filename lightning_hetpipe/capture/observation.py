@@ -18,9 +18,11 @@ from lightning_hetpipe.capture.opaque_containers import opaque_in
 from lightning_hetpipe.capture.pieces import class_of, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import refuse_changes
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import blocks, tensors_of
-from lightning_hetpipe.torch_private import graph_leaves, graph_nodes, graph_start, version_counter
+from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_nodes, graph_start
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 Attributes = Sequence[tuple[nn.Module, dict[str, Any]]]
 """Modules with their attributes at some time, as `attributes_with_contents` gives them."""
@@ -106,6 +108,8 @@ class Observation:
         gave, given = ([None if isinstance(s, Tensor) else s for s in each] for each in (self._gave, self._starts))
         nodes: Iterator[Any] = graph_nodes(gave, given)
         if (node := next((node for node in nodes if isinstance(node, BackwardCFunction)), None)) is not None:
+            if is_reentrant_checkpoint(node):
+                raise reentrant_checkpoint()
             function = type(node).__name__.removesuffix("Backward")
             raise SettingError(
                 f"'{self.name}' has a backward pass of its own, the torch.autograd.Function {function}, which"

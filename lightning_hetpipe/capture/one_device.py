@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.plain_attributes import PLAIN
 from lightning_hetpipe.pipeline.left_out import LeftOut
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 _INPUTS = (Tensor, *PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, nn.Module)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes, while a graph is made

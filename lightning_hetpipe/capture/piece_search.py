@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
@@ -144,6 +145,8 @@ class PieceSearch:
             return None
         try:
             self._take(node.piece, calls)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever torch.export raises, the module itself has computed
             if whole or len(calls) > 1:
                 raise
@@ -187,6 +190,8 @@ class PieceSearch:
                 if graph.refusal is not None:
                     raise graph.refusal
             self._capture(piece, graphs, frozenset(kinds), "such Sequential")
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever torch.export raises, the module itself has computed
             piece.layers, piece.inputs, piece.captured = layers, inputs, None
             self.without_graph.append(without_graph(piece, error))

@@ -21,7 +21,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private import behind_compile, has_any_hooks, has_hooks
+from lightning_hetpipe.torch_private.modules import behind_compile, has_any_hooks, has_hooks
 
 
 class SingleLayer(nn.Module):

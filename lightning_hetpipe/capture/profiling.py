@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median
 
@@ -23,7 +23,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.planning.model.profile import LayerBytes, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Times, UserBytes
 
 WARM_UP = 2
 ROUNDS = 7
@@ -44,6 +44,7 @@ class ProfilingInput:
         optimizer: The Trainer's.
         samples: In its minibatch.
         called: Which of the pieces the step calls, in order.
+        user: What user code takes beside the layers.
     """
 
     pieces: Sequence[Piece]
@@ -52,6 +53,7 @@ class ProfilingInput:
     optimizer: torch.optim.Optimizer | None
     samples: int = 1
     called: Sequence[int] = ()
+    user: UserBytes = field(default_factory=UserBytes)
 
     @property
     def calls(self) -> list[tuple[int, int]]:
@@ -82,13 +84,21 @@ class ProfilingInput:
             device: A CPU, or a GPU.
             now: The clock, in seconds.
         """
+        return self._measured(device, lambda each: _times(each, _update(self.optimizer, each), now))
+
+    def sizes(self) -> list[LayerBytes]:
+        """Bytes of each layer, where it lies."""
+        return [size for size, _ in self._measured(None, lambda benchmark: Times(0.0, 0.0))]
+
+    def _measured(
+        self, device: torch.device | None, timed: Callable[[Microbenchmark], Times]
+    ) -> Iterator[tuple[LayerBytes, Times]]:
         for layer, values, piece in self.layers:
             found = []
             with own_state(ProcessState.seeded(0, 0, "profiling")):
                 for value, times in values:
                     benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
-                    one = _bytes(layer, benchmark), _times(benchmark, _update(self.optimizer, benchmark), now)
-                    found += [one] * times
+                    found += [(_bytes(layer, benchmark), timed(benchmark))] * times
             yield _together(found)
 
 

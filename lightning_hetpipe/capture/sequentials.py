@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.plain_attributes import plain_attributes
 from lightning_hetpipe.pipeline.random.generators import may_draw
-from lightning_hetpipe.torch_private import has_hooks
+from lightning_hetpipe.torch_private.modules import has_hooks
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

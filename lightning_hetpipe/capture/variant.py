@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.data_checks import DataChecks
 from lightning_hetpipe.capture.frozen import Values
-from lightning_hetpipe.torch_private import GRAPH_GUARDS, pytree
+from lightning_hetpipe.torch_private.graphs import GRAPH_GUARDS
+from lightning_hetpipe.torch_private.tensors import pytree
 
 FITTED = 256
 """Combinations of sizes that are remembered to fit a graph."""

@@ -30,14 +30,18 @@ from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
+from lightning_hetpipe.capture.user_code import user_bytes
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.computed_weights import computed_places
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
-from lightning_hetpipe.torch_private import behind_compile, has_global_hooks, version_counter
+from lightning_hetpipe.planning.model.profile import UserBytes
+from lightning_hetpipe.torch_private.autograd import graph_nodes
+from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 
 class Watch:
@@ -92,6 +96,7 @@ class TrainingWatch(Watch):
     Attributes:
         apart: What was taken apart, once :meth:`check` was called.
         without_graph: Why Sequentials of the user's modules have no graph, a line for each.
+        user: What user code takes beside the pieces, once :meth:`check` was called.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class TrainingWatch(Watch):
         super().__init__(root, names, generators)
         self.apart = TakenApart()
         self.without_graph: list[str] = []
+        self.user = UserBytes()
         self._minibatch = minibatch
         self._frozen_too = frozen_too
         self._changed_later = changed_later
@@ -139,8 +145,8 @@ class TrainingWatch(Watch):
                 left_out.update(wrapper if is_looked_through(module) else module.modules())
         return ((name, module) for name, module in self.root.named_modules() if module not in left_out)
 
-    def check(self, loss: Tensor) -> None:
-        """Finds the pieces, after the watched step has given ``loss``; refuses what cannot be pipelined."""
+    def check(self, loss: Tensor, batch: Any = None) -> None:
+        """Find the pieces, after the watched step on ``batch`` has given ``loss``; refuse what cannot be pipelined."""
         called = [call.piece.name for call in self._calls]
         if missing := [name for name in self.names or () if name not in called]:
             raise never_called(self.names or (), missing[0])
@@ -154,6 +160,8 @@ class TrainingWatch(Watch):
             versioned = weight.requires_grad or id(weight) in held  # others are read as they are
             if versioned and version_counter(weight) != self._counters.get(name, version_counter(weight)):
                 raise changes_parameter(name)
+        if any(map(is_reentrant_checkpoint, graph_nodes([loss.grad_fn], []))):
+            raise reentrant_checkpoint()
         refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
         self._made_inside.clear()
         search = PieceSearch(self._calls, self.generators, self._minibatch, self._capture_timeout)
@@ -162,6 +170,9 @@ class TrainingWatch(Watch):
         self.called = search.called()
         self.apart = search.taken_apart(self._seconds)
         self.without_graph = search.without_graph
+        pieces = {piece.module for piece in self.pieces}
+        calls = [node for call in self._calls for node in call.all() if node.piece.module in pieces]
+        self.user = user_bytes(self.root, loss, batch, calls, pieces)
         self._calls.clear()
         self._copies.clear()
 
@@ -210,9 +221,10 @@ class TrainingWatch(Watch):
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
         try:
-            if node.piece.needs_graph():
-                return self._run_whole(node, call, earlier)
-            return self._run_layers(node, call, earlier)
+            run = self._run_whole if node.piece.needs_graph() else self._run_layers
+            output = run(node, call, earlier)
+            node.ends((call.args, call.kwargs), output)
+            return output
         except Exception as error:
             node.refusal = node.refusal or SettingError(
                 f"a call of '{call.name}' in the first minibatch raised {type(error).__name__}, which was caught; call"
@@ -302,11 +314,6 @@ class TrainingWatch(Watch):
         if frozen.checkpoints:
             raise SettingError(
                 f"layer '{name}' calls torch.utils.checkpoint, which a graph would leave out, to compute nothing again"
-            )
-        if computed_places([layer]):
-            raise SettingError(
-                f"layer '{name}' has a weight that a hook of torch.nn.utils computes (pruned, or of an old weight or"
-                " spectral norm), and that others may look at"
             )
         if (change := self._changed_later(layer)) is not None:
             raise SettingError(f"layer '{name}' {change}")

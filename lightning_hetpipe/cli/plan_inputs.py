@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.settings import count
+from lightning_hetpipe.strategy.settings import count, weight_policy
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
@@ -199,4 +199,6 @@ def wanted(config: DictConfig) -> dict[str, Any]:
         "recompute": switch("recompute", of_strategy(config, "recompute", False)),
         "ordered": config.ordered,
         "synchronise": seconds_of(str(config.synchronise), "synchronise"),
+        "weights": weight_policy(of_strategy(config, "weights", "stash")),
+        "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hetpipe.errors import SettingError
@@ -22,6 +22,7 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 # As SLURM writes the tasks of each node: 4(x2),1 is 4, 4 and 1. The step's, which srun sets, come before the job's.
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_OF_SRUN = {"SLURM_NTASKS", "SLURM_PROCID"}
 
 
 class Role(Enum):
@@ -73,6 +74,8 @@ def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironm
     Raises:
         SettingError: if settings and started processes do not agree.
     """
+    if isinstance(environment, SLURMEnvironment) and _OF_SRUN - os.environ.keys():
+        environment = LightningEnvironment()  # a script that names the plugin, started by a user without srun
     child = this_child()
     if child is not None:
         if child.per_node != virtual_workers:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.values import all_equal, equal
-from lightning_hetpipe.torch_private import foreach_copy_, version_counter
+from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own buffers."""

@@ -1,17 +1,18 @@
 """Weights that ``torch.nn.utils`` computes before each forward: pruned, and old weight or spectral norm (law L9).
 
 Such a ``weight`` is a plain tensor that a hook makes from ``weight_orig`` and the like. Stages compute it on their
-copies, while whoever looks at the live layers (Lightning's ModelPruning, say, when it prunes further) expects to find
-what the last forward has left there.
+copies, or in a graph, while whoever looks at the live layers (Lightning's ModelPruning, say, when it prunes further)
+expects to find what the last forward has left there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.buffers import Place
+from lightning_hetpipe.torch_private.modules import computing_hooks
 
 _SOURCES = ("_orig", "_g", "_v")
 
@@ -23,26 +24,15 @@ def computed_names(module: nn.Module) -> list[str]:
     return [name for name, value in vars(module).items() if name in sources and isinstance(value, Tensor)]
 
 
-def computed_places(layers: Iterable[nn.Module]) -> list[Place]:
-    """Every computed weight in ``layers``; a shared module's once."""
-    return [(module, name) for module in nn.ModuleList(layers).modules() for name in computed_names(module)]
-
-
-class Computed:
-    """The computed weights of one segment: those of the last ``kept`` forwards."""
-
-    def __init__(self, kept: int) -> None:
-        self._left: list[Sequence[Tensor]] = [()] * kept
-
-    def after_forward(self, minibatch: int, layers: list[Place]) -> None:
-        """Keeps what forward ``minibatch`` has computed in ``layers``, without its graph."""
-        if layers:
-            self._left[minibatch % len(self._left)] = [getattr(*place).detach() for place in layers]
-
-    def left(self, minibatch: int) -> Sequence[Tensor]:
-        """Weights that forward ``minibatch`` has computed."""
-        return self._left[minibatch % len(self._left)]
-
-    def let_go(self) -> None:
-        """Forgets what forwards have computed."""
-        self._left = [() for _ in self._left]
+def compute(module: nn.Module, weights: Callable[[nn.Parameter], Tensor]) -> None:
+    """Makes the computed weights of ``module`` what a forward on other ``weights`` has left, which has also left its
+    buffers."""
+    own = SimpleNamespace(training=False)  # spectral norm iterates in training, as the forward has done
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(own, name, weights(parameter))
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(own, name, buffer)
+    for hook in computing_hooks(module):
+        hook(own, ())
+    for name in computed_names(module):
+        setattr(module, name, getattr(own, name))

@@ -10,7 +10,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.buffers import may_change
-from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
+from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
+from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
@@ -31,7 +34,7 @@ from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
-from lightning_hetpipe.rules.versions import version_of
+from lightning_hetpipe.rules.versions import STASH, Versions
 
 
 class Engine(RunnerPool[Minibatch]):
@@ -47,6 +50,9 @@ class Engine(RunnerPool[Minibatch]):
             too.
         changing: The ``id`` of each live buffer that forwards change.
         called: The pieces that ``training_step`` calls, in order; by default each once.
+        planned: The memory of each stage, as its plan has it; by default no limit.
+        versions: Gives the versions from one on, at which the pipeline starts empty; by default those of weight
+            stashing.
 
     Attributes:
         calls: The calls of ``training_step``.
@@ -65,6 +71,8 @@ class Engine(RunnerPool[Minibatch]):
         changing: Collection[int] = (),
         streams: Streams | None = None,
         called: Sequence[int] | None = None,
+        planned: Sequence[PlannedMemory] = (),
+        versions: Callable[[int], Versions] | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
         self.streams = streams or Streams()
@@ -95,15 +103,20 @@ class Engine(RunnerPool[Minibatch]):
                 self.exclusively,
                 self._done,
                 self.streams,
+                planned[index] if planned else None,
             )
             for index, device in enumerate(devices)
         ]
+        self._recompute, self._buffers = settings.recompute, settings.version_buffers
+        self.moves: Callable[[], Moves] = lambda: NO_MOVES
+        """Gives the expected changes of parameters by an optimizer step, where weights are predicted."""
         self._root = root if root is not None else nn.Module()
         self._changing = changing
         self._outside: list[tuple[Live, WeightStash]] = []
+        self._versions_from = versions or (lambda version: Versions(STASH, self.in_flight, empty_at=version))
+        self.versions = self._versions_from(0)
         self._find_layers()
         self._find_weights()
-        self._empty_at = 0
 
     # Lightning's thread.
 
@@ -116,11 +129,12 @@ class Engine(RunnerPool[Minibatch]):
         """
         self.discard()
         self._find_weights()
-        self._empty_at = version
+        self.versions = self._versions_from(version)
+        needed, moves = self.versions.needed(version), self.moves()
         for stage, live in zip(self.stages, self.live, strict=True):
-            stage.begin(live.version(version), version if forwards is None else forwards)
+            stage.begin(live.version(version, needed, moves), version if forwards is None else forwards)
         for live, stash in self._outside:
-            stash.begin(version, live.parameters, live.flags())
+            stash.begin(live.version(version, needed, moves))
 
     def discard(self) -> None:
         super().discard()
@@ -140,9 +154,9 @@ class Engine(RunnerPool[Minibatch]):
 
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
-        version = version_of(number, self.in_flight, self._empty_at)
-        view = ParameterView(self._weights, version, self.in_flight > 1, self.root_device)
-        self.launch(Minibatch(self, number, version, step, view))
+        weights = self.versions.reading(number)
+        view = ParameterView(self._weights, weights, self.in_flight > 1, self.root_device)
+        self.launch(Minibatch(self, number, weights, step, view))
 
     def finish(self, number: int) -> Minibatch:
         minibatch = super().finish(number)
@@ -165,16 +179,25 @@ class Engine(RunnerPool[Minibatch]):
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
         with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
+            needed, moves = self.versions.needed(version), self.moves()
             for stage, live in zip(self.stages, self.live, strict=True):
-                stage.publish(live.version(version))
+                stage.publish(live.version(version, needed, moves))
             for live, stash in self._outside:
-                stash.publish(version, live.parameters, live.flags())
+                stash.publish(live.version(version, needed, moves))
 
-    def show(self, number: int) -> None:
-        """Makes the live buffers and computed weights what forward ``number`` left."""
+    def show(self, minibatch: Minibatch) -> None:
+        """Makes the live buffers and computed weights what the forward of ``minibatch`` left."""
         for stage, live in zip(self.stages, self.live, strict=True):
             if live.shows:
-                live.show(stage.state(number), self.streams.user)
+                live.show(stage.state(minibatch.number))
+        if self._computed:
+
+            def weight(live: nn.Parameter) -> Tensor:
+                return self._weights.of_version(live, minibatch.weights).to(live.device)
+
+            with torch.no_grad(), minibatch.calling.autocast.opened(alone=self.in_flight == 1):
+                for module in self._computed:
+                    compute(module, weight)
 
     def _let_go(self) -> None:
         for stage in self.stages:
@@ -217,10 +240,15 @@ class Engine(RunnerPool[Minibatch]):
             self._outside = []
             for device, parameters in outside.items():
                 own = nn.ParameterList(parameters)
-                self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self.in_flight, device)))
+                self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self._buffers, device)))
         stashes = [(live, stage.stash) for live, stage in zip(self.live, self.stages, strict=True)]
         layers = [layer.module for layer in self._layers]
         self._weights = VersionedTensors(self._root, [*stashes, *self._outside], layers, self._changing)
+        self._computed = [
+            module
+            for module in nn.ModuleList([self._root, *layers]).modules()
+            if computed_names(module) and inside.issuperset(map(id, module.parameters(recurse=False)))
+        ]
 
     # The runners' side.
 
@@ -245,6 +273,17 @@ class Engine(RunnerPool[Minibatch]):
             minibatch.loss_ends(call.collected)
         self._backward(minibatch, last, gradients, call.collected)
 
+    def lacking(self) -> str:
+        """Say what all stages hold, where another thread than theirs runs out of memory, and what helps."""
+        held = [f"  stage {stage.index} on {stage.device}: {stage.memory.told()}" for stage in self.stages]
+        return "\n".join(
+            [
+                "memory ran out in user code or a step of Lightning's; stages held",
+                *held,
+                less(self.in_flight, self._recompute),
+            ]
+        )
+
     def abandon(self, minibatch: Minibatch) -> None:
         """Nobody waits for ``minibatch`` any more: stages forget it."""
         for stage in self.stages:
@@ -262,7 +301,7 @@ class Engine(RunnerPool[Minibatch]):
         which, turn = call.which, self._turn
         last = which is turn.call and segment is turn.segment
         message = Forward(
-            minibatch.number, segment.index, value, minibatch.version, call.autocast, which.ordinal, which.again, last
+            minibatch.number, segment.index, value, minibatch.weights, call.autocast, which.ordinal, which.again, last
         )
         self.stages[segment.stage].put(Parcel(message, event))
 

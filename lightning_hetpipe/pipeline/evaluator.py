@@ -21,6 +21,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.segment_runner import names_of
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
@@ -30,7 +31,7 @@ from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, runni
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.schedule import Segment, segments
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class EvaluationBatch(BatchInFlight):
@@ -216,9 +217,18 @@ class ForwardStage(StageThread):
         self._devices = [self.device, *(tensor.device for tensor in (*own.parameters(), *own.buffers()))]
 
     def _told(self, message: Message) -> str:
+        return f"has evaluated {self._work(message)}"
+
+    def _lacking(self, message: Message) -> str:
+        return (
+            f"stage {self.index} ran out of memory on {self.device} while it evaluated {self._work(message)}; give this"
+            " loop smaller batches, or set in_flight lower, or give more devices, or ones with more memory"
+        )
+
+    def _work(self, message: Message) -> str:
         assert isinstance(message, Evaluate)
-        names = [self.calls[number][0] for number in self._layers[message.segment]]
-        return f"has evaluated batch {message.minibatch} (layers {names[0]} to {names[-1]})"
+        numbers = self._layers[message.segment]
+        return f"batch {message.minibatch} ({names_of(self.calls[numbers[0]][0], self.calls[numbers[-1]][0])})"
 
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message

@@ -20,7 +20,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer, LayerGraph, here,
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.torch_private import HigherOrderOperator, OperatorOverload
+from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, OperatorOverload
 
 _OPERATORS: tuple[str, ...] = ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg")
 _OPERATORS += ("and_", "or_", "not_", "eq", "ne", "lt", "le", "gt", "ge")

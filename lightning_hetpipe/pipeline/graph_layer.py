@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.accelerator import is_initialized
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 Run = Callable[..., Any]
 """Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""

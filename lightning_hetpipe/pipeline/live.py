@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
-from lightning_hetpipe.pipeline.computed_weights import computed_places
 from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
-from lightning_hetpipe.pipeline.streams import UserStream
+from lightning_hetpipe.rules.versions import Reading
+
+Moves = Mapping[nn.Parameter, Tensor]
+"""Expected changes of parameters by an optimizer step."""
+
+NO_MOVES: Moves = {}
 
 
 class Live:
@@ -24,13 +28,20 @@ class Live:
         self.parameters: list[nn.Parameter] = list(layers.parameters())
         self._modules = list(layers.modules())
         self._buffers = [places(segment) for segment in segments]
-        self._computed = [computed_places(segment) for segment in segments]
-        self.shows = any(self._buffers) or any(self._computed)
+        self.shows = any(self._buffers)
         """True if forwards leave anything in the live layers."""
 
-    def version(self, number: int) -> Version:
-        """Message that publishes the present weights and flags as version ``number``."""
-        return Version(number, self.parameters, self.flags(), [[*map(tensor_at, own)] for own in self._buffers])
+    def version(self, number: int, needed: Sequence[Reading], moves: Moves = NO_MOVES) -> Version:
+        """Message that publishes the present weights and flags as version ``number``.
+
+        Args:
+            number: v.
+            needed: Weights that minibatches use from now on.
+            moves: Expected changes of parameters by an optimizer step, where weights are predicted.
+        """
+        buffers = [[*map(tensor_at, own)] for own in self._buffers]
+        own = [moves.get(parameter) for parameter in self.parameters] if moves else ()
+        return Version(number, self.parameters, self.flags(), buffers, needed, own)
 
     def flags(self) -> Flags:
         return Flags(
@@ -38,8 +49,8 @@ class Live:
             tuple([module.training for module in self._modules]),
         )
 
-    def show(self, state: StageState, outside: UserStream) -> None:
-        """Makes the buffers and computed weights what a forward has left, for whoever is ``outside``."""
+    def show(self, state: StageState) -> None:
+        """Makes the buffers what a forward has left."""
         for own, left in zip(self._buffers, state.buffers, strict=True):
             for place, tensor in zip(own, left, strict=True):
                 if not may_change(*place):
@@ -49,8 +60,3 @@ class Live:
                     live.copy_(tensor)
                 else:
                     setattr(*place, tensor.to(live.device, copy=True))
-        for own, left in zip(self._computed, state.computed, strict=True):
-            if own:
-                outside.join(None, left)
-                for (module, name), tensor in zip(own, left, strict=True):
-                    vars(module)[name] = tensor.to(vars(module)[name].device)

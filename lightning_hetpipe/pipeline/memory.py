@@ -8,7 +8,9 @@ Activations
     what autograd has saved between them. A block of memory counts once, the version's weights and the buffers do not.
     Stages on one device that hand a tensor on without a copy count it both, as each keeps it.
 Gradients
-    What a stage's backward has found, until Lightning's step takes it; a sparse one as if it were dense.
+    What a stage's backward has found, until Lightning's step takes it; a sparse one as if it were dense. How many wait
+    is a matter of how fast Lightning's thread is, which no plan knows, and in an evaluation between two steps those of
+    all minibatches in flight do. What the device has no room for waits on the host (:class:`PlannedMemory`).
 
 The bound: a stage holds the activations of at most Nm minibatches, and Nm versions, as minibatch p enters the pipeline
 when version p - Nm is published (law L1; HetPipe, section 4), and leaves every stage before version p is. The last
@@ -26,6 +28,7 @@ that it holds, and all of the one that it computes right now.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.values import blocks, tensors_of
+from lightning_hetpipe.planning.model.units import in_bytes
 
 T = TypeVar("T")
 
@@ -49,6 +53,24 @@ class Kept:
 
     all: int
     inputs: int
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Memory of a stage, as its plan has it.
+
+    Attributes:
+        total: Bytes that the stage takes of its device.
+        limit: Bytes of the device; None where these are no limit.
+        room: Bytes that activations and waiting gradients may take together; None where there is no limit.
+    """
+
+    total: int
+    limit: int | None = None
+    room: int | None = None
+
+    def __str__(self) -> str:
+        return in_bytes(self.total) if self.limit is None else f"{in_bytes(self.total)} of {in_bytes(self.limit)}"
 
 
 class Level:
@@ -70,19 +92,51 @@ class Memory:
     Attributes:
         versions, activations, gradients: Bytes.
         total: Bytes of the three together, at any one time.
+        on_host: Bytes of gradients that wait on the host, as the stage has no room for them.
         minibatches: How many minibatches' activations there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planned: PlannedMemory | None = None) -> None:
+        self.planned = planned
+        self._room = math.inf if planned is None or planned.room is None else planned.room
         self.versions = Level()
         self.activations = Level()
         self.gradients = Level()
+        self.on_host = Level()
         self.total = Level()
         self.minibatches = Level()
         self._lock = threading.Lock()
         self._since = 0  # the most in total since `most_lately` was asked
         self._held: dict[int, dict[Hashable, int]] = {}
         self._waiting: dict[int, int] = {}
+        self._out: dict[int, int] = {}
+
+    def lacks(self, coming: int) -> bool:
+        """Return True if activations, waiting gradients and what is ``coming`` exceed their room."""
+        return self.activations.now + self.gradients.now + coming > self._room
+
+    def waiting(self) -> list[int]:
+        """The minibatches whose gradients wait on the device, and of which nothing else is kept."""
+        with self._lock:
+            return [minibatch for minibatch in self._waiting if minibatch not in self._held]
+
+    def move_out(self, minibatch: int) -> None:
+        """The gradients of ``minibatch`` wait on the host from now on."""
+        with self._lock:
+            moved = self._out[minibatch] = self._waiting.pop(minibatch, 0)
+            self._add(self.gradients, -moved)
+            self.on_host.add(moved)
+
+    def told(self) -> str:
+        """The bytes that there are now, and what was planned, for messages."""
+        held = self.minibatches.now
+        now = (
+            f"{in_bytes(self.versions.now)} of weight versions, {in_bytes(self.activations.now)} of activations of"
+            f" {held} minibatch{'' if held == 1 else 'es'} and {in_bytes(self.gradients.now)} of waiting gradients"
+        )
+        if self.planned is None:
+            return now
+        return f"{now}; the plan has {self.planned} for it, with live weights and optimizer state"
 
     def publish(self, versions: int) -> None:
         """The versions are now so many bytes."""
@@ -117,6 +171,7 @@ class Memory:
         """Lightning's step has those of ``minibatch``."""
         with self._lock:
             self._add(self.gradients, -self._waiting.pop(minibatch, 0))
+            self.on_host.add(-self._out.pop(minibatch, 0))
 
     def forget(self, minibatch: int) -> None:
         """Nothing of ``minibatch`` is kept any more."""
@@ -130,8 +185,10 @@ class Memory:
             self._add(self.activations, -self.activations.now)
             self._add(self.gradients, -self.gradients.now)
             self.minibatches.add(-self.minibatches.now)
+            self.on_host.add(-self.on_host.now)
             self._held.clear()
             self._waiting.clear()
+            self._out.clear()
 
     def most_lately(self) -> int:
         """The most in total since this was last asked."""

@@ -13,6 +13,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.plain_code import PlainCode
 from lightning_hetpipe.pipeline.stage_messages import Failure
 from lightning_hetpipe.pipeline.values import Addends, Nth, Value
+from lightning_hetpipe.rules.versions import Reading
 
 
 class RemoteFailure(RuntimeError):
@@ -41,6 +42,7 @@ _MESSAGES = PlainCode(
         Nth,
         Addends,
         Autocast,
+        Reading,
         _EncodedFailure,
     ]
 )

@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.values import nested_tensors
-from lightning_hetpipe.torch_private import (
-    UnseenMode,
-    enter_function_mode,
-    leave_function_mode,
-    pytree,
-    without_override,
-)
+from lightning_hetpipe.torch_private.modes import OwnMode, enter_function_mode, leave_function_mode, without_override
+from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 T = TypeVar("T")
-
-_CROSSING = frozenset(
-    {"backward", "copy_", "cpu", "cuda", "grad", "set_data", "swap_tensors", "to", "type", "type_as", "__set__"}
-)
-"""Functions that are made for tensors on several devices."""
-
-_WRITES = frozenset({"batch_norm", "instance_norm"})
-"""Functions that write into their second argument, the running mean, and the third one."""
 
 
 class OperandsTogether:
@@ -79,12 +68,15 @@ def across_devices_of(module: nn.Module, others: Iterable[torch.device] = ()) ->
     return OperandsTogether([*others, *(tensor.device for tensor in (*module.parameters(), *module.buffers()))])
 
 
-class _Together(UnseenMode):
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Together(OwnMode):
     """Moves operands: one differentiable move for each use, as sums of gradients are those of a run on one device.
 
-    An operation runs where it writes, else where its parameter lies, else where most of its operands' bytes are, and
-    of equal ones on the later device. What torch has written in Python is run operation by operation, since it may use
-    an operand several times, or ask whether two are the same, as attention does.
+    :data:`_RULES` tells by a function's name what is moved to which device. What torch has written in Python is run
+    operation by operation, since it may use an operand several times, or ask whether two are the same, as attention
+    does. A custom autograd function has all its operands on one device, and so all that its backward is given.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -92,6 +84,7 @@ class _Together(UnseenMode):
         self._order = {device: place for place, device in enumerate(devices)}
         self.told: Callable[[Sequence[Tensor]], None] = _nobody
         self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
+        self._piecemeal: tuple[Callable[..., Any], ...] = ()  # from the outermost one
 
     def __torch_function__(
         self,
@@ -100,62 +93,145 @@ class _Together(UnseenMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        operands = [tensor for tensor in nested_tensors((args, kwargs)) if tensor.device in self._order]
+        given: Arguments = args, dict(kwargs or {})
+        operands = [tensor for tensor in nested_tensors(given) if tensor.device in self._order]
+        if func in _BACKWARDS:
+            given = self._with_own_devices(func, *given)
+            with self:
+                return without_override(func)(*given[0], **given[1])
         self.told(operands)
         if len({tensor.device for tensor in operands}) < 2:
-            return func(*args, **kwargs)
-        name = _name(func)
-        if name in _CROSSING or name.startswith("_foreach_"):
-            return func(*args, **kwargs)
-        if isinstance(func, FunctionType) and all(type(each) in (Tensor, nn.Parameter) for each in operands):
-            before, self._home = self._home, _device_of_parameter(operands) or self._home
+            return func(*given[0], **given[1])
+        # What asks again under its own name is run whole.
+        if isinstance(func, FunctionType) and func not in self._piecemeal and not _subclasses(operands):
+            before = self._home, self._piecemeal
+            self._home, self._piecemeal = _at_parameter(given, operands) or self._home, (*self._piecemeal, func)
             try:
                 with self:
-                    return without_override(func)(*args, **kwargs)
+                    return without_override(func)(*given[0], **given[1])
             finally:
-                self._home = before
-        device = self._place(name, args, kwargs, operands)
-        return func(*self._at(device, args), **self._at(device, dict(kwargs)))
+                self._home, self._piecemeal = before
+        name = _name(func)
+        if name in _CROSSING:
+            return func(*given[0], **given[1])
+        copies = list[Tensor]()
+        if name.startswith("_foreach_"):
+            given = self._pairs(*given, copies)
+        else:
+            rule = next((rule for is_its, rule in _RULES if is_its(name)), None)
+            device = _at_out(given, operands) or (rule(given, operands) if rule else self._anywhere(given, operands))
+            given = self._at(device, given, copies)
+        found = func(*given[0], **given[1])
+        if any(not copy.is_inference() and version_counter(copy) for copy in copies):
+            raise SettingError(
+                f"{getattr(func, '__qualname__', name)} changes a tensor in place that lies on another device than"
+                " others that it is given; have it give a new one"
+            )
+        return found
 
     def end(self) -> None:
         """From now on nothing is moved."""
         self._order.clear()
 
-    def _place(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        operands: Sequence[Tensor],
-    ) -> torch.device:
-        """The device on which the function ``name`` runs."""
-        if (written := next(nested_tensors(kwargs.get("out")), None)) is not None:
-            return written.device
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return next(nested_tensors(args)).device
-        if name in _WRITES:
-            return operands[-1].device
-        found = _device_of_parameter(operands) or self._home
+    def _anywhere(self, given: Arguments, operands: Sequence[Tensor]) -> torch.device:
+        """The device of a parameter, else the one of most of the operands' bytes, of equal ones the later device."""
+        found = _at_parameter(given, operands) or self._home
         return found or max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
 
-    def _at(self, device: torch.device, value: T) -> T:
-        """``value`` with the tensors in it on ``device``, those that lie on another one of the devices."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device) if tensor.device in self._order and tensor.device != device else tensor
-
-        found: T = pytree.tree_map_only(Tensor, moved, value)
+    def _at(self, device: torch.device, value: T, copies: list[Tensor]) -> T:
+        """``value`` with the tensors in it on ``device``; ``copies`` gets those that lay on another of the devices."""
+        leaves, form = pytree.tree_flatten(value)
+        for place, leaf in reversed(list(enumerate(leaves))):  # the last one first: a backward adds the first one first
+            if isinstance(leaf, Tensor) and leaf.device in self._order and leaf.device != device:
+                leaves[place] = leaf.to(device)
+                copies.append(leaves[place])
+        found: T = pytree.tree_unflatten(leaves, form)
         return found
+
+    def _pairs(self, args: tuple[Any, ...], kwargs: dict[str, Any], copies: list[Tensor]) -> Arguments:
+        """The arguments of a function of lists, with what stands beside a tensor of the first list on its device."""
+        first: Sequence[Tensor] = next(iter((*args, *kwargs.values())))
+
+        def beside(value: Any) -> Any:
+            if isinstance(value, list | tuple) and len(value) == len(first):
+                return [self._at(one.device, each, copies) for one, each in zip(first, value, strict=True)]
+            return self._at(first[0].device, value, copies)
+
+        return tuple(map(beside, args)), {name: beside(value) for name, value in kwargs.items()}
+
+    def _with_own_devices(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a backward, with each given gradient on the device of its output."""
+        bound = signature(func).bind(*args, **kwargs)
+        outputs, gradients = (bound.arguments.get(name) for name in _BACKWARDS[func])  # type: Any, Any
+        if isinstance(outputs, Tensor):
+            gradients = self._at(outputs.device, gradients, [])
+        elif gradients is not None:
+            gradients = [gradients] if isinstance(gradients, Tensor) else gradients
+            gradients = [self._at(one.device, each, []) for one, each in zip(outputs, gradients, strict=True)]
+        bound.arguments[_BACKWARDS[func][1]] = gradients
+        return bound.args, bound.kwargs
 
 
 def _nobody(operands: Sequence[Tensor]) -> None: ...
 
 
-def _device_of_parameter(operands: Sequence[Tensor]) -> torch.device | None:
-    return next((each.device for each in operands if isinstance(each, nn.Parameter)), None)
+def _subclasses(operands: Sequence[Tensor]) -> bool:
+    return any(type(each) not in (Tensor, nn.Parameter) for each in operands)
 
 
 def _name(func: Callable[..., Any]) -> str:
     """The function's name, without that of an overload."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def _at_out(given: Arguments, operands: Sequence[Tensor]) -> torch.device | None:
+    return next((each.device for each in nested_tensors(given[1].get("out"))), None)
+
+
+def _at_parameter(given: Arguments, operands: Sequence[Tensor]) -> torch.device | None:
+    return next((each.device for each in operands if isinstance(each, nn.Parameter)), None)
+
+
+def _at_first(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
+    return next(nested_tensors(given)).device
+
+
+def _at_last(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
+    return operands[-1].device
+
+
+def _at_shape(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
+    return _at_parameter(given, operands) or _at_first(given, operands)
+
+
+def _writes_first(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+_CROSSING = frozenset(
+    {"_foreach_copy_", "copy_", "cpu", "cuda", "set_data", "swap_tensors", "to", "type", "type_as", "__set__"}
+)
+"""Functions that are made for tensors on several devices."""
+
+_IN_PLACE = frozenset(
+    {"__setitem__"}
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
+    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
+)
+"""Functions that write into their first operand, besides those with a name that ends in one underscore."""
+
+_RULES: list[tuple[Callable[[str], bool], Callable[[Arguments, Sequence[Tensor]], torch.device]]] = [
+    (_writes_first, _at_first),
+    ({"batch_norm", "instance_norm"}.__contains__, _at_last),  # which is the running variance: it is written
+    ({"expand_as", "reshape_as", "view_as"}.__contains__, _at_shape),  # a view of the first operand, unless a weight is
+]
+"""Functions with a device of their own, to which their operands are moved; ``out=`` comes before it. All others run
+where :meth:`_Together._anywhere` says, but those of lists (``_foreach_``) pair by pair."""
+
+_BACKWARDS: dict[Any, tuple[str, str]] = {
+    Tensor.backward: ("self", "gradient"),
+    torch.autograd.backward: ("tensors", "grad_tensors"),
+    torch.autograd.grad: ("outputs", "grad_outputs"),
+}
+"""Functions within which operations of the user's run (of checkpoints, hooks and custom autograd functions), with their
+parameters for the outputs and for these's gradients, which are moved to the outputs."""

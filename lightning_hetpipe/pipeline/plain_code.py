@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline import left_out  # noqa: F401  # a structure may have its nodes
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 _LENGTH = struct.Struct(">Q")
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
 from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind
-from lightning_hetpipe.pipeline.computed_weights import Computed, computed_places
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.random.generators import attach
@@ -20,7 +19,8 @@ from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
-from lightning_hetpipe.torch_private import version_counter
+from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer, StageSettings
@@ -31,7 +31,7 @@ class SavedForBackward:
     """State that a forward saves for its backward.
 
     Attributes:
-        version: The weights that it ran on.
+        weights: Those that it ran on.
         inputs: Leaves of its graph.
         outputs: Its ends.
         kept: The bytes of both, and of what the graph has saved.
@@ -41,7 +41,7 @@ class SavedForBackward:
         buffers: Copies of those that it started from, where it is not.
     """
 
-    version: int
+    weights: Reading
     inputs: list[Tensor]
     outputs: list[Tensor]
     kept: Kept
@@ -69,11 +69,11 @@ class SegmentRunner:
         copies = list(stash.layers[start : start + len(layers)])
         self._recompute = settings.recompute or any(layer.recompute for layer in layers)
         self.buffers = Buffers(copies, settings.in_flight, device)
-        self.computed = Computed(settings.in_flight)
         self._parameters = list(nn.ModuleList(copies).parameters())
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """The numbers of its weights among those of the stage."""
+        self.weight_bytes = sum(parameter.nbytes for parameter in self._parameters)
         self._device = device
         self._stash = stash
         self._settings = settings
@@ -84,7 +84,6 @@ class SegmentRunner:
             fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
         self._places = places(copies)
-        self._computed_places = computed_places(copies)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
@@ -96,7 +95,7 @@ class SegmentRunner:
         """Key of the call for torch.compile; None where nothing is compiled."""
         if self.compiled is None:
             return None
-        return self.compiled.kind(task.value, self._stash.buffer(task.version).flags, task.autocast)
+        return self.compiled.kind(task.value, self._stash.buffer(task.weights).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
         """Return True if torch may compile in a forward of that ``kind``, or in its backward: others must pause."""
@@ -108,7 +107,7 @@ class SegmentRunner:
     def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
         """The forward: what it gives to the next segment, and what its backward needs."""
         number = task.minibatch
-        self._stash.bind(task.version)
+        self._stash.bind(task.weights)
         inputs = task.value.leaves(self._device)
         self.buffers.before_forward(number, self._places, task.call)
         again = self._recompute and not task.last  # else its backward follows at once: nothing is gained
@@ -123,12 +122,11 @@ class SegmentRunner:
                 lambda: [*self._parameters, *(getattr(*place) for place in self._places)],
             )
         self.buffers.after_forward(number, self._places)
-        self.computed.after_forward(number, self._computed_places)
         if not again:
-            return Value.of(result), SavedForBackward(task.version, inputs, tensors_of(result), kept, kind)
+            return Value.of(result), SavedForBackward(task.weights, inputs, tensors_of(result), kept, kind)
         repeated = task._replace(value=replace(task.value, tensors=()))
         changes = [version_counter(tensor) for tensor in inputs]
-        return Value.of(result), SavedForBackward(task.version, inputs, [], kept, kind, repeated, changes, buffers)
+        return Value.of(result), SavedForBackward(task.weights, inputs, [], kept, kind, repeated, changes, buffers)
 
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.
@@ -138,7 +136,7 @@ class SegmentRunner:
                 uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
                 would give other last bits. What is given for a leaf itself, autograd adds before all else.
         """
-        self._stash.bind(saved.version)
+        self._stash.bind(saved.weights)
         own = self._parameters
         given = [moved(gradient, self._device) for gradient in task.gradients]
         outputs = [*saved.outputs] if saved.again is None else self._again(saved.again, saved)
@@ -208,8 +206,12 @@ class SegmentRunner:
         return current
 
     def describe(self) -> str:
-        first, last = self.layers[0].name, self.layers[-1].name
-        return f"layer {first}" if first == last else f"layers {first} to {last}"
+        return names_of(self.layers[0].name, self.layers[-1].name)
+
+
+def names_of(first: str, last: str) -> str:
+    """The layers from ``first`` to ``last``, for messages."""
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def mutates_input(layers: Sequence[Layer]) -> bool:

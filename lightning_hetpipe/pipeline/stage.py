@@ -5,6 +5,7 @@ All that it gets from the rest of the world, and gives back, are :mod:`~lightnin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compiler_passes import Compiling, Exclusively
-from lightning_hetpipe.pipeline.memory import Memory
+from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory
+from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.passes import Loss, Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
@@ -33,7 +35,7 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Version,
 )
 from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
@@ -90,6 +92,7 @@ class StageSettings:
         before_pass: For emulated devices, and for tests.
         recompute: Keep only the inputs of forwards, and compute these again for the backward.
         compile: What ``torch.compile`` is given for the layers; None to run them as they are.
+        buffers: Number of version buffers at first; None for one for each minibatch in flight.
     """
 
     generators: RandomGenerators
@@ -99,14 +102,24 @@ class StageSettings:
     before_pass: BeforePass | None = None
     recompute: bool = False
     compile: Mapping[str, Any] | None = None
+    buffers: int | None = None
+
+    @property
+    def version_buffers(self) -> int:
+        return self.in_flight if self.buffers is None else self.buffers
 
 
 class FoundGradients:
-    """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them."""
+    """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them.
+
+    Attributes:
+        on_host: Whether they wait there, as the stage has no room for them.
+    """
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
         self.events: list[StreamEvent] = []
+        self.on_host = False
 
 
 class Stage(StageThread):
@@ -128,25 +141,27 @@ class Stage(StageThread):
         exclusively: Exclusively,
         done: Done,
         streams: Streams,
+        planned: PlannedMemory | None = None,
     ) -> None:
         name = f"hetpipe-stage-{index}"
         super().__init__(name, index, device, streams.on(device), settings.torch_threads, watchdog, done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compiling = Compiling(index, exclusively)
-        self.memory = Memory()
+        self.memory = Memory(planned)
         self._user_stream = streams.user
         self._settings = settings
         self._compute_lock = compute_lock
         self._saved: dict[tuple[int, tuple[int, int]], SavedForBackward] = {}  # by minibatch, and call and segment
         self._found: dict[int, FoundGradients] = {}
+        self._taking = threading.Lock()
         self._orders: dict[int, CallOrder[Parcel]] = {}
         self.copy_layers()
 
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
         self.stash = WeightStash(
-            nn.ModuleList([layer.module for layer in self.layers]), self._settings.in_flight, self.device
+            nn.ModuleList([layer.module for layer in self.layers]), self._settings.version_buffers, self.device
         )
         self._runners: dict[int, SegmentRunner] = {}
         start = 0
@@ -163,7 +178,6 @@ class Stage(StageThread):
         self.stash.let_go()
         for runner in self._runners.values():
             runner.buffers.let_go()
-            runner.computed.let_go()
 
     # Versions and states.
 
@@ -172,13 +186,13 @@ class Stage(StageThread):
         self._saved.clear()
         self._found.clear()
         self.memory.clear()
-        self.stash.begin(version.number, version.parameters, version.flags)
+        self.stash.begin(version)
         self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             runner.buffers.begin(forwards, buffers)
             self.stream.join(None, runner.buffers.all())
             runner.counter.clear()
-        self._mark(version.number)
+        self._mark(version)
 
     def publish(self, version: Version) -> None:
         """Takes ``version``, the next one.
@@ -186,27 +200,31 @@ class Stage(StageThread):
         Raises:
             SettingError: where its buffers are not as the last forward left them, and others have gone on from there.
         """
-        self.stash.publish(version.number, version.parameters, version.flags)
+        self.stash.publish(version)
         self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             if runner.buffers.publish(version.number, buffers):
                 self.stream.join(None, runner.buffers.all())
-        self._mark(version.number)
+        self._mark(version)
 
-    def _mark(self, version: int) -> None:
-        self.stash.buffer(version).published = self._user_stream.record([self.device])
+    def _mark(self, version: Version) -> None:
+        if own := [reading for reading in version.needed if reading.version == version.number]:
+            event = self._user_stream.record([self.device])
+            for reading in own:
+                self.stash.buffer(reading).published = event
 
     def state(self, minibatch: int) -> StageState:
         """State that the forwards of ``minibatch``, one of the last Nm, have left."""
-        runners = self._runners.values()
-        return StageState(
-            [each.buffers.left(minibatch) for each in runners], [each.computed.left(minibatch) for each in runners]
-        )
+        return StageState([each.buffers.left(minibatch) for each in self._runners.values()])
 
     def take(self, minibatch: int) -> FoundGradients:
         """Hands over the gradients of ``minibatch``, which is through."""
-        self.memory.take(minibatch)
-        return self._found.pop(minibatch, None) or FoundGradients()
+        with self._taking:
+            self.memory.take(minibatch)
+            found = self._found.pop(minibatch, None) or FoundGradients()
+        if found.on_host:
+            found.gradients = {number: move(each, self.device) for number, each in found.gradients.items()}
+        return found
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage waits for its gradients."""
@@ -239,10 +257,12 @@ class Stage(StageThread):
 
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
-        self.stream.join(self.stash.buffer(task.version).published)
+        self.stream.join(self.stash.buffer(task.weights).published)
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
         kind = runner.kind(task)
+        if (known := runner.counter.known(task.value.tensors)) is not None:
+            self._make_room(known.all)
         with self._exclusive(runner.compiles(kind), runner, number), self._computing("forward", number):
             output, saved = runner.forward(task, kind)
         visit = task.call, segment
@@ -265,6 +285,7 @@ class Stage(StageThread):
         runner, saved = self._runners[segment], self._saved.pop((number, visit))
         if saved.again is not None:
             self.memory.hold(number, visit, saved.kept.all)
+        self._make_room(max(0, runner.weight_bytes - saved.kept.all))
         compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()
@@ -296,6 +317,23 @@ class Stage(StageThread):
         handed_on = {number: found.pop(number) for number in task.wanted if number in found}
         return handed_on, grown - sum(size[number] for number in handed_on)
 
+    def _make_room(self, coming: int) -> None:
+        """Have gradients wait on the host as long as ``coming`` bytes lack room; the latest first, which wait longest.
+
+        A backward makes gradients while it lets go of activations, so that it takes most when it begins or ends.
+        """
+        if not self.memory.lacks(coming):
+            return
+        for number in sorted(self.memory.waiting(), reverse=True):
+            with self._taking:
+                if (found := self._found.get(number)) is None:  # Lightning's step has just taken them
+                    continue
+                found.gradients = {weight: move(each, _HOST) for weight, each in found.gradients.items()}
+                found.on_host = True
+                self.memory.move_out(number)
+            if not self.memory.lacks(coming):
+                return
+
     def _next_of(self, minibatch: int) -> Parcel | None:
         worker, found = self._worker, list[Parcel]()
         assert worker is not None
@@ -323,10 +361,18 @@ class Stage(StageThread):
             self._end_calls(order, minibatch)
 
     def _told(self, message: Message) -> str:
+        return f"has {'compiled' if self.compiling.at_work else 'run'} {self._work(message)}"
+
+    def _lacking(self, message: Message) -> str:
+        return (
+            f"stage {self.index} ran out of memory on {self.device} in {self._work(message)}. It held"
+            f" {self.memory.told()}; {less(self._settings.in_flight, self._settings.recompute)}"
+        )
+
+    def _work(self, message: Message) -> str:
         assert isinstance(message, Forward | Backward)
-        verb, work = "compiled" if self.compiling.at_work else "run", type(message).__name__.lower()
         layers = self._runners[message.segment].describe()
-        return f"has {verb} the {work} of minibatch {message.minibatch} ({layers})"
+        return f"the {type(message).__name__.lower()} of minibatch {message.minibatch} ({layers})"
 
     # What is wrapped around a task.
 
@@ -339,3 +385,4 @@ class Stage(StageThread):
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _NO_SUMS: Sums = {}
+_HOST = torch.device("cpu")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Gradients, Value
+from lightning_hetpipe.rules.versions import Reading
 
 Sums = Mapping[int, Tensor]
 """Gradients of weights, by number."""
@@ -44,12 +45,17 @@ class Version(NamedTuple):
         parameters: All of the stage, in order; a shared one once.
         flags: Of its parameters and modules.
         buffers: Of each of its segments.
+        needed: Weights that minibatches use from now on, as far as they are there; of this version or earlier ones.
+        moves: Expected change of each parameter by an optimizer step, where weights are predicted; None for no
+            change.
     """
 
     number: int
     parameters: Sequence[Tensor]
     flags: Flags
     buffers: Sequence[Sequence[Tensor]]
+    needed: Sequence[Reading]
+    moves: Sequence[Tensor | None] = ()
 
 
 class StageState(NamedTuple):
@@ -57,11 +63,9 @@ class StageState(NamedTuple):
 
     Attributes:
         buffers: Its buffers.
-        computed: The weights that ``torch.nn.utils`` computes.
     """
 
     buffers: Sequence[Sequence[Tensor]]
-    computed: Sequence[Sequence[Tensor]]
 
 
 class Forward(NamedTuple):
@@ -69,7 +73,7 @@ class Forward(NamedTuple):
 
     Attributes:
         value: What the segment is given.
-        version: The weights to run on.
+        weights: Those to run on.
         autocast: What autocast did where the piece was called.
         call: Number of calls of the piece that come before this one in the minibatch.
         again: Whether the minibatch calls the piece later again.
@@ -79,7 +83,7 @@ class Forward(NamedTuple):
     minibatch: int
     segment: int
     value: Value
-    version: int
+    weights: Reading
     autocast: Autocast
     call: int = 0
     again: bool = False

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.out_of_memory import explain
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
 from lightning_hetpipe.pipeline.threads import Watchdog, Worker
@@ -112,6 +113,8 @@ class StageThread:
                 raise Discarded
             result, event = self._compute(parcel)
         except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                explain(error, self._lacking(message))
             self._forget(number)
             result, event = Failure(number, error), None
         self._doing = None
@@ -128,6 +131,10 @@ class StageThread:
 
     def _forget(self, minibatch: int) -> None:
         """Nothing of ``minibatch`` is needed any more."""
+
+    def _lacking(self, message: Message) -> str:
+        """Say what the stage holds, where there is no memory for ``message``, and what helps."""
+        raise NotImplementedError
 
     def _told(self, message: Message) -> str:
         """Say what the stage does with ``message``, for error messages."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.torch_private import strided_parts
+from lightning_hetpipe.torch_private.tensors import strided_parts
 
 
 class StreamEvent(Protocol):

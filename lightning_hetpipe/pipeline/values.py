@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.torch_private import graph_nodes, pytree, run_backward
+from lightning_hetpipe.torch_private.autograd import graph_nodes
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class Addends(tuple[Tensor, ...]):

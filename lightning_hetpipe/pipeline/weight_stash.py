@@ -1,9 +1,10 @@
 """A stage's versions of its weights (law L1).
 
 A version is tensors: the layers themselves exist once for each stage, as a copy of the live ones, and a pass binds the
-tensors of its version to their parameters. Nm version buffers are allocated once; publishing a version copies the live
-weights into a free one in one fused call. A version whose weights did not change shares its predecessor's buffer. Nm
-buffers are enough: ``rules.versions.last_reader``.
+tensors of its version to their parameters. Version buffers are allocated once, as many as the weight policy needs where
+only optimizer steps change weights; publishing a version copies the live weights into a free one in one fused call, if
+any minibatch will use them. A version whose weights did not change shares its predecessor's buffer, unless weights are
+predicted: then a buffer holds what one minibatch uses.
 
 Parameters are bound through ``.data``: whoever holds a parameter (an RNN's list of its weights, a plain list, the graph
 of a forward whose backward is still to come) sees the version that is bound last. A backward therefore binds its
@@ -15,17 +16,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.stage_messages import Flags
+from lightning_hetpipe.pipeline.stage_messages import Flags, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import all_equal
-from lightning_hetpipe.rules.versions import last_reader
-from lightning_hetpipe.torch_private import foreach_copy_, version_counter
+from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
 
 class VersionBuffer:
@@ -42,18 +44,22 @@ class VersionBuffer:
         self.flags = Flags((), ())
         self.published: StreamEvent | None = None
 
-    def fill(self, live: Sequence[Tensor], flags: Flags) -> None:
-        """Copies the live weights and flags."""
+    def fill(self, version: Version, steps: int) -> None:
+        """Copy the live weights and flags, and move weights on by so many ``steps`` of an optimizer."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                foreach_copy_(self.tensors, live)
-        else:
-            foreach_copy_(self.tensors, live)
-        self.flags = flags
+                self.fill(version, steps)
+            return
+        foreach_copy_(self.tensors, version.parameters)
+        if steps and version.moves:
+            for tensor, move in zip(self.tensors, version.moves, strict=True):
+                if move is not None:
+                    tensor.add_(move.to(tensor.device), alpha=steps)
+        self.flags = version.flags
 
 
 class WeightStash:
-    """A copy of a stage's ``live`` layers on ``device``, and ``size`` version buffers for its weights.
+    """A copy of a stage's ``live`` layers on ``device``, and at first ``size`` version buffers for its weights.
 
     Publishing belongs to Lightning's thread, and touches only buffers that no minibatch in flight uses; binding belongs
     to the stage's thread.
@@ -61,14 +67,16 @@ class WeightStash:
 
     def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
         self.layers = copy_of(live, device)
+        self._new_copy = partial(copy_of, live, device)
         self.parameters = list(self.layers.parameters())
         self._modules = list(self.layers.modules())
         # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
-        copies = [self.layers, *(copy_of(live, device) for _ in range(size - 1))]
+        copies = [self.layers, *(self._new_copy() for _ in range(size - 1))]
         self.buffers = [VersionBuffer([parameter.data for parameter in each.parameters()]) for each in copies]
         self.bytes = [parameter.nbytes for parameter in self.parameters]
         self._total_bytes = sum(self.bytes)
-        self._versions: dict[int, VersionBuffer] = {}
+        self._held: dict[Reading, VersionBuffer] = {}
+        self._newest: VersionBuffer | None = None
         self._counters: list[int] = []
         self._bound = self.buffers[0]
         self._bound_flags = self._bound.flags
@@ -76,31 +84,43 @@ class WeightStash:
     @property
     def held_bytes(self) -> int:
         """Bytes of the buffers that hold a version."""
-        return self._total_bytes * len(set(map(id, self._versions.values())))
+        return self._total_bytes * len(set(map(id, self._held.values())))
 
-    def begin(self, version: int, live: Sequence[Tensor], flags: Flags) -> None:
-        """Forgets every version and publishes ``version``: the pipeline starts empty."""
-        self._versions.clear()
-        self.publish(version, live, flags)
+    def begin(self, version: Version) -> None:
+        """Forget every version and publish ``version``: the pipeline starts empty."""
+        self._held.clear()
+        self._newest = None
+        self.publish(version)
 
-    def publish(self, version: int, live: Sequence[Tensor], flags: Flags) -> None:
-        """Copies the ``live`` weights as ``version``, where they differ from the version before."""
-        while self._versions and last_reader(oldest := next(iter(self._versions)), len(self.buffers)) <= version:
-            del self._versions[oldest]  # they stand in order
-        counters = [version_counter(p) for p in live]
-        last = self._versions.get(version - 1)
-        if last is not None and self._same(last, live, flags, counters):
-            self._versions[version] = last
+    def publish(self, version: Version) -> None:
+        """Copy the live weights as ``version``, where they are needed and differ from the version before."""
+        needed = set(version.needed)
+        self._held = {reading: buffer for reading, buffer in self._held.items() if reading in needed}
+        new = [reading for reading in version.needed if reading not in self._held]
+        if not new:
             return
-        used = set(map(id, self._versions.values()))
-        free = next(buffer for buffer in self.buffers if id(buffer) not in used)
-        free.fill(live, flags)
-        self._versions[version] = free
+        counters = [version_counter(each) for each in version.parameters]
+        last = self._newest
+        if last is not None and not version.moves and self._same(last, version, counters):
+            self._held[new[0]] = last
+            return
+        for reading in new:
+            self._newest = self._held[reading] = self._free()
+            self._newest.fill(version, reading.steps)
         self._counters = counters
 
-    def bind(self, version: int) -> None:
-        """Lets the layers be those of ``version``: their weights, what is frozen, and their modes."""
-        buffer = self._versions[version]
+    def _free(self) -> VersionBuffer:
+        """A buffer that no minibatch needs; a new one where others than the optimizer change weights, too."""
+        used = set(map(id, self._held.values()))
+        for buffer in self.buffers:
+            if id(buffer) not in used:
+                return buffer
+        self.buffers.append(VersionBuffer([parameter.data for parameter in self._new_copy().parameters()]))
+        return self.buffers[-1]
+
+    def bind(self, weights: Reading) -> None:
+        """Have the layers be those of ``weights``: what they hold, what is frozen, and their modes."""
+        buffer = self._held[weights]
         if buffer is not self._bound:
             for parameter, tensor in zip(self.parameters, buffer.tensors, strict=True):
                 parameter.data = tensor
@@ -120,20 +140,21 @@ class WeightStash:
         for parameter in self.parameters:
             parameter.data = parameter.data.new_empty(0)
 
-    def buffer(self, version: int) -> VersionBuffer:
-        """The buffer that holds ``version``."""
-        return self._versions[version]
+    def buffer(self, weights: Reading) -> VersionBuffer:
+        """The buffer that holds ``weights``."""
+        return self._held[weights]
 
-    def parameter(self, index: int, version: int) -> nn.Parameter:
-        """A new leaf with the weights of ``version`` of the live parameter number ``index``."""
-        buffer = self._versions[version]
+    def parameter(self, index: int, weights: Reading) -> nn.Parameter:
+        """A new leaf with ``weights`` of the live parameter number ``index``."""
+        buffer = self._held[weights]
         return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
 
-    def _same(self, last: VersionBuffer, live: Sequence[Tensor], flags: Flags, counters: list[int]) -> bool:
-        """Return True if ``last`` still equals the ``live`` weights. Counters miss changes through ``.data``."""
-        if last.flags != flags or counters != self._counters:
+    def _same(self, last: VersionBuffer, version: Version, counters: list[int]) -> bool:
+        """Return True if ``last`` still equals the live weights. Counters miss changes through ``.data``."""
+        if last.flags != version.flags or counters != self._counters or last not in self._held.values():
             return False
-        return all_equal([(held, now.detach().to(held.device)) for held, now in zip(last.tensors, live, strict=True)])
+        pairs = zip(last.tensors, version.parameters, strict=True)
+        return all_equal([(held, now.detach().to(held.device)) for held, now in pairs])
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -156,6 +177,8 @@ def copy_of(live: M, device: torch.device | None) -> M:
     try:
         made = copy.deepcopy(live, copies)
         return made if device is None else made.to(device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise SettingError(
             f"the pipelined layers cannot be copied for weight stashing ({error}); give them only attributes that"

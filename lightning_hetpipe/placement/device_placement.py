@@ -11,7 +11,7 @@ import torch
 
 from lightning_hetpipe.accelerator import accelerates, all_devices, device_module
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.catalogue import canonical, fragmented
 from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.plan.document import Plan
 
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
     """Discover one node with ``devices``, by default all GPUs, or the CPU where there are none.
 
-    A GPU has the catalogue's name, or torch's where that does not know it, and its memory as torch says; a CPU's memory
-    is no limit, and nothing has to travel there.
+    A GPU has the catalogue's name, or torch's where that does not know it, and the memory that is free for tensors of
+    this process, less a margin for fragmentation; a CPU's memory is no limit, and nothing has to travel there.
     """
     if devices is None:
         devices = all_devices() or [CPU]
@@ -33,8 +33,10 @@ def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster
 def _discovered(device: torch.device) -> Device:
     if not accelerates(device):
         return Device(device.type)
-    properties = device_module(device).get_device_properties(device)
-    return Device(canonical(properties.name), properties.total_memory)
+    module = device_module(device)
+    free, _ = module.mem_get_info(device)  # without this process's context, and what other processes hold
+    name = canonical(module.get_device_properties(device).name)
+    return Device(name, fragmented(free + torch.accelerator.memory_reserved(device)))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.placement.optimizer_states import follow_parameters, leave_before_parameters
 from lightning_hetpipe.placement.spread import move_apart
@@ -56,6 +57,17 @@ class Layout:
     def stage_layers(self, stage: int) -> list[Layer]:
         return self.layers[slice(self.split_points[stage], [*self.split_points[1:], len(self.layers)][stage])]
 
+    def lacking(self, in_flight: int, recompute: bool) -> str:
+        """Say what the stages were to take, where a device runs out of memory before they are there."""
+        planned = [
+            f"stage {index} is to take {each} on {device}"
+            for index, (device, each) in enumerate(zip(self.devices, self.decision.planned, strict=False))
+        ]
+        return (
+            f"the stages were being set up, with {in_flight} versions of their weights each;"
+            f" {''.join(f'{each}; ' for each in planned)}{less(in_flight, recompute)}"
+        )
+
     def report(self, engine: Engine, meter: Meter) -> RunReport:
         seconds, decision = max(meter.seconds, 1e-9), self.decision
         memories = [stage.memory for stage in engine.stages]
@@ -75,6 +87,7 @@ class Layout:
                     activations_bytes=memories[index].activations.most,
                     gradients_bytes=memories[index].gradients.most,
                     memory_bytes=memories[index].total.most,
+                    host_bytes=memories[index].on_host.most,
                     held=memories[index].minibatches.most,
                     device_bytes=device_bytes(device),
                     compile_s=engine.stages[index].compiling.seconds,

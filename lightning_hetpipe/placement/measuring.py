@@ -70,7 +70,7 @@ def kept(
     # Other layers are those of a file that somebody has changed.
     if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
-    return replace(one, model=model, samples=profiling.samples, calls=profiling.calls)
+    return replace(one, model=model, samples=profiling.samples, calls=profiling.calls, user=profiling.user)
 
 
 def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
@@ -81,7 +81,7 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
             sizes.append(size)
             times.append(time)
             tick()
-    return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls)
+    return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls, user=profiling.user)
 
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: Bar) -> list[float]:

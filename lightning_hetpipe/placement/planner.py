@@ -13,11 +13,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.device_placement import DevicePlacement
@@ -34,7 +35,7 @@ from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
-from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.profile import Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
@@ -42,6 +43,7 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
+from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Decision:
         explanation: For the user, a line each.
         names: Of each stage's device, where others were declared than torch's.
         emulated: Whether stages take as long as the devices ``names``, which are not here.
+        planned: Memory of each stage; none where nothing was planned, or devices are emulated.
     """
 
     split_points: tuple[int, ...]
@@ -65,18 +68,11 @@ class Decision:
     explanation: Sequence[str] = ()
     names: Sequence[str] | None = None
     emulated: bool = False
+    planned: Sequence[PlannedMemory] = ()
 
 
 Decide = Callable[[ProfilingInput], Decision]
 """Function that makes the decision once the first minibatch has shown the layers."""
-
-
-def told_in_flight(in_flight: int) -> str:
-    """Nm and its staleness, for people."""
-    if in_flight == 1:
-        return "1 minibatch in flight"
-    stale = in_flight - 1
-    return f"{in_flight} minibatches in flight, so gradients up to {stale} minibatch{'es' * (stale > 1)} stale"
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,8 @@ class Planner:
         even: Whether devices are taken to be all the same, and without a memory limit.
         choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
         reported: Whether one stage is measured, too, as there is a logger to be told.
+        weights: The weight policy.
+        every: Minibatches of an optimizer step.
     """
 
     placement: DevicePlacement
@@ -112,6 +110,8 @@ class Planner:
     even: bool = False
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
+    weights: WeightPolicy = STASH
+    every: int = 1
 
     @property
     def before_pass(self) -> BeforePass | None:
@@ -160,7 +160,11 @@ class Planner:
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        return self._decision(slots, first, plan.in_flight, times, names, why)
+        decision = self._decision(slots, first, plan.in_flight, times, names, why)
+        planned = [
+            PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
+        ]
+        return replace(decision, planned=planned)
 
     def _divide_equally(self, profiling: ProfilingInput) -> Decision:
         """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""
@@ -181,7 +185,33 @@ class Planner:
             f" for a minibatch), and {why}"
         )
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
+        if stages > 1 and self.placement.limits:
+            return replace(decision, planned=self._memory_of(decision, seconds, profiling))
         return decision if stages > 1 else replace(decision, explanation=())
+
+    def _memory_of(
+        self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput
+    ) -> list[PlannedMemory]:
+        """Memory of equal stages; a warning says where it may not suffice, as results depend on Nm."""
+        slots = place(len(decision.split_points), self.placement.cluster.slots)
+        times = [Times(each / 3, 2 * each / 3) for each in seconds]
+        named = {slot.device.name: times for slot in slots}
+        samples, calls, user = profiling.samples, profiling.calls, profiling.user
+        profile = Profile(self.model, samples, profiling.sizes(), named, {}, calls=calls, user=user)
+        found = self._estimate(profile, slots, decision.split_points, decision.in_flight, profiling)
+        if lacks := _lacking(found.stages):
+            fewer = range(decision.in_flight - 1, 0, -1)
+            fits = (
+                f"in_flight={each}"
+                for each in fewer
+                if not _lacking(self._estimate(profile, slots, decision.split_points, each, profiling).stages)
+            )
+            lacking = ", ".join(f"{self.placement.name(slot)} by {in_bytes(more)}" for slot, more in lacks.items())
+            rank_zero_warn(
+                f"{decision.in_flight} minibatches in flight may take more memory than there is, on {lacking}; if it"
+                f" runs out, set {next(fits, 'recompute=True, or take smaller batches')}"
+            )
+        return _planned(found)
 
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
@@ -214,6 +244,8 @@ class Planner:
             optimizer=_optimizer(profiling),
             in_flight=asked,
             recompute=self.recompute,
+            weights=self.weights,
+            every=self.every,
         )
         choice = plan(stages=stages)
         if not choice.fits:
@@ -241,7 +273,10 @@ class Planner:
         profiling: ProfilingInput,
     ) -> Estimate:
         state, cluster = optimizer_state(_optimizer(profiling)), self.placement.cluster
-        return estimate(profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute)
+        versions = Versions(self.weights, in_flight, self.every)
+        return estimate(
+            profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute, versions=versions
+        )
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> SettingError:
         lacks = _lacking(found.stages)
@@ -276,7 +311,8 @@ class Planner:
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
-        return self._decision(slots, first, found.in_flight, times, names, *reasons)
+        decision = self._decision(slots, first, found.in_flight, times, names, *reasons)
+        return decision if placement.emulated else replace(decision, planned=_planned(found))
 
     def _decision(
         self,
@@ -297,7 +333,7 @@ class Planner:
             [placement.device(slot) for slot in slots],
             in_flight,
             times,
-            [f"HetPipe: stages on {stages}; {told_in_flight(in_flight)}", *why],
+            [f"HetPipe: stages on {stages}; {self.weights.told(in_flight)}", *why],
             where if placement.declared else None,
             placement.emulated,
         )
@@ -309,6 +345,13 @@ def _names(profiling: ProfilingInput) -> list[str]:
 
 def _optimizer(profiling: ProfilingInput) -> str:
     return UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
+
+
+def _planned(found: Estimate) -> list[PlannedMemory]:
+    return [
+        PlannedMemory(stage.memory.total, stage.limit, room)
+        for stage, room in zip(found.stages, found.allowances, strict=True)
+    ]
 
 
 def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:

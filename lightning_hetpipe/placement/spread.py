@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.torch_private import without_tensors
+from lightning_hetpipe.torch_private.modules import without_tensors
 
 STEPS = 50
 """Halvings of the interval in which the smallest sufficient share of each device's room is searched."""

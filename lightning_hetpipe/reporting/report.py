@@ -41,6 +41,7 @@ class StageReport:
         activations_bytes: The most bytes kept from forwards for backwards at once; None where it was not counted.
         gradients_bytes: The most bytes of gradients that waited for Lightning's step at once; None as above.
         memory_bytes: The most bytes of these three together at once; None as above.
+        host_bytes: The most bytes of gradients that waited on the host at once, as the device had no room for them.
         held: The most minibatches whose activations it held at once.
         device_bytes: The most bytes that torch had allocated at once on its device, for whomever; None on CPU.
         compile_s: Seconds of the passes in which torch.compile may have been at work, which run alone.
@@ -56,6 +57,7 @@ class StageReport:
     activations_bytes: int | None = None
     gradients_bytes: int | None = None
     memory_bytes: int | None = None
+    host_bytes: int = 0
     held: int = 1
     device_bytes: int | None = None
     compile_s: float = 0.0
@@ -101,7 +103,13 @@ class RunReport:
         if not self.stages:
             return NOTHING
         apart = [f"user code: of '{name}', the part around its pipelined modules" for name in self.taken_apart]
-        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED, *apart]
+        moved = [
+            f"host: up to {in_bytes(stage.host_bytes)} of stage {number}'s gradients waited there, as its device had no"
+            " room for them"
+            for number, stage in enumerate(self.stages)
+            if stage.host_bytes
+        ]
+        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED, *moved, *apart]
         return "\n".join([self._headline(), "", *self._rows(), "", *notes])
 
     @property

@@ -1,26 +1,193 @@
-"""Versions of the weights: the one that a minibatch uses (law L1), and how long one must be kept.
+"""Weight policies: the weights that a minibatch uses (law L1), and how long they are kept.
 
-Another weight policy is another formula here; ``pipeline/weight_stash.py`` keeps the versions that it needs.
+Version v is the weights after Lightning has finished minibatch v. A *window* is the M minibatches of one optimizer step
+(``accumulate_grad_batches``), counted from the epoch's beginning. Minibatch p uses, on every stage, forward and
+backward:
+
+============  ==========================================  =================================================
+policy        version                                     source
+============  ==========================================  =================================================
+``stash``     p - Nm                                      HetPipe 2020, section 4; PipeDream 2019
+``sync``      the one before p's window                   GPipe 2018
+``2bw``       the one before the window before p's        PipeDream-2BW 2020
+============  ==========================================  =================================================
+
+and never an older one than v_e, at which the pipeline last started empty. ``spectrain``, ``xpipe`` and ``pipeoptim``
+use the version of ``stash``, moved on by as many optimizer steps as p misses: a *prediction*.
+
+``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle.py`` has the same formulas as a plain loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
-def version_of(minibatch: int, in_flight: int, empty_at: int) -> int:
-    """The version that ``minibatch`` uses on every stage, forward and backward, under weight stashing.
+from lightning_hetpipe.errors import SettingError
 
-    Args:
-        minibatch: p, counted from 1.
+
+class Reading(NamedTuple):
+    """Weights that minibatches use: those of ``version``, moved on by ``steps`` optimizer steps."""
+
+    version: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class WeightPolicy:
+    """A weight policy.
+
+    Attributes:
+        name: As the setting ``weights`` has it.
+        version: The version that a minibatch uses, before v_e is considered.
+        predicts: Whether it is moved on.
+        buffers: Number of version buffers that are enough while only optimizer steps change weights.
+        behind: By how many minibatches weights are behind at most, those of the minibatch's own window left out.
+        by_window: Whether all minibatches of a window use the same weights.
+    """
+
+    name: str
+    version: Callable[[Versions, int], int]
+    buffers: Callable[[Versions], int]
+    behind: Callable[[Versions], int]
+    predicts: bool = False
+    by_window: bool = False
+
+    def told(self, in_flight: int) -> str:
+        """Nm, and how stale gradients are, for people."""
+        if in_flight == 1:
+            return "1 minibatch in flight"
+        stale = in_flight - 1
+        many = f"{stale} minibatch{'es' * (stale > 1)}"
+        how = {
+            "sync": "and none across an optimizer step, so that no gradient is stale",
+            "2bw": "so gradients one optimizer step stale",
+        }.get(self.name, f"weights predicted {many} ahead" if self.predicts else f"so gradients up to {many} stale")
+        return f"{in_flight} minibatches in flight, {how}"
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of one stretch of minibatches, which begins with an empty pipeline.
+
+    Attributes:
+        policy: The weight policy.
         in_flight: Nm.
-        empty_at: v_e, the version at which the pipeline last started empty.
+        every: M, the minibatches of an optimizer step.
+        empty_at: v_e.
+        start: The version at which the epoch began: windows are counted from there.
     """
-    return max(empty_at, minibatch - in_flight)
+
+    policy: WeightPolicy
+    in_flight: int
+    every: int = 1
+    empty_at: int = 0
+    start: int = 0
+
+    def version(self, minibatch: int) -> int:
+        """The version that ``minibatch``, counted from 1, uses."""
+        return max(self.empty_at, self.policy.version(self, minibatch))
+
+    def steps(self, minibatch: int) -> int:
+        """s(p): optimizer steps after the version that ``minibatch`` uses, and before its own."""
+        return self.window(minibatch) - (self.version(minibatch) - self.start) // self.every
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights that are held, with the one that predictions are made by."""
+        return self.policy.buffers(self) + int(self.policy.predicts)
+
+    @property
+    def period(self) -> int:
+        """Minibatches after which all repeats itself."""
+        return self.every if self.policy.by_window else self.in_flight
+
+    @property
+    def most_steps(self) -> int:
+        """The largest number of optimizer steps that a minibatch's weights lack."""
+        return max(map(self.steps, self._next(self.empty_at)))
+
+    def reading(self, minibatch: int) -> Reading:
+        """The weights that ``minibatch`` uses."""
+        return Reading(self.version(minibatch), self.steps(minibatch) if self.policy.predicts else 0)
+
+    def window(self, minibatch: int) -> int:
+        """Number of optimizer steps in the epoch before that of ``minibatch``."""
+        return (minibatch - self.start - 1) // self.every
+
+    def before_window(self, minibatch: int) -> int:
+        """The version on which the optimizer step of ``minibatch`` is made, but for its own window's minibatches."""
+        return self.start + self.window(minibatch) * self.every
+
+    @property
+    def is_possible(self) -> bool:
+        """True if windows are long enough for the policy."""
+        return self.policy is not TWO_BUFFERS or self.every >= self.in_flight
+
+    def check(self, wave: int | None = None) -> None:
+        """Refuse windows that the policy cannot use; ``wave`` is W, where there are several virtual workers.
+
+        Raises:
+            SettingError: which names the setting.
+        """
+        setting, policy = f"accumulate_grad_batches={self.every}", f"weights='{self.policy.name}'"
+        if not self.is_possible:
+            raise SettingError(
+                f"{policy} needs a minibatch of one optimizer step for each that is in flight, {self.in_flight}, and"
+                f" {setting}; set accumulate_grad_batches={self.in_flight} or more, or in_flight={self.every}, or"
+                " weights='stash'"
+            )
+        if self.policy.by_window and wave is not None and wave % self.every:
+            raise SettingError(
+                f"WSPCallback(wave={wave}) ends within an optimizer step, whose minibatches all use the same weights"
+                f" with {policy}; set it to a multiple of {setting}, or leave it out"
+            )
+
+    def ahead(self, published: int) -> int:
+        """Number of minibatches after ``published``, the newest version, that may be in flight."""
+        numbers = range(published + 1, published + self.in_flight + 1)
+        return sum(self.version(minibatch) <= published for minibatch in numbers)
+
+    def needed(self, published: int) -> list[Reading]:
+        """Weights that minibatches after ``published``, the newest version, use, as far as that is there."""
+        there = (self.reading(each) for each in self._next(published) if self.version(each) <= published)
+        return list(dict.fromkeys(there))
+
+    def first_reader(self, version: int) -> int:
+        """The first minibatch that uses ``version``, or a later one."""
+        return next(each for each in self._next(version) if self.version(each) >= version)
+
+    def _next(self, version: int) -> Iterator[int]:
+        yield from range(version + 1, version + self.in_flight + 2 * self.every + 1)
 
 
-def last_reader(version: int, in_flight: int) -> int:
-    """The last minibatch that uses ``version``: the first Nm minibatches all use v_e, each later version serves one.
+def _stashed(versions: Versions, minibatch: int) -> int:
+    return minibatch - versions.in_flight
 
-    A version may be overwritten once this minibatch is done. As minibatch p is done before version p is published,
-    version v's place is free when version v + Nm is published: Nm places are enough (HetPipe, section 4).
-    """
-    return version + in_flight
+
+def _of_steps(versions: Versions) -> int:
+    return 1 - (1 - versions.in_flight) // versions.every
+
+
+def _in_flight(versions: Versions) -> int:
+    return versions.in_flight
+
+
+def _others(versions: Versions) -> int:
+    return versions.in_flight - 1
+
+
+STASH = WeightPolicy("stash", _stashed, _of_steps, _others)
+SYNC = WeightPolicy("sync", Versions.before_window, lambda versions: 1, lambda versions: 0, by_window=True)
+TWO_BUFFERS = WeightPolicy(
+    "2bw",
+    lambda versions, minibatch: versions.before_window(minibatch) - versions.every,
+    lambda versions: 2,
+    lambda versions: versions.every,
+    by_window=True,
+)
+PREDICTING = [
+    WeightPolicy(name, _stashed, _in_flight, _others, predicts=True) for name in ("spectrain", "xpipe", "pipeoptim")
+]
+POLICIES = {policy.name: policy for policy in (STASH, SYNC, TWO_BUFFERS, *PREDICTING)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private import foreach_norm
+from lightning_hetpipe.torch_private.tensors import foreach_norm
 
 
 def clip_by_norm(redirect: Redirect, optimizer: torch.optim.Optimizer, most: float | int) -> None:

@@ -58,7 +58,7 @@ class NoPipeline:
 
     def publish(self, version: int) -> None: ...
 
-    def show(self, number: int) -> None: ...
+    def show(self, flight: Any) -> None: ...
 
     def discard(self) -> None: ...
 
@@ -141,7 +141,7 @@ class Driver(Generic[F]):
                 flight = self._pipeline.finish(number)
         finally:  # what it has set before it failed is there, as in a plain run
             self.extensions.tell(Extension.arrived, number)
-        self._pipeline.show(number)
+        self._pipeline.show(flight)
         self.extensions.tell(Extension.finished, flight, args)
         return flight
 

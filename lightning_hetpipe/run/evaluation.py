@@ -75,6 +75,9 @@ class Evaluation(TrainerRun):
         self._undo = ExitStack()
         self._warned: set[str] = set()
 
+    def lacking(self) -> str:
+        return "this was an evaluation; take smaller batches in it, or give more devices, or ones with more memory"
+
     def open(self) -> None:
         """Take over every run of the loop from now on; for one outside of training."""
         self._undo.enter_context(self.operands)

@@ -28,6 +28,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, own_state
 from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
@@ -38,7 +39,7 @@ from lightning_hetpipe.run.look_ahead import LookAhead
 from lightning_hetpipe.run.piece_calls import PieceForwards
 from lightning_hetpipe.run.prepared_batch import prepared
 from lightning_hetpipe.run.user_step import default_dtype_in
-from lightning_hetpipe.torch_private import version_counter
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 if TYPE_CHECKING:
     from lightning_hetpipe.run.evaluation import Evaluation
@@ -175,12 +176,13 @@ class EvaluationRun:
         """The first batch is through, in Lightning's own thread."""
         evaluation = self._evaluation
         self._evaluator = evaluator
+        versions = Versions(STASH, evaluation.in_flight, empty_at=1)
         self._driver.extensions.add(
             UnchangedWeights(evaluation.pieces),
             RandomStates(self._state),
             Replay(evaluation.module, partial(evaluation.context, self._hook)),
             # After the stand-ins of Replay, which all see.
-            *[Attributes(part, evaluation.in_flight, 1) for part in (evaluation.module, *evaluation.parts)],
+            *[Attributes(part, lambda: versions) for part in (evaluation.module, *evaluation.parts)],
         )
         self._driver.start(evaluator)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -22,21 +22,27 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.overflow import Overflow
-from lightning_hetpipe.placement.planner import Decision, told_in_flight
+from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
+from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.staleness_warning import check_staleness
 from lightning_hetpipe.run.user_step import UserStep
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 SPREAD = "before stages are decided, a model is spread over its devices by the bytes of its weights"
+LACKING = (
+    f"this was the first minibatch of a fit; {SPREAD}; take smaller batches, or give more devices, or ones with more"
+    " memory"
+)
+"""Note on a first minibatch that runs out of memory."""
 
 
 def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Mapping[torch.device, int]) -> None:
@@ -58,19 +64,6 @@ def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Ma
                 f" gradients{also} come to {device}: {in_bytes(taken - limit)} more than its {in_bytes(limit)}; give"
                 " more devices, or ones with more memory, or train fewer weights"
             )
-
-
-@contextmanager
-def noting_where() -> Iterator[None]:
-    """Within it, an error for want of memory is given a note that says what was there."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            f"HetPipeStrategy: this was the first minibatch of a fit; {SPREAD}; take smaller batches, or give more"
-            " devices, or ones with more memory"
-        )
-        raise
 
 
 Begin = Callable[[TrainingWatch, Decision, int, OutsideParameters], None]
@@ -113,7 +106,6 @@ class FirstMinibatch(Extension):
         self._names = named_pieces(self._module, settings.module)
         self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self._averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
-        self._pruned = any(isinstance(callback, ModelPruning) for callback in callbacks)
         self._watch: TrainingWatch
         self._outside: OutsideParameters
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
@@ -136,14 +128,14 @@ class FirstMinibatch(Extension):
         check_memory(self._module, self._trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers)
-        with self._watch.watching(), noting_where(), self._operands.told(overflow):
+        with self._watch.watching(), self._operands.told(overflow):
             yield
         self._waited = settings.waited_in()
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
         loss = self._user_step.loss_of(output)
         with self._precision.train_step_context():
-            self._watch.check(loss)
+            self._watch.check(loss, args[:1])
         if apart := self._watch.apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
@@ -156,18 +148,15 @@ class FirstMinibatch(Extension):
     def inline_backward(self, minibatch: int) -> Iterator[None]:
         watch, outside = self._watch, self._outside
         del self._watch, self._outside
-        with noting_where():
-            yield
-            decision = self._decide(watch)
-            if self._is_without_gain(watch, decision):
-                self._stay()
-            else:
-                self._begin(watch, decision, self._agreed(watch, decision), outside)
+        yield
+        decision = self._decide(watch)
+        if self._is_without_gain(watch, decision):
+            self._stay()
+        else:
+            self._begin(watch, decision, self._agreed(watch, decision), outside)
 
     def _changed_later(self, layer: nn.Module) -> str | None:
         """Tell what a callback will do to ``layer`` that no graph follows."""
-        if self._pruned and any(True for _ in layer.parameters()):
-            return "may be pruned by ModelPruning, which looks at what its hooks have computed"
         if self._averaged and any(isinstance(part, _BATCH_NORMS) for part in layer.modules()):
             return "has a BatchNorm, whose momentum StochasticWeightAveraging sets to None in the last epoch"
         return None
@@ -180,7 +169,7 @@ class FirstMinibatch(Extension):
         """
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         return self._settings.decide(
-            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called)
+            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called, watch.user)
         )
 
     def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
@@ -201,7 +190,10 @@ class FirstMinibatch(Extension):
     def _agreed(self, watch: TrainingWatch, decision: Decision) -> int:
         """Nm on which all virtual workers agree; what there is to say of it and of ``decision`` is said."""
         settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
-        in_flight = self._synchroniser.agree(decision.in_flight)
+        every = self._trainer.accumulate_grad_batches
+        in_flight = self._synchroniser.agree(decision.in_flight, every)
+        versions = Versions(settings.weights, in_flight, every)
+        versions.check(self._synchroniser.wave)
         check_resumed(settings.resumed, in_flight)
         if self._waited is not None and in_flight > 1:
             raise ahead(self._waited)
@@ -209,14 +201,15 @@ class FirstMinibatch(Extension):
             rank_zero_info(line)
         if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
-                f"but {told_in_flight(in_flight)}: the most that any virtual worker has, as all have as many"
+                f"but {settings.weights.told(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         if any(layer.recompute for layer in layers):
             rank_zero_info(
                 "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
                 " the backward, as recompute=True does, and not by torch.utils.checkpoint"
             )
-        check_staleness(self._trainer, in_flight, *self._synchroniser.staleness(in_flight))
+        behind = self._synchroniser.staleness(settings.weights.behind(versions))
+        check_staleness(self._trainer, in_flight, *behind)
         if settings.recompute and len(decision.split_points) == len(watch.called) == 1:
             nothing_to_recompute()
         return in_flight

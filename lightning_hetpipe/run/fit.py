@@ -9,7 +9,7 @@ run as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
@@ -30,6 +31,7 @@ from lightning_hetpipe.lightning_private import (
     step_arguments,
 )
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
@@ -39,6 +41,9 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.run import first_minibatch, spread_run
+from lightning_hetpipe.run.around_step import AroundStep
 from lightning_hetpipe.run.clipping import clip_by_norm
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
@@ -56,7 +61,9 @@ from lightning_hetpipe.run.extensions.trainer_counters import TrainerCounters
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.lr_correction import RateCorrection
 from lightning_hetpipe.run.piece_calls import PieceCalls
+from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.spread_run import SpreadRun
@@ -106,8 +113,12 @@ class Fit(TrainerRun):
         )
         self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
-        self._steps = Steps(self._driver)
+        self._prediction: Prediction | None = None
+        self._correction: AroundStep = AroundStep()
+        self._around: list[AroundStep] = []
+        self._steps = Steps(self._driver, self._around)
         self._inline: Extension
+        self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
         self._looks_ahead = settings.in_flight != 1
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
@@ -126,6 +137,7 @@ class Fit(TrainerRun):
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", lambda redirect: self._steps.validate(redirect.original)),
             Redirect(self._module, BEFORE_TRANSFER, before_transfer),
+            Redirect(self._precision, "backward", self._backward),
         ]
         for redirect in reversed(redirects):
             self._undo.callback(redirect.remove)
@@ -156,6 +168,12 @@ class Fit(TrainerRun):
             recording.show(timeline)
         self._reported(report)
 
+    def lacking(self) -> str:
+        return self._evaluation.lacking() if self._trainer.evaluating else self._lacking()
+
+    def moves(self) -> Sequence[Tensor | None]:
+        return () if self._prediction is None else self._prediction.saved()
+
     def trained_in_flight(self, before: int) -> int:
         return self.pipeline.in_flight
 
@@ -164,8 +182,8 @@ class Fit(TrainerRun):
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
         return self._steps.step(self.begun(), native, args)
 
-    def backward(self, native: Callable[[], None]) -> None:
-        self._steps.backward(self.begun(), native)
+    def _backward(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
+        self._steps.backward(self.begun(), partial(redirect.original, *args, **kwargs))
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         return self._steps.optimizer_step(optimizer)
@@ -189,6 +207,8 @@ class Fit(TrainerRun):
     def limit(self, in_flight: int) -> int:
         if self._trainer.should_stop:
             return 1
+        if isinstance(self.pipeline, Engine):
+            in_flight = self.pipeline.versions.ahead(self.begun())
         max_steps, accumulate = self._trainer.fit_loop.epoch_loop.max_steps, self._trainer.accumulate_grad_batches
         if max_steps == -1:
             return in_flight
@@ -215,6 +235,14 @@ class Fit(TrainerRun):
         if settings.is_spread:
             self._looks_ahead = False
             return self._spread_run(settings)
+        if settings.weights.predicts:
+            self._prediction = prediction_of(settings.weights.name, self._trainer.optimizers[0], settings.resumed_moves)
+            self._around.append(self._prediction)
+        if settings.lr_correction is not None:
+            self._correction = RateCorrection(
+                self._trainer.optimizers[0], settings.lr_correction, self._most_steps, lambda: self._trainer.global_step
+            )
+            self._around.append(self._correction)
         for redirect in look_through(self._module, stages_compile=settings.compile is not None):
             self._undo.callback(redirect.remove)
         return FirstMinibatch(
@@ -233,6 +261,7 @@ class Fit(TrainerRun):
         computed, optimizers = self._driver.computed, self._trainer.optimizers
         run = SpreadRun(self._module, settings, self._generators, computed, self._operands, optimizers)
         self._report = run.report
+        self._lacking = lambda: spread_run.LACKING
         return run
 
     def _stay(self) -> None:
@@ -248,6 +277,8 @@ class Fit(TrainerRun):
         pieces, apart = watch.pieces, watch.apart
         add, context = driver.extensions.add, self._precision.train_step_context
         layout = Layout.of(pieces, decision)
+        self._lacking = partial(layout.lacking, in_flight, settings.recompute)
+        versions = partial(self._versions, in_flight)
         moved = self._move(layout)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
@@ -261,12 +292,17 @@ class Fit(TrainerRun):
                 settings.before_pass,
                 settings.recompute,
                 settings.compile,
+                settings.weights.buffers(versions(number - 1)),
             ),
             settings.timeout,
             self._module,
             watch.changed_buffers(),
             called=watch.called,
+            planned=decision.planned,
+            versions=versions,
         )
+        if self._prediction is not None:
+            engine.moves = self._moves
         modules = [piece.module for piece in pieces]
         outside.leave_out(modules, engine.versioned)
         parts = user_parts(apart.modules.values(), modules)
@@ -274,7 +310,7 @@ class Fit(TrainerRun):
         if in_flight > 1:
             outside.check_step()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
-            attributes = [Attributes(part, in_flight, number - 1) for part in (self._module, *parts)]
+            attributes = [Attributes(part, lambda: engine.versions) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
@@ -286,12 +322,39 @@ class Fit(TrainerRun):
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(
-            trainer, driver, engine, self._user_step, self._loss_scale, self._evaluation, number, moved, bool(apart)
+            trainer,
+            driver,
+            engine,
+            self._user_step,
+            self._loss_scale,
+            self._evaluation,
+            number,
+            moved,
+            bool(apart),
+            self._around,
         )
         add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
+        self._lacking = engine.lacking
         self.pipeline, self.devices = engine, layout.devices
         driver.start(engine)
         engine.begin(number - 1, forwards=number)
+
+    def _most_steps(self) -> int:
+        return self.pipeline.versions.most_steps if isinstance(self.pipeline, Engine) else 0
+
+    def _moves(self) -> Moves:
+        """Expected changes of parameters by the next step, with its own rate."""
+        assert self._prediction is not None
+        with self._correction.stepping():
+            return self._prediction.moves()
+
+    def _versions(self, in_flight: int, version: int) -> Versions:
+        """The versions from ``version`` on, at which the pipeline starts empty."""
+        begun, in_epoch = begun_minibatches(self._trainer)
+        every = self._trainer.accumulate_grad_batches
+        versions = Versions(self._settings.weights, in_flight, every, version, begun - in_epoch)
+        versions.check(self._synchroniser.wave)
+        return versions
 
     def _move(self, layout: Layout) -> bool:
         """Moves layers to the stages' devices.

@@ -35,8 +35,8 @@ discarded()                 nothing is in flight any more
 closed()                    the run is over
 ==========================  ============================================================================================
 
-Where the user's step runs in Lightning's own thread (the first minibatch of a fit or of an evaluation, and all with a
-single stage), there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``,
+Where the user's step runs in Lightning's own thread (the first minibatch of a fit or of an evaluation, and all of a
+spread run), there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``,
 ``epoch_ends``, ``discarded`` and ``closed``.
 
 Version v is published by ``Driver.publish``, and copied by ``Engine.publish``; a wave is pushed before that, at

@@ -20,6 +20,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.planner import Decide
+from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,20 @@ class RunSettings:
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     planned: bool = False
-    """True if stages are those of a plan, or emulated, or to be chosen among devices that differ."""
+    """True if stages are those of a plan, or emulated."""
+    chosen: bool = False
+    """True if stages and Nm are to be chosen among devices that differ."""
     spread: Sequence[torch.device] = ()
     """Devices of the provisional stages, in order, that the model is spread over before stages are decided."""
     memory: Mapping[torch.device, int] = field(default_factory=dict)
     """Bytes of those of the devices that have a limit."""
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
+    lr_correction: int | None = None
+    """Number of updates after which learning rates are the user's own."""
+    resumed_moves: Sequence[Tensor | None] = ()
+    """Changes by the last step before that checkpoint, where weights were predicted by it."""
+    weights: WeightPolicy = STASH
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 
@@ -58,7 +66,7 @@ class RunSettings:
     def is_spread(self) -> bool:
         """True if one minibatch is in flight, and nothing is asked for that is a stage's work: then there is no
         pipeline, and Lightning's own steps run on the devices that the model is spread over."""
-        return not self.may_run_ahead and self._of_stages is None
+        return not self._asks_for_pipeline and self._of_stages is None
 
     @property
     def _of_stages(self) -> str | None:
@@ -74,10 +82,13 @@ class RunSettings:
     @property
     def way_out(self) -> str:
         """Say how to train what no pipeline can train, as the end of a sentence."""
-        others = (
-            "" if self._of_stages is None else f" {'and ' if self.may_run_ahead else ''}leave {self._of_stages} out"
-        )
-        return f"{'set in_flight=1' if self.may_run_ahead else ''}{others}".strip()
+        ways = ["set in_flight=1"] if self._asks_for_pipeline else []
+        return " and ".join([*ways, *([] if self._of_stages is None else [f"leave {self._of_stages} out"])])
+
+    @property
+    def _asks_for_pipeline(self) -> bool:
+        """True unless one minibatch is to be in flight."""
+        return self.may_run_ahead or self.chosen
 
     @property
     def is_one_stage(self) -> bool:

@@ -9,11 +9,11 @@ the number of stages.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from time import perf_counter  # our own name, as suites script what `time.perf_counter` gives to Lightning
 from typing import Any
 
 import lightning as L
@@ -34,6 +34,12 @@ from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
+
+LACKING = (
+    "with one minibatch in flight a model is spread over its devices by the bytes of its weights; take smaller batches,"
+    " or give more devices, or ones with more memory"
+)
+"""Note on a spread run that runs out of memory."""
 
 
 class SpreadRun(Extension):
@@ -153,12 +159,12 @@ class SpreadRun(Extension):
         if self._is_busy:
             yield
             return
-        started, self._is_busy = time.perf_counter(), True
+        started, self._is_busy = perf_counter(), True
         try:
             yield
         finally:
             self._is_busy = False
-        self._busy += time.perf_counter() - started
+        self._busy += perf_counter() - started
         if self._last is not None:
             self._computed(work, minibatch, started)
 

@@ -38,8 +38,8 @@ def check_staleness(trainer: L.Trainer, in_flight: int, minibatches: int, worker
                 f"stale gradients and momentum={group.momentum:g} may keep this model from learning: with"
                 f" {in_flight} in flight, gradients are up to {steps} steps old, and lr={group.lr:g} acts like"
                 f" {group.lr * group.gain * workers:.3g}; lower lr to {enough} or less, or the momentum,{clip} set"
-                " accumulate_grad_batches, or set a smaller in_flight; docs/staleness.md has the rule, and how to"
-                " silence this warning"
+                " accumulate_grad_batches, another weight policy (weights), or a smaller in_flight;"
+                " docs/staleness.md has the rule, and how to silence this warning"
             )
             return
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.run.around_step import AroundStep, around_step
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
@@ -27,10 +27,16 @@ from lightning_hetpipe.run.user_step import UserStep, without_graph
 
 
 class Steps:
-    """Steps that run as in any other strategy, in Lightning's own thread, while ``driver`` has no pipeline."""
+    """Steps that run as in any other strategy, in Lightning's own thread, while ``driver`` has no pipeline.
 
-    def __init__(self, driver: Driver[Minibatch]) -> None:
+    Args:
+        driver: Raises the events.
+        around: What is opened around an optimizer's steps.
+    """
+
+    def __init__(self, driver: Driver[Minibatch], around: Sequence[AroundStep] = ()) -> None:
         self._driver = driver
+        self._around = around
 
     def submit(self, number: int, args: tuple[Any, ...]) -> None:
         """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
@@ -46,11 +52,21 @@ class Steps:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Open around ``optimizer``'s step."""
-        return nullcontext()
+        return around_step(optimizer, self._around) if self._around else nullcontext()
 
     def validate(self, native: Callable[[], Any]) -> Any:
         """Run ``native``, Lightning's own validation loop."""
         return native()
+
+
+class _Unlocked(AroundStep):
+    """Lets other user code run while the optimizer computes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return self._engine.computing()
 
 
 class PipelinedSteps(Steps, Extension):
@@ -66,6 +82,7 @@ class PipelinedSteps(Steps, Extension):
         first: The minibatch that has run in Lightning's own thread. An optimizer that begins it again is refused.
         moved: Whether the look-ahead may have moved batches to another device than the engine's root device.
         apart: Whether modules were taken apart, whose own code may make leaves that want no gradient.
+        around: What is opened around an optimizer's steps.
     """
 
     def __init__(
@@ -79,8 +96,9 @@ class PipelinedSteps(Steps, Extension):
         first: int,
         moved: bool,
         apart: bool,
+        around: Sequence[AroundStep] = (),
     ) -> None:
-        super().__init__(driver)
+        super().__init__(driver, [*around, *([_Unlocked(engine)] if engine.in_flight > 1 else [])])
         self._trainer = trainer
         self._engine = engine
         self._user_step = user_step
@@ -111,7 +129,7 @@ class PipelinedSteps(Steps, Extension):
                 section=section,
             )
             self._engine.submit(number, step)
-            return self._engine.minibatches[number].version
+            return self._engine.minibatches[number].weights.version
 
         self._driver.launch(number, start)
 
@@ -135,45 +153,6 @@ class PipelinedSteps(Steps, Extension):
         del self._finished
         self._driver.offer()
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Let other user code run while ``optimizer`` computes, after its closure has returned."""
-        return nullcontext() if self._engine.in_flight == 1 else _released(self._engine, optimizer)
-
     def validate(self, native: Callable[[], Any]) -> Any:
         with self._driver.evaluating():
             return self._evaluation.run(native)
-
-
-@contextmanager
-def _released(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have ``optimizer.step``, within it, give the lock over user code away once its closure has returned.
-
-    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
-    """
-    if not has_step_hooks(optimizer):  # nobody says when its closure has returned
-        yield
-        return
-    released = ExitStack()
-
-    def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure")
-        if closure is None:  # a loss scaler has called it
-            released.enter_context(engine.computing())
-            return None
-
-        def run() -> Any:
-            result = closure()
-            released.enter_context(engine.computing())
-            return result
-
-        return args, {**kwargs, "closure": run}
-
-    before = optimizer.register_step_pre_hook(free_after_closure)
-    after = optimizer.register_step_post_hook(lambda *_: released.close())
-    run_first(optimizer, after)  # other post hooks are user code
-    try:
-        yield
-    finally:
-        released.close()
-        before.remove()
-        after.remove()

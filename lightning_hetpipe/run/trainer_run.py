@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.run.driver import NoPipeline
@@ -33,17 +34,24 @@ class TrainerRun:
     def finish_report(self) -> None:
         """Report the numbers so far; training is over, and loggers are open."""
 
+    def lacking(self) -> str:
+        """Say what the devices were needed for, where one has run out of memory, and what helps."""
+        return (
+            "the model was on its way to its devices, which share it by the bytes of its weights; give more devices, or"
+            " ones with more memory"
+        )
+
     def trained_in_flight(self, before: int) -> int:
         """Nm that the weights of now are trained with; ``before``, that of the last fit, outside of a fit."""
         return before
 
+    def moves(self) -> Sequence[Tensor | None]:
+        """Changes by the last step, of each parameter of the optimizer, where weights are predicted by it."""
+        return ()
+
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
         """Run ``native``, Lightning's step, or wait for its minibatch if there is a pipeline."""
         return native(*args)
-
-    def backward(self, native: Callable[[], None]) -> None:
-        """Run ``native``, Lightning's backward, or hand over the gradients if there is a pipeline."""
-        native()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Open around ``optimizer``'s step."""

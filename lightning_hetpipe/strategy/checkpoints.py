@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,14 +55,24 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        mapped = None
         if _may_be_mapped(path):
             with suppress(Exception):  # such as of a file system that maps no files; what else is wrong is found again
                 before = _identity(path)
                 with set_default_mmap_options(mmap.MAP_PRIVATE):
                     mapped = torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
+                if _identity(path) != before:  # torch may have read two files
+                    mapped = None
+        if mapped is not None:
+            try:
                 rest = copy.deepcopy({name: value for name, value in mapped.items() if name not in MAPPED})
-                if _identity(path) == before:  # else torch may have read two files
-                    return {name: rest.get(name, value) for name, value in mapped.items()}
+                return {name: rest.get(name, value) for name, value in mapped.items()}
+            except Exception as error:  # of the code of whatever the checkpoint holds
+                warnings.warn(
+                    f"the checkpoint {path} is read into memory as a whole, as something in it cannot be copied:"
+                    f" {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
         return super().load_checkpoint(path, map_location, weights_only)
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.emulation import Emulation
@@ -27,6 +27,7 @@ from lightning_hetpipe.lightning_private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
+from lightning_hetpipe.pipeline.out_of_memory import explain
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -46,7 +47,7 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
-from lightning_hetpipe.strategy.saved_states import note_in_flight, take_in_flight
+from lightning_hetpipe.strategy.saved_states import note_in_flight, note_moves, take_in_flight, take_moves
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
 
@@ -66,7 +67,12 @@ class HetPipeStrategy(VirtualWorkers):
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
             processes, each of those is one, and this is to be left out.
-        weights: Weight policy. Only "stash", until a later release.
+        weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "stash" keeps
+            those after minibatch p - Nm (HetPipe, PipeDream); "sync" drains the pipeline before each optimizer step, so
+            that there is no staleness, and minibatches of one step (``accumulate_grad_batches``) fill it (GPipe); "2bw"
+            is one step behind, with at least Nm minibatches to a step, and keeps two versions (PipeDream-2BW);
+            "spectrain" (SGD with momentum), "xpipe" (Adam, AdamW) and "pipeoptim" (any optimizer) move the stashed
+            weights on by as many steps as are missing.
         module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
@@ -101,7 +107,10 @@ class HetPipeStrategy(VirtualWorkers):
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
         allocation: For a later release.
-        lr_correction: For a later release.
+        lr_correction: K, the number of updates at the beginning with a lower learning rate, as stale gradients do most
+            harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
+            of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers and checkpoints see the
+            user's rate.
         start_method: For a later release.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
@@ -132,7 +141,7 @@ class HetPipeStrategy(VirtualWorkers):
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
         timeline: bool | Sequence[int] = False,
-        lr_correction: Any = None,
+        lr_correction: int | None = None,
         wsp: Any = None,
         start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
@@ -155,13 +164,14 @@ class HetPipeStrategy(VirtualWorkers):
             precision_plugin=precision_plugin,
         )
         of_later_releases = {
-            "weights": weights,
             "allocation": allocation,
-            "lr_correction": lr_correction,
             "start_method": start_method,
         }
         for name, value in of_later_releases.items():
             settings.check_later(name, value)
+        self.weights = weights
+        self._policy = settings.weight_policy(weights)
+        self.lr_correction = settings.updates(lr_correction)
         self._stages = settings.stage_counts(stages, self.virtual_workers)
         self.in_flight = settings.count("in_flight", in_flight)
         self.plan = settings.plan(plan)
@@ -183,6 +193,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._emulation = Emulation(())
         self._asked_in_flight = in_flight != "auto"
         self._resumed: int | None = None  # Nm of the checkpoint that is loaded
+        self._resumed_moves: list[torch.Tensor | None] = []  # what its last step has changed
 
     # Who we are: one process, one virtual worker.
 
@@ -194,7 +205,8 @@ class HetPipeStrategy(VirtualWorkers):
     @property
     def root_device(self) -> torch.device:
         """The last stage's device; until stages are decided, that of the last provisional stage."""
-        return (self._run.devices or self._provisional_devices())[-1]
+        spread = self._provisional_devices() if self._wanted is None else self._wanted.spread
+        return (self._run.devices or spread)[-1]
 
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
@@ -229,9 +241,9 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        seed, self._resumed = self.run_seed, None
+        seed, self._resumed, self._resumed_moves = self.run_seed, None, []
         if not fitting:
-            loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass, planned=False)
+            loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
         else:
             if wanted.is_spread:
@@ -246,7 +258,7 @@ class HetPipeStrategy(VirtualWorkers):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if not wants_several_optimizers(error):
+            if wanted.is_spread or not wants_several_optimizers(error):
                 raise
             raise run_settings.several_optimizers(wanted.way_out) from None
         if not wanted.is_spread:
@@ -268,6 +280,8 @@ class HetPipeStrategy(VirtualWorkers):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if isinstance(exception, torch.OutOfMemoryError):
+            explain(exception, self._run.lacking())
         self._run.finish_report()
 
     def _take_report(self, report: RunReport) -> None:
@@ -290,16 +304,6 @@ class HetPipeStrategy(VirtualWorkers):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.evaluation_step("predict_step", super().predict_step, *args)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
-        module = self.lightning_module
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._run.backward(lambda: self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs))
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
     def optimizer_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -311,6 +315,7 @@ class HetPipeStrategy(VirtualWorkers):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self._run.offer()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -322,11 +327,12 @@ class HetPipeStrategy(VirtualWorkers):
         if self._in_flight_now > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
         note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
+        note_moves(checkpoint, self._run.moves())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resumed = take_in_flight(checkpoint)
+        self._resumed, self._resumed_moves = take_in_flight(checkpoint), take_moves(checkpoint)
         return checkpoint
 
     @classmethod
@@ -379,6 +385,8 @@ class HetPipeStrategy(VirtualWorkers):
             even,
             self._choose_split_points,
             bool(trainer.loggers),
+            self._policy,
+            trainer.accumulate_grad_batches,
         )
 
     def _fit_settings(self) -> run_settings.RunSettings:
@@ -395,11 +403,11 @@ class HetPipeStrategy(VirtualWorkers):
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.before_pass,
             decide=planner,
-            planned=planner.plan is not None
-            or planner.placement.emulated
-            or (self.in_flight == "auto" and not planner.even),
+            planned=planner.plan is not None or planner.placement.emulated,
+            chosen=self.in_flight == "auto" and not planner.even,
             spread=self._provisional_devices(),
             memory=planner.placement.limits,
+            weights=self._policy,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
@@ -407,6 +415,8 @@ class HetPipeStrategy(VirtualWorkers):
             timeline=self._timeline,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
+            resumed_moves=self._resumed_moves,
+            lr_correction=self.lr_correction,
         )
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:

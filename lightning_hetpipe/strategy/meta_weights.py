@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.strategy.empty_init import lose_values, loses_values
-from lightning_hetpipe.torch_private import give_memory, reset_of, version_counter
+from lightning_hetpipe.strategy.empty_init import LOST, Origin, leave_on_meta, origin_of
+from lightning_hetpipe.torch_private.modules import reset_of
+from lightning_hetpipe.torch_private.tensors import give_memory, version_counter
 
 SHOWN = 3
 """Names in an error."""
@@ -31,9 +31,10 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     the module's, and nothing lies in the memory of ``state`` afterwards. What it lacks stays on meta."""
     made = _Made(module)
     loaded = module.load_state_dict(state, strict=strict)
-    missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
-    names = _names(module)
-    made.give_back([t for t in made.empty() if all(name not in state or name in missing for name in names[id(t)])])
+    if empty := made.empty():
+        missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
+        names = _names(module)
+        made.give_back([t for t in empty if all(name not in state or name in missing for name in names[id(t)])])
     theirs = {t.untyped_storage().data_ptr() for t in state.values() if _is_bare(t)} - {0}
     for tensor in _tensors(module):
         if _is_bare(tensor) and tensor.untyped_storage().data_ptr() in theirs:
@@ -57,6 +58,7 @@ def fill(module: nn.Module, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         for part in _children_first(module):
             made.reset(part)
+        made.copy()
     try:
         _refuse(module, {id(tensor) for tensor in made.empty()})
         _refuse_reset(module, made.losing & made.fillers.keys())
@@ -74,14 +76,19 @@ class _Made:
 
     def __init__(self, module: nn.Module) -> None:
         on_meta = [tensor for tensor in _tensors(module) if tensor.is_meta]
-        self.losing = {id(tensor) for tensor in on_meta if loses_values(tensor)}
+        self._origins = {id(tensor): origin_of(tensor) for tensor in on_meta}
+        if any(origin is not None for origin in self._origins.values()):  # then others are made of them, elsewhere
+            self._origins.update({key: LOST for key, origin in self._origins.items() if origin is None})
+        self.losing = {key for key, origin in self._origins.items() if origin is LOST}
         """Those that constructors have given other values than modules give them again."""
         for tensor in on_meta:
             give_memory(tensor)
         self.tensors = [tensor for tensor in on_meta if not is_lazy(tensor)]
         self._counts = {id(tensor): version_counter(tensor) for tensor in self.tensors}  # of what has no value yet
         self.fillers: dict[int, nn.Module] = {}
-        """The module that has reset each."""
+        """The module that has reset each, or would have."""
+        self._originals: dict[Origin, Tensor] = {}
+        """The tensor of each origin that the same module has reset again."""
 
     def empty(self) -> list[Tensor]:
         """The tensors that nobody has written to."""
@@ -90,13 +97,16 @@ class _Made:
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Put ``tensors`` on meta again."""
         for tensor in tensors:
-            (lose_values if id(tensor) in self.losing else partial(give_memory, device="meta"))(tensor)
+            leave_on_meta(tensor, self._origins[id(tensor)])
 
     def reset(self, part: nn.Module) -> None:
         """Let ``part`` reset what is empty in it, and nothing else but what modules inside of it have reset."""
         reset = reset_of(part)
         own = [tensor for tensor in _tensors(part, recurse=False) if self._is_empty(tensor)]
         if reset is None or not (own or isinstance(part, nn.Transformer)):
+            return
+        if own and all(self._original(tensor) is not None for tensor in own):  # copies, of what has its values
+            self._filled(own, part)
             return
         inside = set(part.modules())
         kept = [t for t in _tensors(part) if not self._is_empty(t) and self.fillers.get(id(t)) not in inside]
@@ -110,10 +120,32 @@ class _Made:
         reset()
         for tensor, values in before:
             tensor.copy_(values)
-        for tensor in own:
-            if not self._is_empty(tensor) or _is_written(tensor):
-                del self._counts[id(tensor)]
-                self.fillers[id(tensor)] = part
+        self._filled([tensor for tensor in own if not self._is_empty(tensor) or _is_written(tensor)], part)
+        for tensor in _tensors(part):
+            origin = self._origins.get(id(tensor))
+            if origin is not None and self.fillers.get(id(tensor)) in inside and origin.is_of(part):
+                self._originals.setdefault(origin, tensor)
+
+    def copy(self) -> None:
+        """Give copies the values of their originals, or of each other where these have others by now."""
+        for tensor in self.tensors:
+            origin = self._origins[id(tensor)]
+            if origin is not None and origin is not LOST and id(tensor) in self.fillers:
+                self._originals.setdefault(origin, tensor)
+        for tensor in self.tensors:
+            original = self._original(tensor)
+            if original is not None and (self._is_empty(tensor) or id(tensor) in self.fillers):
+                tensor.copy_(original)
+                self._counts.pop(id(tensor), None)
+
+    def _original(self, tensor: Tensor) -> Tensor | None:
+        origin = self._origins[id(tensor)]
+        return None if origin is None else self._originals.get(origin)
+
+    def _filled(self, tensors: Sequence[Tensor], part: nn.Module) -> None:
+        for tensor in tensors:
+            del self._counts[id(tensor)]
+            self.fillers[id(tensor)] = part
 
     def _is_empty(self, tensor: Tensor) -> bool:
         return self._counts.get(id(tensor)) == version_counter(tensor)
@@ -146,12 +178,10 @@ def _is_bare(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _parameters(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(recurse=recurse, remove_duplicate=False)
-
-
-def _buffers(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=recurse, remove_duplicate=False)
+def _named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by each of their names."""
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
@@ -162,7 +192,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
 def _names(module: nn.Module) -> dict[int, list[str]]:
     """The names of each tensor of ``module``, of which it has several where weights are tied."""
     names = defaultdict(list)
-    for name, tensor in [*_parameters(module, recurse=True), *_buffers(module, recurse=True)]:
+    for name, tensor in _named(module):
         names[id(tensor)].append(name)
     return names
 
@@ -183,7 +213,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def _refuse_reset(module: nn.Module, reset: set[int]) -> None:
     """Refuse a module of whose tensors some were ``reset``, and would have other values if it were not for meta."""
-    names = [name for name, tensor in [*_parameters(module, True), *_buffers(module, True)] if id(tensor) in reset]
+    names = [name for name, tensor in _named(module) if id(tensor) in reset]
     if names:
         raise SettingError(
             f"{type(module).__name__} gives values to {_listed(names)} otherwise than by reset_parameters when it is"
@@ -201,7 +231,7 @@ def _refuse(module: nn.Module, empty: set[int]) -> None:
     names = [
         ".".join(filter(None, (prefix, name)))
         for prefix, part in module.named_modules()
-        for name, tensor in [*_parameters(part), *_buffers(part), *_attributes(part)]
+        for name, tensor in [*_named(part, recurse=False), *_attributes(part)]
         if tensor.is_meta or id(tensor) in empty
     ]
     if names:

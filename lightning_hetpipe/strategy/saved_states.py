@@ -24,10 +24,12 @@ from lightning_hetpipe.errors import SettingError
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
-OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step")
-"""Lightning's keys of what differs between virtual workers; the precision plugin's is one more."""
-
 _NOTE = "hetpipe"
+_MOVES = "hetpipe_moves"
+
+OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", _MOVES)
+"""Keys of what differs between virtual workers, Lightning's and one of ours; the precision plugin's is one more."""
+
 _ROUNDED = "rounded"
 
 
@@ -41,6 +43,18 @@ def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
     """The Nm that was noted, which users' hooks do not see; None if none was."""
     noted: int | None = checkpoint.pop(_NOTE, {}).get("in_flight")
     return noted
+
+
+def note_moves(checkpoint: dict[str, Any], moves: Sequence[Tensor | None]) -> None:
+    """Writes into ``checkpoint`` what the last step has changed, where weights are predicted by it."""
+    if moves:
+        checkpoint[_MOVES] = list(moves)
+
+
+def take_moves(checkpoint: dict[str, Any]) -> list[Tensor | None]:
+    """Changes that were noted, which users' hooks do not see; empty if nothing was."""
+    moves: list[Tensor | None] = checkpoint.pop(_MOVES, [])
+    return moves
 
 
 def add_states(

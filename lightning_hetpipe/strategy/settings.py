@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_hetpipe.errors import SettingError, of_file
+from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.strategy.checks import whole
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
@@ -26,9 +27,7 @@ Stages = int | Literal["auto"]
 
 
 LATER: dict[str, tuple[Any, str]] = {
-    "weights": ("stash", "weight stashing"),
     "allocation": ("auto", "the devices in their order"),
-    "lr_correction": (None, "the optimizer's own learning rate"),
     "start_method": ("popen", "one process"),
 }
 """Arguments that a later release builds: the only value until then, and what this release does with it."""
@@ -42,6 +41,19 @@ def check_later(name: str, value: Any) -> None:
             f"{name}={value!r} is not available yet: this release has {meanwhile}; leave {name} out, or set it to"
             f" {only!r}"
         )
+
+
+def weight_policy(value: Any) -> WeightPolicy:
+    """The policy of that name."""
+    if not isinstance(value, str) or value not in POLICIES:
+        known = ", ".join(map(repr, POLICIES))
+        raise SettingError(f"weights={value!r} must be one of {known}{nearest(str(value), POLICIES)}")
+    return POLICIES[value]
+
+
+def updates(value: Any) -> int | None:
+    """The number of updates with lower learning rates."""
+    return None if value is None else whole("lr_correction", value, other=", or None")
 
 
 def count(name: str, value: int | str) -> int | Literal["auto"]:

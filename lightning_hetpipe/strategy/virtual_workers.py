@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -21,6 +20,7 @@ from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_proces
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.lightning_private import is_fitting
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
@@ -288,8 +288,7 @@ class VirtualWorkers(HostWeights):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        resuming = is_fitting(self.lightning_module)
         self._rounded = take_state(checkpoint, checkpoint_path, self.global_rank, self.world_size, resuming)
         return checkpoint
 
@@ -302,6 +301,7 @@ class VirtualWorkers(HostWeights):
         return trainer is not None and bool(trainer.interrupted)
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED

@@ -76,5 +76,6 @@ class HostWeights(ParallelStrategy):
         meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        # As Lightning does, what has no counterpart is left out.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_state(optimizer, state)

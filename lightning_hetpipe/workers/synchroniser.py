@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.rules.waves import global_staleness
-from lightning_hetpipe.torch_private import foreach_copy_
+from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
 
 if TYPE_CHECKING:
@@ -28,11 +28,14 @@ class NoSynchroniser:
     def __init__(self) -> None:
         self.rounded: list[Tensor] = []
 
-    def agree(self, in_flight: int) -> int:
+    wave: int | None = None
+    """W; there are none."""
+
+    def agree(self, in_flight: int, every: int = 1) -> int:
         return in_flight
 
-    def staleness(self, in_flight: int) -> tuple[int, int]:
-        return in_flight - 1, 1
+    def staleness(self, behind: int) -> tuple[int, int]:
+        return behind, 1
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -99,18 +102,26 @@ class Synchroniser:
         """Give the memory of the copies back; nothing is synchronised any more."""
         self._last, self._roundings = [], []
 
-    def agree(self, in_flight: int) -> int:
-        """Agree on Nm, the largest that any virtual worker would choose, and on W, which depends on it; returns Nm."""
+    def agree(self, in_flight: int, every: int = 1) -> int:
+        """Agree on Nm, the largest that any virtual worker would choose, and on W, which depends on it; returns Nm.
+
+        By default a wave holds Nm minibatches, and more where ``every`` minibatches make one optimizer step: whole
+        steps.
+        """
         in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
         asked = self.group.settings.wave
-        self.wave = in_flight if asked == "auto" else asked
+        self.wave = -(-in_flight // every) * every if asked == "auto" else asked
         return in_flight
 
-    def staleness(self, in_flight: int) -> tuple[int, int]:
-        """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums)."""
+    def staleness(self, behind: int) -> tuple[int, int]:
+        """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).
+
+        Args:
+            behind: By how many minibatches of their own virtual worker they are.
+        """
         wsp = self.group.settings
         workers = self.group.size if wsp.aggregate == "sum" else 1
-        return global_staleness(in_flight, wsp.clock_distance, self.wave), workers
+        return global_staleness(behind + 1, wsp.clock_distance, self.wave), workers
 
     def metrics(self) -> dict[str, float]:
         """The metrics for loggers; times and bytes are those since the last call."""

@@ -39,13 +39,19 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention of heads, and of a mask that is made of booleans."""
+    """Causal attention of heads, of a mask that is made of booleans, and of a bias that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(*x.shape[:2], 4, -1).transpose(1, 2)
         causal = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        return (causal * F.scaled_dot_product_attention(heads, heads, heads, mask)).transpose(1, 2).flatten(2)
+        masked = F.scaled_dot_product_attention(heads, heads, heads, mask)
+        biased = F.scaled_dot_product_attention(heads, heads, heads, self.bias)
+        return (causal * masked * biased).transpose(1, 2).flatten(2)
 
 
 def tokens() -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import Cluster, HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.cluster import Device, Node
-from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
+from lightning_hetpipe.planning.model.estimate import Estimate
+from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
@@ -32,6 +36,8 @@ from tests.support.trainers import quiet_trainer
 DEVICES = 4
 SHARE = 3.2
 """Bytes that a model needs, as a multiple of those that one device has."""
+
+LARGE = [1 << 30] * DEVICES
 
 MARGIN = 1.1
 """Bytes that a device may hold, as a multiple of those that its plan says."""
@@ -125,13 +131,7 @@ def translator() -> tuple[Learner, DataLoader[Any]]:
 MODELS = [gpt, resnet, translator]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path / "profiles"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_profiles")
 
 
 @pytest.fixture
@@ -148,24 +148,20 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Estimate]:
     return found
 
 
-def cluster(memory: int) -> Cluster:
+def cluster(*memory: int) -> Cluster:
+    """Devices with so many bytes each."""
     name = torch.get_device_module(NAME).get_device_name(0)
-    return Cluster([Node("box", [Device(name, f"{memory / 2**20} MiB")] * DEVICES)])
+    return Cluster([Node("box", [Device(name, each) for each in memory])])
 
 
 def peaks() -> list[int]:
     return [torch.accelerator.max_memory_allocated(index) for index in range(DEVICES)]
 
 
-def limit(each: int) -> None:
-    for index in range(DEVICES):
-        set_limit(index, each)
+def limit(*bytes_of_each: int) -> None:
+    for index, each in enumerate(bytes_of_each):
+        set_limit(index, int(MARGIN * each))
         torch.accelerator.reset_peak_memory_stats(index)
-
-
-def late(stage: StageEstimate, in_flight: int) -> int:
-    """Bytes of the gradients that wait where Lightning's thread is slower than stages, as no plan knows."""
-    return (in_flight + 1) * stage.memory.weights - stage.memory.gradients
 
 
 def trainer_on(accelerator: TestAccelerator, strategy: HetPipeStrategy, **settings: Any) -> L.Trainer:
@@ -183,20 +179,17 @@ def test_in_a_pipeline(
     tmp_path: Path,
 ) -> None:
     task, loader = make()
-    trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(1 << 30))).fit(task, loader)
+    trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))).fit(task, loader)
     room = int(sum(stage.memory.total for stage in planned[-1].stages) / SHARE)
 
     def strategy() -> HetPipeStrategy:
-        return HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(room))
+        return HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*[room] * DEVICES))
 
     task, loader = make()
     expected = expect(task, loader, in_flight, max_epochs=2)
-    limit(int(MARGIN * room) + max(late(stage, in_flight) for stage in planned[-1].stages))
+    limit(*[room] * DEVICES)
     trainer = trainer_on(accelerator, strategy())
     trainer.fit(task, loader, loader)
-    for stage, peak in ((stage, peaks()[stage.slot.number]) for stage in planned[-1].stages):
-        said = stage.memory.total
-        assert peak <= MARGIN * said + late(stage, in_flight), f"{stage.slot} held {peak} bytes of {said} planned"
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     again, _ = make()
     resumed = trainer_on(accelerator, strategy(), max_epochs=2)
@@ -206,6 +199,104 @@ def test_in_a_pipeline(
     plain = quiet_trainer()
     assert found == [plain.validate(again, loader, verbose=False), plain.test(again, loader, verbose=False)]
     assert_same(plain.predict(again, loader), trainer_on(accelerator, strategy()).predict(again, loader))
+
+
+def test_no_device_has_more_than_its_plan_says(planned: list[Estimate], accelerator: TestAccelerator) -> None:
+    """In an evaluation between two steps, gradients of all minibatches in flight wait, which no plan has room for."""
+
+    def small() -> Learner:
+        torch.manual_seed(7)
+        return Writes(GPT(blocks=9, width=64), ADAMW)
+
+    loader, in_flight = words(20, 2), 4
+    declared = cluster(*LARGE)
+    trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=in_flight, cluster=declared)).fit(small(), loader)
+    said = {stage.slot.number: stage.memory.total for stage in planned[-1].stages}
+    room = [said[number] for number in range(DEVICES)]
+    task = small()
+    expected = expect(task, loader, in_flight, max_epochs=2)
+    limit(*room)
+    strategy = HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*room))
+    trainer = trainer_on(accelerator, strategy, max_epochs=2, val_check_interval=4)
+    trainer.fit(task, loader, loader)
+    assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
+    for stage in planned[-1].stages:
+        assert peaks()[stage.slot.number] <= MARGIN * stage.memory.total, str(stage.slot)
+    assert any(stage.host_bytes for stage in strategy.last_run.stages)
+
+
+def test_two_buffers_fit_where_stashing_does_not(planned: list[Estimate], accelerator: TestAccelerator) -> None:
+    def small() -> Learner:
+        torch.manual_seed(7)
+        return Writes(GPT(blocks=9, width=64), ADAMW)
+
+    def strategy(weights: str, memory: Sequence[int]) -> HetPipeStrategy:
+        return HetPipeStrategy(stages=4, in_flight=4, weights=weights, cluster=cluster(*memory))
+
+    loader, buffered = words(20, 2), {"accumulate_grad_batches": 4}
+    trainer_on(accelerator, strategy("2bw", LARGE), **buffered).fit(small(), loader)
+    room = [max(stage.memory.total for stage in planned[-1].stages)] * DEVICES
+    with pytest.raises(SettingError, match="does not fit into the memory of its devices"):
+        trainer_on(accelerator, strategy("stash", room)).fit(small(), loader)
+    task = small()
+    expected = expect(task, loader, 4, max_epochs=1, accumulate=4, weights="2bw")
+    limit(*room)
+    trainer = trainer_on(accelerator, strategy("2bw", room), **buffered)
+    trainer.fit(task, loader)
+    assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
+
+
+class Distils(Evaluated):
+    """Its loss and its teacher take more of the last device than its layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(7)], nn.Linear(64, 2000))
+        self.teacher = nn.Linear(64, 2000).requires_grad_(False)
+
+    def compute(self, batch: Batch) -> Outputs:
+        (x,) = batch
+        logits = self.net(x)
+        wanted = self.teacher(x).softmax(-1)
+        return {"loss": (wanted * (wanted.log() - logits.log_softmax(-1))).sum(-1).mean(), "logits": logits.detach()}
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_user_code_counts_on_the_last_device(
+    declared: bool, accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where devices are all the same, and stages are equal."""
+    loader = DataLoader(TensorDataset(torch.randn(96, 64, generator=torch.Generator().manual_seed(3))), 16)
+    torch.manual_seed(7)
+    task = Distils()
+    expected = expect(task, loader, 3, max_epochs=1)
+    trainer = trainer_on(
+        accelerator, HetPipeStrategy(stages=4, in_flight=3, cluster=cluster(*LARGE) if declared else None)
+    )
+    said = list[PlannedMemory | None]()
+    begin = Engine.begin
+
+    def noting(engine: Engine, *args: Any, **kwargs: Any) -> None:
+        said.append(engine.stages[-1].memory.planned)
+        begin(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "begin", noting)
+    trainer.fit(task, loader)
+    assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
+    assert said[0] is not None
+    assert peaks()[-1] / MARGIN <= said[0].total < 1.5 * peaks()[-1]
+
+
+def test_equal_stages_that_may_take_too_much_are_warned_of(accelerator: TestAccelerator) -> None:
+    """Results depend on Nm, so that it is not lowered silently; what waits goes to the host as long as that helps."""
+    torch.manual_seed(7)
+    task, loader = Writes(GPT(blocks=9, width=64), ADAMW), words(20, 2)
+    for index in range(DEVICES):
+        set_limit(index, 4_900_000)
+    strategy = Pinned((0, 4, 6, 8), 5)
+    with pytest.warns(UserWarning, match="5 minibatches in flight may take more memory .* set in_flight="):
+        trainer_on(accelerator, strategy).fit(task, loader)
+    assert max(stage.host_bytes for stage in strategy.last_run.stages)
 
 
 # One minibatch in flight: a spread run.
@@ -260,8 +351,8 @@ def test_with_one_in_flight(
     plain, _ = make()
     quiet_trainer(max_epochs=2).fit(plain, loader)
     task, _ = make()
-    limit(int(MARGIN * room))
-    declared = cluster(room)
+    limit(*[room] * DEVICES)
+    declared = cluster(*[room] * DEVICES)
     trainer = trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=1, cluster=declared))
     trainer.fit(task, loader)
     trainer.save_checkpoint(tmp_path / "half.ckpt")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,6 +44,57 @@ def written_out(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+def with_operator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def operation(a: Tensor, b: Tensor) -> Tensor:
+        numbers: Any = a.int().abs() if name in ("iand", "ior", "ixor", "ilshift", "irshift") else a.abs()
+        seen = numbers
+        numbers = getattr(operator, name)(numbers, b.abs().to(numbers.dtype) + 1)
+        assert numbers is seen
+        return cast(Tensor, seen)
+
+    return operation
+
+
+IN_PLACE = [
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+]
+
+
+def of_lists(a: Tensor, b: Tensor) -> Tensor:
+    one, other = torch._foreach_addcmul([a, b], [b, a], (b, b), value=2.0)
+    torch._foreach_mul_([one], b[0, 0])
+    torch._foreach_copy_([a], [b])
+    return torch.cat([one + a, other])
+
+
+def grid(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack(torch.meshgrid(a[0], b[0], indexing="ij"))
+
+
+def from_a_vector(a: Tensor, b: Tensor) -> Tensor:
+    one, other = nn.Parameter(a), nn.Parameter(b)
+    vector = torch.nn.utils.parameters_to_vector([one, other, one])
+    torch.nn.utils.vector_to_parameters(2 * vector[:40], [one, other])
+    assert (one.device, other.device) == (a.device, b.device)
+    return one + torch.cat([vector, vector]).max()
+
+
+def seen_as(a: Tensor, b: Tensor) -> Tensor:
+    a.view_as(b).add_(1)
+    return a
+
+
 OPERATIONS: list[tuple[Callable[[Tensor, Tensor], Any], int]] = [
     (lambda a, b: a + b, 1),  # of equal operands the later device
     (lambda a, b: b[:1] * a, 0),  # where most bytes are
@@ -53,6 +105,11 @@ OPERATIONS: list[tuple[Callable[[Tensor, Tensor], Any], int]] = [
     (set_part, 0),
     (written_out, 0),
     (lambda a, b: a.clone().copy_(b), 0),
+    *((with_operator(name), 0) for name in IN_PLACE),
+    (of_lists, 1),
+    (grid, 1),
+    (from_a_vector, 0),
+    (seen_as, 0),
 ]
 
 
@@ -66,6 +123,60 @@ def test_an_operation(operation: Callable[[Tensor, Tensor], Tensor], where: int)
         found = operation(one, other)
     assert found.device == device(where)
     assert_same(expected, found.cpu())
+
+
+def gradients_of(compute: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> list[Tensor]:
+    weight = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    for each in (a, b):
+        each.requires_grad_()
+    total: Any = (compute(a, b).sin() * weight.to(b.device)[:, None, None]).sum()
+    total.backward()
+    return [each.grad.cpu() for each in (a, b) if each.grad is not None]
+
+
+def test_gradients_of_several_uses_are_added_in_the_order_of_one_device() -> None:
+    torch.manual_seed(3)
+    a, b = torch.randn(64, 65), torch.randn(64, 65)
+
+    def stacked(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([a, b, a, a])
+
+    expected = gradients_of(stacked, a.clone(), b.clone())
+    with OperandsTogether([device(0), device(1)]):
+        assert_same(expected, gradients_of(stacked, a.to(device(0)), b.to(device(1))))
+
+
+def test_given_gradients_come_to_their_outputs() -> None:
+    weight = torch.ones(3, device=device(0), requires_grad=True)
+    other = torch.full((3,), 2.0, device=device(1))
+    with OperandsTogether([device(0), device(1)]):
+        for outputs, given in ((weight * 2, other), ([weight * 1, weight * 1], [other, None])):
+            if given is not other:
+                outputs = [outputs[0], outputs[1].sum()]
+            (found,) = torch.autograd.grad(outputs, weight, grad_outputs=given)
+            assert found.cpu().tolist() == ([4.0] * 3 if given is other else [3.0] * 3)
+        double: Any = weight * 2
+        double.backward(other, retain_graph=True)
+        double.backward(gradient=other)
+        torch.autograd.backward([weight * 2, weight * 0], grad_tensors=(other, other))
+    assert weight.grad is not None
+    assert weight.grad.cpu().tolist() == [12.0] * 3
+
+
+def test_the_norm_of_interleaved_gradients_in_user_code() -> None:
+    torch.manual_seed(4)
+    plain = [nn.Parameter(torch.zeros(7, 11)) for _ in range(47)]
+    for place, each in enumerate(plain):
+        each.grad = torch.randn(7, 11) * (1 + place % 5)
+    apart = [nn.Parameter(each.detach().to(device(place % 3))) for place, each in enumerate(plain)]
+    for each, its in zip(apart, plain, strict=True):
+        assert its.grad is not None
+        each.grad = its.grad.to(each.device)
+    with OperandsTogether([device(0), device(1), device(2)]):
+        for norm_type in (1.0, 2.0):
+            expected = torch.nn.utils.clip_grad_norm_(plain, 1.0, norm_type)
+            assert_same(expected, torch.nn.utils.clip_grad_norm_(apart, 1.0, norm_type).cpu())
+    assert_same([each.grad for each in plain], [each.grad.cpu() for each in apart if each.grad is not None])
 
 
 def test_statistics_are_those_of_the_module() -> None:

@@ -17,8 +17,6 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.capture.test_piece_search import Decides, Leaf
 from tests.capture.test_watch import Watched, X, names, run_net
 
-prune: Any = torch.nn.utils.prune  # torch has no types here
-
 
 class Block(nn.Module):
     """Two layers with dropout, and what ``change`` does around them."""
@@ -159,7 +157,6 @@ def decides(x: Tensor) -> Tensor:
         (lambda: Block(through_numpy), "because (in its layer 'net.1') 'net' cannot be captured by torch.export"),
         (Averages, "because 'net' puts another tensor in the place of its buffer 'net.1.mean' in forward"),
         (lambda: nn.BatchNorm1d(4, momentum=None), "'net.1' is a BatchNorm1d with momentum=None"),
-        (lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 2), "layer 'net.1' has a weight that a hook"),
     ],
 )
 def test_children_as_they_are_and_a_line_that_says_why(block: Callable[[], nn.Module], why: str) -> None:

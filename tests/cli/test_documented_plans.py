@@ -36,7 +36,7 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_these() -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_experiments_are_right(experiment: str, strategy: str) -> None:
     [
         "trainer.gradient_clip_val=1",
         "strategy.virtual_workers=2",
-        "+strategy.weights=stash",
+        "strategy.weights=stash",
         "callbacks.progress_bar=null",
         "trainer.strategy=auto",
         "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",

@@ -67,7 +67,7 @@ def test_with_one_in_flight_it_is_the_plain_trainer(made: Any) -> None:
 
 
 def test_two_calls_draw_masks_of_their_own() -> None:
-    """In the watched minibatch, in the pipeline and in the run with a single stage."""
+    """In the watched minibatch, in the pipeline and in a spread run."""
 
     class Masks(Learner):
         def __init__(self) -> None:

@@ -175,19 +175,28 @@ def test_evaluation_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
     assert_same(evaluated(Evaluates(small(Decides)), vectors(18, 4), "auto"), found)
 
 
-@pytest.mark.parametrize(
-    ("callback", "why"),
-    [
-        (lambda: StochasticWeightAveraging(0.02, 1, 1), "layer 'net.1' has a BatchNorm, whose momentum"),
-        (lambda: ModelPruning("l1_unstructured", amount=0.2), "layer 'net.0' may be pruned by ModelPruning"),
-    ],
-)
-def test_callbacks_that_no_graph_follows(
-    callback: Callable[[], Any], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    record, layers = run(Noting, caplog, callback(), max_epochs=3)
+def test_a_callback_that_no_graph_follows(caplog: pytest.LogCaptureFixture) -> None:
+    def averaging() -> StochasticWeightAveraging:
+        return StochasticWeightAveraging(0.02, 1, 1)
+
+    record, layers = run(Noting, caplog, averaging(), max_epochs=3)
     assert layers == ["net.0", "net.1", "net.2", "net.3", "net.4"]
     (line,) = said(caplog)
-    assert why in line
+    assert "layer 'net.1' has a BatchNorm, whose momentum" in line
     strategy = even(5, 1, 3)
-    assert_same_run(fit(small(Noting), vectors(18, 4), [callback()], strategy=strategy, max_epochs=3), record)
+    assert_same_run(fit(small(Noting), vectors(18, 4), [averaging()], strategy=strategy, max_epochs=3), record)
+
+
+def test_pruning_by_lightning(caplog: pytest.LogCaptureFixture) -> None:
+    """In each epoch, by the weights that the last forward has left: a graph leaves none."""
+
+    def pruning() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.2)
+
+    record, layers = run(Noting, caplog, pruning(), max_epochs=3)
+    assert "net.2.one" in layers
+    assert said(caplog) == []
+    strategy = even(5, 1, 3)
+    assert_same_run(fit(small(Noting), vectors(18, 4), [pruning()], strategy=strategy, max_epochs=3), record)
+    plain = fit(small(Noting), vectors(18, 4), [pruning()], strategy="auto", max_epochs=3)
+    assert_same_run(plain, fit(small(Noting), vectors(18, 4), [pruning()], strategy=even(5, 2, 1), max_epochs=3))

@@ -51,9 +51,9 @@ def torchs_own() -> nn.Sequential:
     return made
 
 
-def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 2) -> Record:
+def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 2, **settings: Any) -> Record:
     torch.manual_seed(5)
-    return fit(Task(net(), ADAMW), vectors(18, 4), callbacks(), strategy=strategy, max_epochs=epochs)
+    return fit(Task(net(), ADAMW), vectors(18, 4), callbacks(), strategy=strategy, max_epochs=epochs, **settings)
 
 
 def assert_exact(net: Net, callbacks: Callbacks = list, epochs: int = 2) -> Record:
@@ -190,14 +190,30 @@ def pruned() -> nn.Sequential:
     return made
 
 
-def test_pruning_a_graph_is_refused() -> None:
-    """Pruning further looks at weights that were computed by hooks, which graphs do not run."""
-    with pytest.raises(SettingError, match="weights of 'net' were pruned after the first minibatch"):
-        run(net, lambda: [Edit(prune_more, 0, at_start=False)], Pinned((0, 2), 1))
+class Other(nn.Sequential):
+    """Has a graph, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
 
 
-@pytest.mark.parametrize("make", slow_except([torchs_own, pruned], pruned))
+def captured() -> nn.Sequential:
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    return Other(*layers, nn.Linear(8, 8), nn.Linear(8, CLASSES))
+
+
+def captured_pruned() -> nn.Sequential:
+    made = captured()
+    prune.l1_unstructured(made[0], "weight", amount=0.3)
+    prune_more(made)
+    return made
+
+
+@pytest.mark.parametrize("make", slow_except([torchs_own, pruned, captured, captured_pruned], pruned, captured_pruned))
 def test_pruning(make: Net) -> None:
+    """Pruning further looks at weights that were computed by hooks, which graphs do not run."""
     plain = assert_exact(make, lambda: [Edit(prune_more, 0, at_start=False), Edit(prune_more, 2)], epochs=3)
     assert "net.4.weight_mask" in plain.states[-1].buffers
     assert (plain.states[-1].buffers["net.4.weight_mask"] == 0).sum() >= 16
@@ -251,14 +267,21 @@ class Look(L.Callback):
         self.seen.append(pl_module.net[0].weight.detach().clone())
 
 
-@quick("spectral_norm")
+@quick("Sequential-spectral_norm-32-true", "Other-prune_half-32-true", "Other-spectral_norm-bf16-mixed")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("norm", [old_weight_norm, nn.utils.spectral_norm, prune_half])
-def test_computed_weights_of_live_layers_are_those_of_the_last_forward(norm: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [nn.Sequential, Other])
+def test_computed_weights_of_live_layers_are_those_of_the_last_forward(
+    kind: Callable[..., nn.Sequential], norm: Callable[[nn.Module], nn.Module], precision: str
+) -> None:
     """They were those of the first minibatch, all through the run."""
 
     def look(strategy: Any) -> list[Tensor]:
+        def make() -> nn.Sequential:
+            return kind(norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, CLASSES))
+
         look = Look()
-        run(lambda: nn.Sequential(norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, CLASSES)), lambda: [look], strategy)
+        run(make, lambda: [look], strategy, precision=precision)
         return look.seen
 
     plain, ahead = look("auto"), look(Pinned((0, 1), 3))

@@ -118,7 +118,7 @@ class RemoteStage(Stage):
         self.wire.send(encode(["begin", version, forwards]))
 
     def publish(self, version: Version) -> None:
-        self.stash.publish(version.number, version.parameters, version.flags)
+        self.stash.publish(version)
         self.wire.send(encode(["publish", version]))
 
     def take(self, minibatch: int) -> FoundGradients:

@@ -76,6 +76,15 @@ def test_processes_that_a_user_numbered(monkeypatch: pytest.MonkeyPatch) -> None
         find_rank(1, 2, LightningEnvironment())
 
 
+def test_slurms_plugin_in_a_process_that_srun_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    put(monkeypatch, SLURM_JOB_ID=7)
+    assert find_rank(1, 1, SLURMEnvironment()) == Rank(0, 1, 0, 0, 1, 1, Role.FIRST)
+    put(monkeypatch, SLURM_NTASKS=1)  # as salloc sets it for a shell
+    assert find_rank(3, 1, SLURMEnvironment()) == Rank(0, 3, 0, 0, 3, 1, Role.FIRST)
+
+
 @pytest.mark.parametrize(("node", "local", "index"), [(0, 0, 0), (0, 2, 2), (1, 0, 3), (2, 1, 5)])
 def test_torchrun_may_start_unequal_numbers(monkeypatch: pytest.MonkeyPatch, node: int, local: int, index: int) -> None:
     processes = [3, 1, 2]

@@ -31,16 +31,20 @@ _ENGINE = "tests/pipeline/test_engine.py"
 _SHARD = "tests/server/test_protocol_shard.py"
 _STORIES = "tests/server/test_protocol_stories.py"
 
-EARLY_PUBLISH = """engine, version = self._engine, self._last
+EARLY_PUBLISH = """if not isinstance(self, PipelinedSteps):
+            return nullcontext()
+        engine, version, around = self._engine, self._last, self._around
 
-        @contextmanager
-        def early() -> Iterator[None]:
-            with _released(engine, optimizer):
-                yield
-            engine.publish(version)
-            engine.publish = lambda version: vars(engine).pop("publish")
+        class Early(AroundStep):
+            def asked(self):
+                engine.publish(version)
+                engine.publish = lambda version: vars(engine).pop("publish")
+                return nullcontext()
 
-        return early()
+            def stepping(self):
+                return nullcontext()
+
+        return around_step(optimizer, [*around, Early()])
 """
 
 MUTATIONS = (
@@ -49,31 +53,31 @@ MUTATIONS = (
         "L1",
         "a forward runs on the oldest version that is held",
         "pipeline/segment_runner.py",
-        "self._stash.bind(task.version)",
-        "self._stash.bind(min(self._stash._versions))",
+        "self._stash.bind(task.weights)",
+        "self._stash.bind(min(self._stash._held))",
         (_ENGINE, "-k", "gradients_are_those_of_the_version"),
     ),
     Mutation(
         "L1",
         "a backward runs on another version than its forward",
         "pipeline/segment_runner.py",
-        "self._stash.bind(saved.version)",
-        "self._stash.bind(max(self._stash._versions))",
+        "self._stash.bind(saved.weights)",
+        "self._stash.bind(max(self._stash._held))",
         ("tests/exact/test_recompute.py", "-k", "sequentials"),
     ),
     Mutation(
         "L1",
         "versions go on counting where the pipeline starts empty",
         "rules/versions.py",
-        "return max(empty_at, minibatch - in_flight)",
-        "return max(0, minibatch - in_flight)",
+        "return max(self.empty_at, self.policy",
+        "return max(0, self.policy",
         ("tests/rules/test_versions.py",),
     ),
     Mutation(
         "L1",
         "a version is published before callbacks had their say",
         "run/steps.py",
-        "return nullcontext() if self._engine.in_flight == 1 else _released(self._engine, optimizer)",
+        "return around_step(optimizer, self._around) if self._around else nullcontext()",
         EARLY_PUBLISH,
         ("tests/exact/test_outsiders.py", "-k", "weights_that_a_callback_edits"),
     ),
@@ -92,6 +96,30 @@ MUTATIONS = (
         "return self._present() / self._of.pop(minibatch)",
         "return 1.0",
         ("tests/exact/test_options.py", "-k", "precision", "tests/parity/test_precision.py"),
+    ),
+    Mutation(
+        "L1",
+        "a minibatch of the next optimizer step starts before that of sync is over",
+        "rules/versions.py",
+        "return sum(self.version(minibatch) <= published for minibatch in numbers)",
+        "return len(numbers)",
+        ("tests/rules/test_versions.py",),
+    ),
+    Mutation(
+        "L1",
+        "a prediction is by one step, however many are missing",
+        "pipeline/weight_stash.py",
+        "tensor.add_(move.to(tensor.device), alpha=steps)",
+        "tensor.add_(move.to(tensor.device), alpha=1)",
+        ("tests/exact/test_weight_policies.py", "-k", "against_the_oracle and spectrain"),
+    ),
+    Mutation(
+        "L1",
+        "a step that was skipped is expected once more",
+        "run/prediction.py",
+        "if self._moves is before:",
+        "if False:",
+        ("tests/exact/test_weight_policies.py", "-k", "quadratic"),
     ),
     # The schedule.
     Mutation(
@@ -348,7 +376,7 @@ MUTATIONS = (
     Mutation(
         "L8",
         "the optimizer's hooks run beside other user code",
-        "run/steps.py",
+        "run/around_step.py",
         "    run_first(optimizer, after)  # other post hooks are user code",
         "    after",
         ("tests/run/test_user_sections.py", "-k", "optimizer"),
@@ -358,9 +386,17 @@ MUTATIONS = (
         "L9",
         "buffers are shown that a later forward has left",
         "pipeline/engine.py",
-        "live.show(stage.state(number), ",
-        "live.show(stage.state(number + 1), ",
+        "live.show(stage.state(minibatch.number))",
+        "live.show(stage.state(minibatch.number + 1))",
         ("tests/exact/test_grid.py",),
+    ),
+    Mutation(
+        "L9",
+        "weights that hooks compute stay those of the first minibatch",
+        "pipeline/engine.py",
+        "                    compute(module, weight)",
+        "                    pass",
+        ("tests/exact/test_live_changes.py", "-k", "pruning"),
     ),
     Mutation(
         "L9",
@@ -408,6 +444,14 @@ MUTATIONS = (
         ("tests/run/test_user_sections.py", "-k", "stop"),
     ),
     # Sums.
+    Mutation(
+        "L10",
+        "custom autograd functions are given what user code gives them",
+        "torch_private/modes.py",
+        "apply = CustomFunction(mode, apply) if isinstance(mode, OwnMode) else apply",
+        "pass",
+        ("tests/exact/test_sums.py", "-k", "users_own"),
+    ),
     Mutation(
         "L10",
         "a tensor's uses are added the earliest first",
@@ -469,7 +513,7 @@ MUTATIONS = (
         "streams",
         "a stage does not wait for its version's copy",
         "pipeline/stage.py",
-        "        self.stream.join(self.stash.buffer(task.version).published)\n",
+        "        self.stream.join(self.stash.buffer(task.weights).published)\n",
         "",
         ("tests/pipeline/test_streams.py",),
     ),
@@ -533,8 +577,8 @@ MUTATIONS = (
         "planning",
         "the memory of a stage leaves versions out",
         "planning/model/stage_memory.py",
-        "return StageMemory(weights, in_flight * weights,",
-        "return StageMemory(weights, 0,",
+        "versions = (in_flight if buffers is None else buffers) * weights",
+        "versions = 0",
         ("tests/planning/test_choice.py", "-k", "TestMemory"),
     ),
     Mutation(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.nn import functional as F
 
@@ -176,6 +178,11 @@ class NoOptimizer(Model):
         return None
 
 
+class SeveralOptimizers(Model):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
 class Frozen(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +269,7 @@ KINDS: list[Callable[[], Model]] = [
     ClosureTwice,
     NoClosure,
     NoOptimizer,
+    SeveralOptimizers,
     Frozen,
     Skipping,
     PatchedForward,
@@ -278,6 +286,7 @@ KINDS: list[Callable[[], Model]] = [
     "WithoutIndex",
     "OwnOptimizerStep",
     "ClosureTwice",
+    "SeveralOptimizers",
     "Frozen",
     "Skipping",
     "TorchHooks",
@@ -339,6 +348,23 @@ def test_mocks_around_loops_and_strategy(tmp_path: Path) -> None:
     calls, replaced, _ = assert_as_plain(story, tmp_path)["told"]
     assert calls["training_step"] == [8]
     assert all(replaced)
+
+
+@pytest.mark.parametrize("body", [STEPS["a tensor"], STEPS["an error"]], ids=["to the end", "to an error"])
+def test_mocks_in_place_of_methods_of_all_strategies(body: Body, tmp_path: Path) -> None:
+    """Whoever replaces a method of Lightning's class ``Strategy`` sees the calls."""
+    hooks = ("on_train_start", "on_train_batch_start", "on_train_end", "on_exception")
+
+    def story(folder: Path) -> Any:
+        made, module = trainer(folder), model_of(body)
+        replaced = patch.multiple(Strategy, **dict.fromkeys(hooks, DEFAULT))
+        backward = patch.object(Strategy, "backward", wraps=made.strategy.backward)
+        with replaced as mocks, backward as mock, suppress(ValueError):
+            made.fit(module)
+        return mock.call_count, {hook: mocks[hook].call_count for hook in hooks}, end(made, module)
+
+    calls, mocked, _ = assert_as_plain(story, tmp_path)["told"]
+    assert calls == mocked["on_train_batch_start"] - mocked["on_exception"]
 
 
 def test_a_validation_loop_that_a_test_has_replaced(tmp_path: Path) -> None:

@@ -6,19 +6,20 @@ import copy
 import functools
 import gc
 import inspect
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringDataModule
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.profilers import Profiler
 
 from lightning_hetpipe import HetPipeStrategy
@@ -375,3 +376,19 @@ def test_what_a_profiler_sees(tmp_path: Path) -> None:
         return profiler.told
 
     assert "start [Strategy]Strategy.training_step" in assert_as_plain(story, tmp_path)["told"]
+
+
+def test_a_clock_that_a_test_has_scripted(tmp_path: Path) -> None:
+    """Lightning's ThroughputMonitor reads it once for each batch; whoever read it too would use its times up."""
+
+    def story(folder: Path) -> Any:
+        monitor = ThroughputMonitor(batch_size_fn=len, window_size=3)
+        times = itertools.count()
+        with patch("time.perf_counter", side_effect=times):
+            made = trainer(
+                folder, callbacks=monitor, logger=CSVLogger(folder), log_every_n_steps=1, limit_val_batches=0
+            )
+            made.fit(Model())
+        return next(times), describe(dict(made.logged_metrics))
+
+    assert assert_as_plain(story, tmp_path)["told"][0] > 8

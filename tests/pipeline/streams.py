@@ -20,7 +20,9 @@ from torch import Tensor
 
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
-from lightning_hetpipe.torch_private import ThreadDispatchMode, arguments_of, pytree
+from lightning_hetpipe.torch_private.graphs import arguments_of
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
+from lightning_hetpipe.torch_private.tensors import pytree
 
 Moments = dict[int, int]
 """For each stream, how many of its operators were seen."""

@@ -13,7 +13,6 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.stage_messages import StageState
-from lightning_hetpipe.pipeline.streams import DeviceUserStream
 
 CPU = torch.device("cpu")
 
@@ -63,13 +62,13 @@ class Segment:
         self.begin(0)
 
     def begin(self, minibatch: int) -> None:
-        self.buffers.begin(minibatch, self.of_live.version(0).buffers[0])
+        self.buffers.begin(minibatch, self.of_live.version(0, []).buffers[0])
 
     def publish(self, minibatch: int) -> None:
-        self.buffers.publish(minibatch, self.of_live.version(minibatch).buffers[0])
+        self.buffers.publish(minibatch, self.of_live.version(minibatch, []).buffers[0])
 
     def show(self, minibatch: int) -> None:
-        self.of_live.show(StageState([self.buffers.left(minibatch)], [()]), DeviceUserStream())
+        self.of_live.show(StageState([self.buffers.left(minibatch)]))
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x

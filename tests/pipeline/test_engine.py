@@ -33,7 +33,7 @@ def test_gradients_are_those_of_the_version_that_the_minibatch_uses(in_flight: i
                 expected[submitted] = line.expected(inputs[submitted - 1])
                 engine.submit(submitted, steps[submitted - 1])
             minibatch = engine.finish(p)
-            assert minibatch.version == max(0, p - in_flight)
+            assert minibatch.weights.version == max(0, p - in_flight)
             assert_gradients(line, minibatch.gradients, expected[p])
             line.update(minibatch.gradients)
             engine.publish(p)

@@ -17,6 +17,7 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
 from lightning_hetpipe.pipeline.values import Addends, Value
+from lightning_hetpipe.rules.versions import Reading
 from tests.support.equality import assert_same
 
 CODE = PlainCode()
@@ -81,7 +82,7 @@ def test_spoilt_bytes_are_refused(spoil: Any) -> None:
 
 def test_messages() -> None:
     value = Value.of({"x": X, "again": (X, 3)})
-    forward = Forward(7, 1, value, 5, Autocast((("cpu", torch.bfloat16),), False), 1, True, last=True)
+    forward = Forward(7, 1, value, Reading(5, 2), Autocast((("cpu", torch.bfloat16),), False), 1, True, last=True)
     found = decode(encode(forward))
     assert found._replace(value=value) == forward
     assert_same(value.tree([X]), found.value.tree(found.value.tensors))

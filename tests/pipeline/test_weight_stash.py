@@ -14,27 +14,32 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.stage_messages import Version
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
-from lightning_hetpipe.rules.versions import version_of
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.rules.versions import STASH, Reading, Versions
+from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.equality import assert_same
 from tests.support.marks import explores
 
 CPU = torch.device("cpu")
+VERSIONS = weakref.WeakKeyDictionary[WeightStash, Versions]()
 
 
 def live_layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)])
 
 
+def message(stash: WeightStash, live: nn.ModuleList, version: int) -> Version:
+    return Live([list(live)]).version(version, VERSIONS[stash].needed(version))
+
+
 def begin(stash: WeightStash, live: nn.ModuleList, version: int) -> None:
-    now = Live([list(live)]).version(version)
-    stash.begin(version, now.parameters, now.flags)
+    VERSIONS[stash] = Versions(STASH, len(stash.buffers), empty_at=version)
+    stash.begin(message(stash, live, version))
 
 
 def publish(stash: WeightStash, live: nn.ModuleList, version: int) -> None:
-    now = Live([list(live)]).version(version)
-    stash.publish(version, now.parameters, now.flags)
+    stash.publish(message(stash, live, version))
 
 
 def begun(size: int) -> tuple[nn.ModuleList, WeightStash]:
@@ -52,7 +57,7 @@ def step(live: nn.ModuleList, by: float = 1.0) -> None:
 
 
 def held(stash: WeightStash, version: int) -> list[Tensor]:
-    return [tensor.clone() for tensor in stash.buffer(version).tensors]
+    return [tensor.clone() for tensor in stash.buffer(Reading(version)).tensors]
 
 
 def copies(live: nn.ModuleList) -> list[Tensor]:
@@ -73,7 +78,7 @@ def test_a_version_keeps_the_weights_that_it_was_published_with() -> None:
     step(live)
     for version, weights in published.items():
         assert_same(held(stash, version), weights)
-    assert len({id(stash.buffer(version)) for version in published}) == 3
+    assert len({id(stash.buffer(Reading(version))) for version in published}) == 3
 
 
 @explores(30)
@@ -91,10 +96,10 @@ def test_every_minibatch_in_flight_finds_its_version(in_flight: int, changes: li
         publish(stash, live, version)
         weights[version] = copies(live)
         for minibatch in range(version + 1, version + 1 + in_flight):
-            uses = version_of(minibatch, in_flight, empty_at)
+            uses = VERSIONS[stash].version(minibatch)
             assert_same(held(stash, uses), weights[uses])
         if in_flight > 1:
-            assert (stash.buffer(version) is stash.buffer(version - 1)) == (not changed)
+            assert (stash.buffer(Reading(version)) is stash.buffer(Reading(version - 1))) == (not changed)
     assert addresses(stash) == before
 
 
@@ -125,10 +130,10 @@ def test_a_version_without_a_change_shares_the_buffer() -> None:
     live, stash = begun(3)
     for version in range(1, 10):
         publish(stash, live, version)
-        assert stash.buffer(version) is stash.buffer(version - 1)
+        assert stash.buffer(Reading(version)) is stash.buffer(Reading(version - 1))
     step(live)
     publish(stash, live, 10)
-    assert stash.buffer(10) is not stash.buffer(9)
+    assert stash.buffer(Reading(10)) is not stash.buffer(Reading(9))
 
 
 def test_changes_through_data_are_noticed() -> None:
@@ -139,7 +144,7 @@ def test_changes_through_data_are_noticed() -> None:
     first.data.mul_(2.0)
     assert first._version == counter
     publish(stash, live, 1)
-    assert stash.buffer(1) is not stash.buffer(0)
+    assert stash.buffer(Reading(1)) is not stash.buffer(Reading(0))
     assert_same(held(stash, 1), copies(live))
 
 
@@ -159,7 +164,7 @@ def test_beginning_anew_forgets_older_versions() -> None:
     begin(stash, live, 1)
     assert_same(held(stash, 1), copies(live))
     with pytest.raises(KeyError):
-        stash.buffer(0)
+        stash.buffer(Reading(0))
 
 
 def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
@@ -167,13 +172,13 @@ def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
     live[0].requires_grad_(False)
     live[1].eval()
     publish(stash, live, 1)
-    assert stash.buffer(1) is not stash.buffer(0)
+    assert stash.buffer(Reading(1)) is not stash.buffer(Reading(0))
     live[0].requires_grad_(True)
     publish(stash, live, 2)
     flags = []
     for version in range(3):
         layers = stash.layers
-        stash.bind(version)
+        stash.bind(Reading(version))
         weight = layers[0].get_parameter("weight")
         flags.append((weight.requires_grad, layers[1].training, layers[2].training))
     assert flags == [(True, True, True), (False, False, True), (True, False, True)]
@@ -185,7 +190,7 @@ def test_layers_follow_the_flags_when_a_buffer_is_used_again() -> None:
     for version, training in enumerate([True, False, True]):
         live.train(training)
         begin(stash, live, version) if version == 0 else publish(stash, live, version)
-        stash.bind(version)
+        stash.bind(Reading(version))
         assert all(module.training == training for layer in stash.layers for module in layer.modules())
 
 
@@ -196,7 +201,7 @@ def test_tied_weights_stay_tied() -> None:
     stash = WeightStash(live, 2, CPU)
     first.weight.requires_grad_(False)
     begin(stash, live, 0)
-    stash.bind(0)
+    stash.bind(Reading(0))
     one, other = (layer.get_parameter("weight") for layer in stash.layers)
     assert one is other
     assert torch.equal(one, first.weight)
@@ -224,7 +229,7 @@ def test_layers_are_those_of_the_version_that_is_bound() -> None:
         publish(stash, live, version + 1)
         expected[version + 1] = nn.Sequential(*live)(x).detach()
     for version in (3, 1, 2, 1, 3):
-        stash.bind(version)
+        stash.bind(Reading(version))
         assert torch.equal(nn.Sequential(*stash.layers)(x), expected[version])
 
 
@@ -237,7 +242,7 @@ def test_whoever_else_holds_a_weight_sees_the_bound_version() -> None:
         step(live)
         publish(stash, live, 1)
         for version, expected in ((0, before), (1, layer(x)), (0, before)):
-            stash.bind(version)
+            stash.bind(Reading(version))
             found = stash.layers[0](x)
             assert_same([*pytree.tree_leaves(found)], [*pytree.tree_leaves(expected)])
 
@@ -247,14 +252,14 @@ def test_a_backward_uses_the_version_of_its_forward_when_that_is_bound_again() -
     live = nn.ModuleList([Holding()])
     stash = WeightStash(live, 2, CPU)
     begin(stash, live, 0)
-    stash.bind(0)
+    stash.bind(Reading(0))
     output = stash.layers[0](torch.ones(2))
     step(live)
     live.requires_grad_(False)
     publish(stash, live, 1)
-    stash.bind(1)
+    stash.bind(Reading(1))
     assert not stash.layers[0](torch.ones(2)).requires_grad
-    stash.bind(0)
+    stash.bind(Reading(0))
     (gradient,) = torch.autograd.grad(output.sum(), stash.parameters)
     assert gradient.tolist() == [2.0, 2.0]
 
@@ -265,10 +270,10 @@ def test_a_parameter_of_a_version_is_a_leaf_of_its_own() -> None:
     step(live)
     publish(stash, live, 1)
     for version in (0, 1):
-        found = stash.parameter(0, version)
+        found = stash.parameter(0, Reading(version))
         assert found.is_leaf
         assert found.requires_grad == (version == 0)
-        assert torch.equal(found, stash.buffer(version).tensors[0])
+        assert torch.equal(found, stash.buffer(Reading(version)).tensors[0])
         assert found is not stash.parameters[0]
 
 

@@ -20,9 +20,11 @@ GPUS = [torch.device("cuda", index) for index in range(len(HERE))]
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(name=HERE[device.index], total_memory=16 * GIB)
+        return SimpleNamespace(name=HERE[device.index])
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 0)
 
 
 def placement(*devices: Device | str) -> DevicePlacement:
@@ -53,8 +55,8 @@ def test_a_model_is_spread_by_memory() -> None:
     here = placement("RTX-3090", Device("RTX-3090", "8 GiB"), Device("T4", "12 GiB"))
     assert [here.roomiest(count) for count in (1, 2)] == [[GPUS[0]], [GPUS[0], GPUS[2]]]
     assert placement(Device("RTX-3090", "8 GiB"), "RTX-3090", "T4").roomiest(1) == [GPUS[1]]  # of equals the first one
-    assert here.limits == dict(zip(GPUS, [16 * GIB, 8 * GIB, 12 * GIB], strict=True))
-    assert here.room([GPUS[0], GPUS[0], GPUS[2]]) == [8 * GIB, 8 * GIB, 12 * GIB]
+    assert here.limits == dict(zip(GPUS, [19 * GIB, 8 * GIB, 12 * GIB], strict=True))
+    assert here.room([GPUS[0], GPUS[0], GPUS[2]]) == [9.5 * GIB, 9.5 * GIB, 12 * GIB]
     cpu = torch.device("cpu")
     two = DevicePlacement.of(Cluster([Node("box", [Device("cpu", GIB), Device("cpu", 2 * GIB)])]), [cpu])
     assert two.limits == {cpu: 2 * GIB}  # either may be meant

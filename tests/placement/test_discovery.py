@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.planning.model.catalogue import fragmented
 from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Device
 
+GIB = 1 << 30
 THERE = [
     ("NVIDIA GeForce RTX 3090", 25_300_000_000),
     ("NVIDIA TITAN RTX", 25_200_000_000),
@@ -20,21 +22,23 @@ THERE = [
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(device: torch.device) -> SimpleNamespace:
-        name, memory = THERE[device.index]
-        return SimpleNamespace(name=name, total_memory=memory)
+        return SimpleNamespace(name=THERE[device.index][0])
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(THERE))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    # A context and another process hold a GiB; the allocator of this process has taken two, which it gives away itself.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (THERE[device.index][1] - 3 * GIB, 0))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 2 * GIB)
 
 
 @pytest.mark.usefixtures("three_gpus")
 def test_gpus_by_the_catalogues_names() -> None:
     (node,) = discovered_cluster().nodes
     assert node.devices == (
-        Device("RTX-3090", 25_300_000_000),
-        Device("Titan-RTX", 25_200_000_000),
-        Device("NVIDIA Whatever", 7 << 30),
+        Device("RTX-3090", fragmented(25_300_000_000 - GIB)),
+        Device("Titan-RTX", fragmented(25_200_000_000 - GIB)),
+        Device("NVIDIA Whatever", fragmented(6 * GIB)),
     )
     assert node.link == PCIE
     assert node.name

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.placement.optimizer_states import follow_parameters, load_state
-from lightning_hetpipe.torch_private import ThreadDispatchMode, pytree
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 def stepped(kind: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 import lightning_hetpipe
 from tests.private.guarding import GUARDED
+from tests.test_imports import PRIVATE_FILES
 
 
 def names_in(file: str) -> set[str]:
@@ -28,7 +29,7 @@ def names_in(file: str) -> set[str]:
     return {name for name in found - own if name.startswith("_") and not name.startswith("__")}
 
 
-@pytest.mark.parametrize("file", ["torch_private.py", "lightning_private.py"])
+@pytest.mark.parametrize("file", PRIVATE_FILES)
 def test_every_private_name_is_guarded(file: str) -> None:
     for module in Path(__file__).parent.glob("test_*.py"):
         importlib.import_module(f"{__package__}.{module.stem}")

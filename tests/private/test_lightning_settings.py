@@ -34,6 +34,18 @@ def test_synchronised_batchnorm() -> None:
     assert asked == [False, True], "sync_batchnorm=True would be dropped silently"
 
 
+@guards("_trainer")
+def test_whether_a_module_is_in_a_fit() -> None:
+    class Asking(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            asked.append(of_lightning.is_fitting(self))
+            return super().training_step(batch, batch_idx)
+
+    asked = [of_lightning.is_fitting(None), of_lightning.is_fitting(Asking())]
+    quiet_trainer("auto").fit(Asking(), batches(1))
+    assert asked == [False, False, True], "a resumed virtual worker would not take its own state"
+
+
 @guards("_average_model")
 def test_averages() -> None:
     averaging = EMAWeightAveraging()

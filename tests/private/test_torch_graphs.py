@@ -9,28 +9,50 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from lightning_hetpipe import torch_private
+from lightning_hetpipe.torch_private.compiler import (
+    CompilerError,
+    CompilerLimit,
+    compiled,
+    cpp_compiler_error,
+    inductor_modes,
+    inductor_options_error,
+    run_without_data,
+)
+from lightning_hetpipe.torch_private.graphs import (
+    ASSERTS_METADATA,
+    GRAPH_GUARDS,
+    READ_VALUE,
+    HigherOrderOperator,
+    OperatorOverload,
+    arguments_of,
+    outputs_of,
+    split_outputs,
+    traced_as_called,
+)
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
+from lightning_hetpipe.torch_private.modules import COMPILED_CALL, behind_compile, call_uncompiled, children
+from lightning_hetpipe.torch_private.tensors import pytree
 from tests.private.guarding import guards
 
 
 @guards("_compiled_call_impl", "_call_impl")
 def test_modules_compiled_in_place() -> None:
     module = nn.Linear(2, 2)
-    assert vars(module).get(torch_private.COMPILED_CALL) is None
+    assert vars(module).get(COMPILED_CALL) is None
     expected = module(torch.ones(1, 2))
     module.compile(backend="eager")
-    assert vars(module).get(torch_private.COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
-    assert torch.equal(torch_private.call_uncompiled(module, torch.ones(1, 2)), expected)
+    assert vars(module).get(COMPILED_CALL) is not None, "dynamo would trace the pipeline's own code"
+    assert torch.equal(call_uncompiled(module, torch.ones(1, 2)), expected)
 
 
 @guards("_orig_mod", "_modules")
 def test_compiled_modules() -> None:
     plain = nn.Sequential(nn.Linear(2, 2))
-    assert list(torch_private.children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
-    compiled: Any = torch.compile(plain, backend="eager")
-    assert torch_private.behind_compile(compiled) is plain, "compiled code would run in stages, on the live weights"
+    assert list(children(plain)) == list(plain), "a metric put in place of another would go unnoticed"
+    wrapper: Any = torch.compile(plain, backend="eager")
+    assert behind_compile(wrapper) is plain, "compiled code would run in stages, on the live weights"
     plain.compile(backend="eager")
-    assert torch_private.behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
+    assert behind_compile(plain) is None, "module.compile(), which works, would be taken for a wrapper"
 
 
 @guards("_dynamo")
@@ -38,13 +60,13 @@ def test_graphs_of_compiled_code_are_checked() -> None:
     seen: list[int] = []
 
     def check(graph: fx.GraphModule) -> None:
-        torch_private.run_without_data(graph)
+        run_without_data(graph)
         seen.append(1)
 
     def compute(x: Tensor) -> Tensor:
         return x * 2 + torch.arange(3)
 
-    function = torch_private.compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
+    function = compiled(compute, {"backend": "aot_eager", "dynamic": False}, check)
     assert torch.equal(function(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -62,7 +84,7 @@ def test_tracing_is_hidden() -> None:
     class Told(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
-            with torch_private.traced_as_called():
+            with traced_as_called():
                 told.append(torch.compiler.is_compiling() or torch.compiler.is_exporting())
             return x + 1
 
@@ -80,7 +102,7 @@ def test_tracing_is_hidden_from_attention_without_gradients(gradients: bool) -> 
             self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
         def forward(self, x: Tensor) -> Any:
-            with torch_private.traced_as_called():
+            with traced_as_called():
                 x = self.encoder(x)
                 return self.attention(x, x, x)
 
@@ -96,7 +118,7 @@ def test_tracing_is_hidden_from_attention_without_gradients(gradients: bool) -> 
 def test_products_of_experts_are_traced_in_all_dtypes(dtype: torch.dtype) -> None:
     class Experts(nn.Module):
         def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-            with torch_private.traced_as_called():
+            with traced_as_called():
                 return functional.grouped_mm(x, weights, offs=ends)
 
     given = torch.randn(6, 8, dtype=dtype), torch.randn(2, 8, 16, dtype=dtype), torch.tensor([2, 6], dtype=torch.int32)
@@ -114,31 +136,31 @@ def test_errors_of_the_compiler() -> None:
         raise ArithmeticError("not this one")
 
     # Else a layer that cannot be compiled would end training instead of running as it is.
-    for function, check in ((breaks, torch_private.run_without_data), (torch.tanh, refuse)):
-        compiled = torch_private.compiled(function, {"backend": "eager"}, check)
-        with pytest.raises(torch_private.CompilerError):
-            compiled(torch.ones(2))
+    for function, check in ((breaks, run_without_data), (torch.tanh, refuse)):
+        broken = compiled(function, {"backend": "eager"}, check)
+        with pytest.raises(CompilerError):
+            broken(torch.ones(2))
 
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    compiled = torch_private.compiled(double, {"backend": "eager", "dynamic": False}, torch_private.run_without_data)
+    doubled = compiled(double, {"backend": "eager", "dynamic": False}, run_without_data)
     for count in range(2, 10):
-        compiled(torch.ones(count))
-    with pytest.raises(torch_private.CompilerLimit):
-        compiled(torch.ones(10))
+        doubled(torch.ones(count))
+    with pytest.raises(CompilerLimit):
+        doubled(torch.ones(10))
     torch.compiler.reset()
 
 
 @guards("_inductor", "_subclasses", "_TorchCompileInductorWrapper")
 def test_inductors_modes_and_its_compiler() -> None:
-    modes = torch_private.inductor_modes()
+    modes = inductor_modes()
     assert modes["default"] == {}
     assert modes["reduce-overhead"].get("triton.cudagraphs"), "modes with CUDA graphs would not be refused"
-    assert torch_private.inductor_options_error({"max_autotune": True, "triton.cudagraphs": False}) is None
-    assert torch_private.inductor_options_error({"zzz": 1}) == "Unexpected optimization option zzz"
-    assert "got str should be bool" in str(torch_private.inductor_options_error({"max_autotune": "yes"}))
-    found = torch_private.cpp_compiler_error()
+    assert inductor_options_error({"max_autotune": True, "triton.cudagraphs": False}) is None
+    assert inductor_options_error({"zzz": 1}) == "Unexpected optimization option zzz"
+    assert "got str should be bool" in str(inductor_options_error({"max_autotune": "yes"}))
+    found = cpp_compiler_error()
     assert found is None or "compiler" in found
 
 
@@ -158,23 +180,23 @@ def test_exported_graphs() -> None:
     shapes = {"x": {0: torch.export.Dim("rows", max=8)}, "scale": None, "shift": None}
     exported = torch.export.export(Branches(), (x,), {"shift": one, "scale": one}, dynamic_shapes=shapes, strict=False)
     graph: Any = exported.module()
-    nested = torch_private.pytree.tree_unflatten([1, 2], torch_private.outputs_of(graph))
+    nested = pytree.tree_unflatten([1, 2], outputs_of(graph))
     assert nested == {"y": 1, "x": 2}, "the outputs of a captured model would be nested otherwise than its own"
-    getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(8, 2), one, one)
+    getattr(graph, GRAPH_GUARDS)(torch.randn(8, 2), one, one)
     with pytest.raises(AssertionError):  # else a graph would run on inputs that it was not made for
-        getattr(graph, torch_private.GRAPH_GUARDS)(torch.randn(9, 2), one, one)
+        getattr(graph, GRAPH_GUARDS)(torch.randn(9, 2), one, one)
     pair: Any = torch.export.export(Pairs(), (x,), strict=False).module()
-    assert [node.target for node in torch_private.split_outputs(pair)] == [torch.ops.aten.neg.default]
+    assert [node.target for node in split_outputs(pair)] == [torch.ops.aten.neg.default]
     assert torch.equal(pair(x)["y"], x * 2), "what a module decides by would be an output of its"
     aten = torch.ops.aten
     broken = "a value that is changed in place could cross a cut"
-    assert isinstance(aten.relu_.default, torch_private.OperatorOverload), broken
-    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, torch_private.HigherOrderOperator), broken
-    assert torch_private.arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
-    assert torch_private.arguments_of(aten.view.default)[0] == ("self", True, False), broken
+    assert isinstance(aten.relu_.default, OperatorOverload), broken
+    assert isinstance(torch.ops.higher_order.wrap_with_set_grad_enabled, HigherOrderOperator), broken
+    assert arguments_of(aten.mul_.Tensor) == [("self", True, True), ("other", False, False)], broken
+    assert arguments_of(aten.view.default)[0] == ("self", True, False), broken
 
 
-class Notes(torch_private.ThreadDispatchMode):
+class Notes(ThreadDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -188,4 +210,16 @@ class Notes(torch_private.ThreadDispatchMode):
 def test_the_operator_that_reads_a_value() -> None:
     with Notes() as notes:
         assert bool(torch.tensor(True))
-    assert notes.seen[-1] is torch_private.READ_VALUE, "a module's decisions would be answered with False at first"
+    assert notes.seen[-1] is READ_VALUE, "a module's decisions would be answered with False at first"
+
+
+@guards("_assert_tensor_metadata")
+def test_the_operator_that_asserts_what_a_tensor_is() -> None:
+    class Casts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.float32) + 1
+
+    graph = torch.export.export(Casts(), (torch.ones(2),), strict=False).graph
+    found = [node for node in graph.nodes if node.target is ASSERTS_METADATA]
+    assert found, "layers would refuse tensors that lie on another device"
+    assert all("device" in node.kwargs for node in found)

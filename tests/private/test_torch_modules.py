@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,22 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe import lightning_private as of_lightning
-from lightning_hetpipe import torch_private
+from lightning_hetpipe.torch_private.modes import (
+    OwnMode,
+    ThreadDispatchMode,
+    UntoldFunction,
+    enter_function_mode,
+    leave_function_mode,
+)
+from lightning_hetpipe.torch_private.modules import (
+    computing_hooks,
+    contents,
+    has_global_hooks,
+    has_hooks,
+    reset_of,
+    without_hooks,
+    without_tensors,
+)
 from tests.private.guarding import guards
 
 
@@ -29,20 +45,61 @@ class Sees(TorchFunctionMode):
 @guards("_get_current_function_mode")
 def test_function_modes_can_be_left() -> None:
     outer, inner = Sees(), Sees()
-    torch_private.enter_function_mode(outer)
+    enter_function_mode(outer)
     try:
         with inner:
-            assert not torch_private.leave_function_mode(outer), "a mode that is not the innermost one must stay"
-            assert torch_private.leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
+            assert not leave_function_mode(outer), "a mode that is not the innermost one must stay"
+            assert leave_function_mode(inner), "our own bookkeeping would go through the minibatch's view"
             torch.ones(1)
-            torch_private.enter_function_mode(inner)
+            enter_function_mode(inner)
             torch.ones(1)
     finally:
-        assert torch_private.leave_function_mode(outer)
+        assert leave_function_mode(outer)
     assert (outer.count, inner.count) == (2, 1)
 
 
-class Counts(torch_private.ThreadDispatchMode):
+class Told(OwnMode):
+    """Notes what it is told of."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(type(func).__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.mul(2)
+
+
+class DoublesUntold(UntoldFunction):
+    forward = Doubles.forward
+
+
+@guards("_SingleLevelFunction", "_get_current_function_mode_stack")
+def test_modes_are_told_of_custom_functions() -> None:
+    """Also where ``apply`` was taken before; the innermost mode is told first, and hands on to the next."""
+    seen: list[str] = []
+    double: Any = Doubles.apply
+    untold: Any = DoublesUntold.apply
+    one = torch.ones(())
+    with Told(seen), Told(seen):
+        double(one)
+    broken = "operands of custom functions would stay on their devices, and parameters would be of another version"
+    assert seen[:2] == ["CustomFunction", "builtin_function_or_method"], broken
+    seen.clear()
+    with Told(seen):
+        untold(one)
+    assert seen == ["method_descriptor"], "the boundary of a piece would have all its tensors moved to one device"
+    assert double(one) == 2
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+class Counts(ThreadDispatchMode):
     """Counts the operators that it sees."""
 
     def __init__(self) -> None:
@@ -58,14 +115,14 @@ class Counts(torch_private.ThreadDispatchMode):
 def test_without_tensors() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     before = [*module.parameters(), *module.buffers()]
-    with torch_private.without_tensors([module[0]]):
+    with without_tensors([module[0]]):
         assert list(module.parameters()) == [*module[1].parameters()], "a model would go to one device as a whole"
         module.to(torch.float64)
     after = [*module.parameters(), *module.buffers()]
     assert list(map(id, after)) == list(map(id, before))
     assert [tensor.dtype for tensor in after[:2]] == [torch.float32] * 2
     layer = nn.LSTM(2, 2)
-    with torch_private.without_tensors([layer]):
+    with without_tensors([layer]):
         layer.to(torch.float64)
     assert layer(torch.ones(1, 2))[0].shape == (1, 2), "a spread RNN would have lost its list of weights"
 
@@ -115,18 +172,18 @@ def test_dispatch_modes_can_be_suspended() -> None:
 )
 def test_hooks_of_modules(register: str) -> None:
     module = nn.Linear(2, 2)
-    assert not torch_private.has_hooks(module)
+    assert not has_hooks(module)
     handle = getattr(module, register)(lambda *_: None)
-    assert torch_private.has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
+    assert has_hooks(module), "a hook on a layer would run in stages, at the same time as other user code"
     handle.remove()
-    assert not torch_private.has_hooks(module)
+    assert not has_hooks(module)
 
 
 @guards("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 def test_contents() -> None:
     module = nn.BatchNorm1d(2)
-    before = torch_private.contents(module)
-    assert all(map(operator.is_, before, torch_private.contents(module)))
+    before = contents(module)
+    assert all(map(operator.is_, before, contents(module)))
     for change in (
         lambda: setattr(module, "eps", 0.5),
         lambda: setattr(module, "weight", nn.Parameter(torch.ones(2))),
@@ -136,7 +193,7 @@ def test_contents() -> None:
         lambda: module.eval(),
     ):
         change()
-        after = torch_private.contents(module)
+        after = contents(module)
         same = len(after) == len(before) and all(map(operator.is_, before, after))
         assert not same, "stages would not follow a change of the live module"
         before = after
@@ -149,7 +206,7 @@ def test_hooks_taken_away_for_a_while() -> None:
     module.register_forward_hook(lambda module, args, output: output * 2)
     x = torch.ones(1, 2)
     expected = module(x)
-    with torch_private.without_hooks(module):
+    with without_hooks(module):
         module.register_forward_hook(lambda module, args, output: output * 100)
         found = module(x) / 100
     assert torch.allclose(found * 2, expected), "a graph would hold what hooks do, which the live module's call does"
@@ -161,7 +218,21 @@ def test_hooks_of_torch_itself() -> None:
     normed: Any = nn.utils.weight_norm
     module = normed(nn.Linear(2, 2))
     assert module._forward_pre_hooks, "this no longer tests anything: weight_norm has no hook any more"
-    assert not torch_private.has_hooks(module), "layers with weight norm would be refused"
+    assert not has_hooks(module), "layers with weight norm would be refused"
+
+
+@guards("_forward_pre_hooks")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.prune.RandomUnstructured])
+def test_hooks_that_compute_weights(norm: Any) -> None:
+    """They ask a module for no more than attributes, so that something else can be given in its place."""
+    module: Any = nn.Linear(4, 4)
+    norm.apply(module, "weight", 0.5) if hasattr(norm, "apply") else norm(module)
+    module(torch.ones(1, 4))
+    expected = module.weight
+    own = SimpleNamespace(training=False, **dict(module.named_parameters()), **dict(module.named_buffers()))
+    for hook in computing_hooks(module):
+        hook(own, ())
+    assert torch.equal(own.weight, expected), "observers would see weights that no forward has computed"
 
 
 @guards("_has_any_global_hook")
@@ -170,9 +241,9 @@ def test_hooks_of_torch_itself() -> None:
     ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
 )
 def test_hooks_of_all_modules(register: str) -> None:
-    assert not torch_private.has_global_hooks()
+    assert not has_global_hooks()
     handle = getattr(nn.modules.module, register)(lambda *_: None)
-    found = torch_private.has_global_hooks()
+    found = has_global_hooks()
     handle.remove()
     assert found, "hooks on all modules would run in stages, at the same time as other user code"
 
@@ -206,10 +277,10 @@ def test_attention_resets_itself() -> None:
     """Torch's attention and Transformer name the method otherwise than all its other modules."""
     for module in (nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4)):
         weight = next(module.parameters())
-        reset = torch_private.reset_of(module)
+        reset = reset_of(module)
         assert reset is not None, "such a module, made on meta, would be refused"
         with torch.no_grad():
             weight.fill_(torch.nan)
         reset()
         assert weight.isfinite().all()
-    assert torch_private.reset_of(nn.ReLU()) is None
+    assert reset_of(nn.ReLU()) is None

@@ -5,25 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import clip_grad
 
-from lightning_hetpipe import torch_private
+from lightning_hetpipe.torch_private import autograd
+from lightning_hetpipe.torch_private.autograd import Carried, graph_leaves, graph_start, run_backward
+from lightning_hetpipe.torch_private.modes import OwnMode, in_order
+from lightning_hetpipe.torch_private.tensors import (
+    behind_functorch,
+    foreach_copy_,
+    foreach_norm,
+    give_memory,
+    pytree,
+    strided_parts,
+    unseen_change,
+    version_counter,
+    viewed,
+)
 from tests.private.guarding import guards
 
 
 @guards("_foreach_copy_")
 def test_foreach_copy() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
-    torch_private.foreach_copy_(targets, sources)
+    foreach_copy_(targets, sources)
     same = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
-    assert same == [True, True], (
-        "weights would not reach their version's slot: copy them one by one in torch_private.py"
-    )
-    torch_private.foreach_copy_([], [])
+    assert same == [True, True], "weights would not reach their version's slot: copy them one by one in torch_private"
+    foreach_copy_([], [])
 
 
 @guards("_foreach_norm")
@@ -32,52 +45,67 @@ def test_foreach_norm() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1000), torch.randn(7, 11)]
     whole = torch.nn.utils.get_total_norm(tensors)
-    assert torch.equal(torch.linalg.vector_norm(torch.stack(torch_private.foreach_norm(tensors))), whole), (
+    assert torch.equal(torch.linalg.vector_norm(torch.stack(foreach_norm(tensors))), whole), (
         "gradients on several devices would be clipped to another norm than on one"
     )
+
+
+@guards("_group_tensors_by_device_and_dtype")
+def test_order_of_norms() -> None:
+    own: Any = clip_grad
+    tensors = [torch.ones(1), torch.ones(2, device="meta"), torch.ones(3)]
+    assert [len(key) for key, ([group], _) in in_order([tensors]).items() if group] == [2, 2, 2], (
+        "norms of gradients on several devices would be added in another order than on one"
+    )
+    found = in_order([tensors[::2]])
+    assert found == own._group_tensors_by_device_and_dtype([tensors[::2]])
+
+
+@guards("_check_param_device")
+def test_vectors_of_parameters() -> None:
+    check: Any = torch.nn.utils.convert_parameters
+    one = nn.Parameter(torch.ones(1))
+    with pytest.raises(TypeError, match="different devices"):
+        check._check_param_device(one, 1)
+    with OwnMode():
+        assert check._check_param_device(one, 1) == 1, "global pruning over several devices would be refused"
 
 
 @guards("_version")
 def test_version_counter() -> None:
     tensor = torch.zeros(2)
-    before = torch_private.version_counter(tensor)
+    before = version_counter(tensor)
     tensor.add_(1)
-    after = torch_private.version_counter(tensor)
+    after = version_counter(tensor)
     assert after == before + 1, "in-place changes of inputs, and of what lies outside the pieces, would go unnoticed"
     tensor.detach().add_(1)
-    assert torch_private.version_counter(tensor) == after + 1, (
-        "in-place changes through a detached view would go unnoticed"
-    )
+    assert version_counter(tensor) == after + 1, "in-place changes through a detached view would go unnoticed"
 
 
 @guards("_base")
 def test_viewed() -> None:
     tensor = torch.zeros(2, requires_grad=True) * 1.0
-    assert torch_private.viewed(tensor[:1]) is tensor, (
-        "changes in place of what a tensor is a view of would go unnoticed"
-    )
-    assert torch_private.viewed(tensor) is tensor
+    assert viewed(tensor[:1]) is tensor, "changes in place of what a tensor is a view of would go unnoticed"
+    assert viewed(tensor) is tensor
 
 
 @guards("_unsafe_preserve_version_counter")
 def test_unseen_change() -> None:
     tensor = torch.zeros(2)
-    before = torch_private.version_counter(tensor)
-    with torch_private.unseen_change(tensor):
+    before = version_counter(tensor)
+    with unseen_change(tensor):
         tensor.add_(1)
-    assert torch_private.version_counter(tensor) == before, (
-        "views of a tensor changed in place could not be differentiated"
-    )
+    assert version_counter(tensor) == before, "views of a tensor changed in place could not be differentiated"
 
 
 @guards("_pytree")
 def test_pytree() -> None:
     tree = {"b": [torch.ones(1), None], "a": (1, "text")}
-    leaves, spec = torch_private.pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree)
     broken = "values could not be taken apart at a cut, and put together behind it"
-    assert torch_private.pytree.tree_unflatten(leaves, spec) == tree, broken
-    assert len(torch_private.pytree.tree_leaves(tree)) == len(leaves), broken
-    doubled = torch_private.pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
+    assert pytree.tree_unflatten(leaves, spec) == tree, broken
+    assert len(pytree.tree_leaves(tree)) == len(leaves), broken
+    doubled = pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
     assert (doubled["b"][0].item(), doubled["a"]) == (2.0, (1, "text")), broken
 
 
@@ -86,21 +114,21 @@ def test_parts_of_sparse_tensors() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1, 1])).sum().backward()
     assert table.weight.grad is not None
-    indices, values = torch_private.strided_parts(table.weight.grad)
+    indices, values = strided_parts(table.weight.grad)
     broken = "memory of sparse gradients on a GPU would be given away while the optimizer reads it"
     assert (indices.tolist(), values.shape) == ([[1, 1]], (2, 2)), broken
-    assert torch_private.strided_parts(values) == (values,), broken
+    assert strided_parts(values) == (values,), broken
     for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
-        parts = torch_private.strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
+        parts = strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
         assert [part.layout for part in parts] == [torch.strided] * 3, "a GPU refuses such an input of a module"
 
 
 @guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "is_initialized", lambda: gpu)
-    held: torch_private.Carried[str] = torch_private.Carried("test")
+    monkeypatch.setattr(autograd, "is_initialized", lambda: gpu)
+    held: Carried[str] = Carried("test")
     broken = "a GPU's hooks would not know their minibatch"
     assert held.get() is None, broken
     held.set("mine")
@@ -116,10 +144,10 @@ def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_ANOTHER_THREAD = """
 import os, threading, torch
-from lightning_hetpipe import torch_private
-from lightning_hetpipe.torch_private import Carried
+from lightning_hetpipe.torch_private import autograd
+from lightning_hetpipe.torch_private.autograd import Carried
 
-torch_private.is_initialized = lambda: True  # as where a GPU is used
+autograd.is_initialized = lambda: True  # as where a GPU is used
 held = Carried("test")
 seen = {}
 
@@ -163,13 +191,13 @@ def test_run_backward() -> None:
     plain = torch.autograd.grad([x.sin() * w], [x, w, other], grad_outputs=[given], allow_unused=True)
     y = x.sin() * w
     for keep_graph in (True, False):
-        found = torch_private.run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
-        broken = "stages would compute other gradients: call torch.autograd.grad in torch_private.py instead"
+        found = run_backward([y], [given], [get_gradient_edge(x), w, other], keep_graph)
+        broken = "stages would compute other gradients: call torch.autograd.grad in torch_private instead"
         assert found[2] is None, broken
         assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True) if a is not None), broken
     assert x.grad is None, "gradients would be added to live parameters, by several threads at once"
     with pytest.raises(RuntimeError, match="second time"):
-        torch_private.run_backward([y], [given], [x])
+        run_backward([y], [given], [x])
 
 
 @guards("_C", "_functorch")
@@ -177,14 +205,14 @@ def test_tensors_that_torch_func_wraps() -> None:
     weight, seen = nn.Parameter(torch.ones(2, 2)), []
 
     def look(row: Tensor) -> Tensor:
-        seen.append(torch_private.behind_functorch(row))
+        seen.append(behind_functorch(row))
         return row.sum()
 
     torch.vmap(look)(weight)
     torch.func.grad(look)(weight)
     assert all(found is weight for found in seen), "training_step would read live weights through torch.func"
     assert len(seen) == 2
-    assert torch_private.behind_functorch(weight) is None
+    assert behind_functorch(weight) is None
 
 
 @guards("variable")
@@ -192,11 +220,11 @@ def test_leaves_of_a_graph() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     frozen = torch.ones(2)
     broken = "parameters that the loss reaches outside the pieces would be dropped silently"
-    graph = torch_private.graph_start((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
-    found = torch_private.graph_leaves([graph])
+    graph = graph_start((used * 2 * frozen + used).sum() + (unused * 0).detach().sum())
+    found = graph_leaves([graph])
     assert [id(leaf) for leaf in found] == [id(used)], broken
-    assert list(torch_private.graph_leaves([torch_private.graph_start(torch.ones(1))])) == []
-    assert next(torch_private.graph_leaves([torch_private.graph_start(used)])) is used, broken
+    assert list(graph_leaves([graph_start(torch.ones(1))])) == []
+    assert next(graph_leaves([graph_start(used)])) is used, broken
 
 
 @guards()
@@ -204,7 +232,7 @@ def test_leaves_of_a_graph_up_to_its_seams() -> None:
     inside, outside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     hidden = outside * 3 * inside
     for graph, found in ((hidden.sum(), []), (hidden.sum() + inside.sum(), [inside])):
-        leaves = torch_private.graph_leaves([graph.grad_fn], [hidden.grad_fn])
+        leaves = graph_leaves([graph.grad_fn], [hidden.grad_fn])
         assert list(map(id, leaves)) == list(map(id, found))
 
 
@@ -217,7 +245,7 @@ def test_memory_for_a_tensor_on_meta() -> None:
     module(torch.ones(1, 2, device="meta"))
     before = list(module.parameters())
     for parameter in before:
-        torch_private.give_memory(parameter)
+        give_memory(parameter)
     assert all(one is other for one, other in zip(before, module.parameters(), strict=True)), (
         "an optimizer that was made before would train what no module has"
     )
@@ -228,5 +256,5 @@ def test_memory_for_a_tensor_on_meta() -> None:
     assert module.weight_ih_l0.grad is not None
     lazy = nn.LazyLinear(2, device="meta")
     for parameter in lazy.parameters():
-        torch_private.give_memory(parameter)
+        give_memory(parameter)
     assert lazy(torch.ones(1, 2)).isfinite().all()

@@ -1,4 +1,4 @@
-"""Law L1: which version a minibatch uses, and that Nm places are enough to keep them."""
+"""Weight policies: which weights a minibatch uses, and that these are there, in few buffers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.versions import last_reader, version_of
+from lightning_hetpipe.rules.versions import POLICIES, STASH, Reading, Versions
 
 IN_FLIGHT = st.integers(1, 9)
 EMPTY_AT = st.integers(0, 50)
@@ -21,38 +21,78 @@ EMPTY_AT = st.integers(0, 50)
     ],
 )
 def test_the_versions_of_the_first_minibatches(in_flight: int, empty_at: int, versions: list[int]) -> None:
-    assert [version_of(empty_at + p, in_flight, empty_at) for p in range(1, 6)] == versions
+    used = Versions(STASH, in_flight, empty_at=empty_at, start=empty_at)
+    assert [used.version(empty_at + p) for p in range(1, 6)] == versions
+
+
+@pytest.mark.parametrize(
+    ("policy", "every", "versions", "steps"),
+    [
+        ("stash", 2, [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 1, 1, 1, 1, 1]),
+        ("sync", 1, [0, 1, 2, 3, 4, 5, 6, 7, 8], [0] * 9),
+        ("sync", 4, [0, 0, 0, 0, 4, 4, 4, 4, 8], [0] * 9),
+        ("2bw", 3, [0, 0, 0, 0, 0, 0, 3, 3, 3], [0, 0, 0, 1, 1, 1, 1, 1, 1]),
+        ("xpipe", 1, [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_weights_of_each_policy(policy: str, every: int, versions: list[int], steps: list[int]) -> None:
+    """With three in flight, from an epoch's beginning on."""
+    used = Versions(POLICIES[policy], 3, every, 10, 10)
+    assert [used.version(10 + p) - 10 for p in range(1, 10)] == versions
+    assert [used.steps(10 + p) for p in range(1, 10)] == steps
+    predicted = steps if POLICIES[policy].predicts else [0] * 9
+    assert [used.reading(10 + p).steps for p in range(1, 10)] == predicted
 
 
 @settings(deadline=None)
 @given(IN_FLIGHT, EMPTY_AT, st.integers(1, 60))
 def test_weights_are_at_most_a_pipeline_old_and_never_of_the_future(in_flight: int, empty_at: int, steps: int) -> None:
     minibatch = empty_at + steps
-    version = version_of(minibatch, in_flight, empty_at)
+    used = Versions(STASH, in_flight, empty_at=empty_at, start=empty_at)
+    version = used.version(minibatch)
     assert empty_at <= version < minibatch
-    assert minibatch - 1 - version == min(steps, in_flight) - 1
+    assert used.steps(minibatch) == minibatch - 1 - version == min(steps, in_flight) - 1
 
 
 @settings(deadline=None)
-@given(IN_FLIGHT, EMPTY_AT, st.integers(0, 30))
-def test_the_last_reader_is_the_last_one(in_flight: int, empty_at: int, age: int) -> None:
+@given(IN_FLIGHT, EMPTY_AT, st.integers(0, 30), st.sampled_from(sorted(POLICIES)), st.integers(1, 5))
+def test_the_first_reader_is_the_first_one(in_flight: int, empty_at: int, age: int, policy: str, every: int) -> None:
+    used = Versions(POLICIES[policy], in_flight, every, empty_at, empty_at)
     version = empty_at + age
-    readers = [p for p in range(empty_at + 1, version + 40) if version_of(p, in_flight, empty_at) == version]
-    assert readers[-1] == last_reader(version, in_flight)
+    readers = (p for p in range(version + 1, version + 100) if used.version(p) >= version)
+    assert next(readers) == used.first_reader(version)
 
 
 @settings(deadline=None)
-@given(IN_FLIGHT, st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_as_many_places_as_minibatches_in_flight_are_enough(in_flight: int, epochs: list[int]) -> None:
-    """Lightning publishes as late as it can; every reader finds its version."""
-    version = 0
+@given(
+    IN_FLIGHT,
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.sampled_from(sorted(POLICIES)),
+    st.integers(1, 5),
+    st.integers(0, 3),
+)
+def test_few_buffers_are_enough(in_flight: int, epochs: list[int], policy: str, every: int, resumed: int) -> None:
+    """Lightning publishes as late as it can; every reader finds its weights, and those that differ are few."""
+    every = max(every, in_flight) if policy == "2bw" else every
+    version = resumed
     for length in epochs:
-        empty_at = version
-        kept = {empty_at}
-        for minibatch in range(empty_at + 1, empty_at + length + 1):
-            for flying in range(minibatch, min(minibatch + in_flight, empty_at + length + 1)):
-                assert version_of(flying, in_flight, empty_at) in kept
+        used = Versions(POLICIES[policy], in_flight, every, version, version - resumed)
+        kept: dict[Reading, int] = dict.fromkeys(used.needed(version), 0)  # by how many steps came before
+        taken = 0
+        for minibatch in range(version + 1, version + length + 1):
+            for flying in range(minibatch, min(minibatch + used.ahead(version), minibatch + length)):
+                assert used.reading(flying) in kept
             version = minibatch
-            kept = {v for v in kept if last_reader(v, in_flight) > version}
-            kept.add(version)
-            assert len(kept) <= in_flight
+            taken += (version - used.start) % every == 0
+            needed = used.needed(version)
+            kept = {reading: before for reading, before in kept.items() if reading in needed}
+            kept.update((reading, taken) for reading in needed if reading not in kept)
+            assert all(reading.version == version for reading in needed if reading not in kept)
+            buffers = len(kept) if used.policy.predicts else len(set(kept.values()))
+            assert buffers <= used.policy.buffers(used)
+        resumed = 0
+
+
+def test_no_more_are_in_flight_than_there_are_weights_for() -> None:
+    assert [Versions(POLICIES["sync"], 3, 4).ahead(version) for version in range(9)] == [3, 3, 2, 1] * 2 + [3]
+    assert [Versions(STASH, 3, 4).ahead(version) for version in range(4)] == [3] * 4

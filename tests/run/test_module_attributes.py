@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from tests.exact.pipelines import delayed, even
 from tests.exact.running import fit
@@ -21,7 +22,7 @@ def begun(in_flight: int = 3, **held: Any) -> tuple[Any, Attributes]:
     module: Any = L.LightningModule()
     for name, value in held.items():
         setattr(module, name, value)
-    return module, Attributes(module, in_flight)
+    return module, Attributes(module, lambda: Versions(STASH, in_flight))
 
 
 def test_lightnings_loop_sees_what_its_step_has_set() -> None:

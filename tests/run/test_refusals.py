@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node
+from lightning_hetpipe.errors import SettingError
 from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, pipeline, plain_step
 from tests.support.trainers import quiet_trainer
 
@@ -25,6 +29,19 @@ def test_manual_optimization() -> None:
     module = Learner()
     module.automatic_optimization = False
     assert_refused(module, "Learner uses manual optimization", "automatic_optimization=True")
+
+
+def test_a_way_out_on_declared_devices() -> None:
+    """A cluster that is not emulated is no plan: with one in flight nothing is refused there."""
+    cluster = Cluster([Node("box", ["cpu", "cpu"])])
+    for strategy, refused in (
+        (HetPipeStrategy(cluster=cluster), True),
+        (HetPipeStrategy(1, 1, cluster=cluster), False),
+    ):
+        module = Learner()
+        module.automatic_optimization = False
+        with pytest.raises(SettingError, match=r"or set in_flight=1$") if refused else nullcontext():
+            quiet_trainer(strategy).fit(module, batches())
 
 
 def test_several_optimizers() -> None:
@@ -132,6 +149,47 @@ def test_a_loss_without_a_backward_pass(changed: Any, message: str, when: int, i
 def test_parameters_without_a_shape() -> None:
     module = Learner(head=nn.LazyLinear(3))
     assert_refused(module, "the parameter 'head.weight' has no shape yet", "run the model on an example in setup")
+
+
+class Recomputes(nn.Module):
+    """Computes its layers again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layers, x.requires_grad_(), use_reentrant=True)
+
+
+def recomputing_step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    h = module.net[:2](x)
+    h = h if batch_idx < module.first else checkpoint(module.net[2], h, use_reentrant=True)
+    return F.cross_entropy(module.net[3](h), y)
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (lambda: Learner(net=Recomputes()), None),
+        (lambda: Learner(net=Recomputes()), ["net"]),
+        (lambda: Learner(net=nn.Sequential(Recomputes(), nn.Linear(3, 3))), None),
+        (lambda: with_first(0), None),
+        (lambda: with_first(2), None),
+    ],
+)
+def test_reentrant_checkpoints(module: Callable[[], Learner], names: Any, in_flight: int) -> None:
+    """Also where the first minibatch has none, so that one is met in a backward pass."""
+    strategy = pipeline(in_flight, module=names)
+    assert_refused(module(), "calls torch.utils.checkpoint with use_reentrant=True", "in_flight=1", strategy=strategy)
+
+
+def with_first(first: int) -> Learner:
+    """Calls a checkpoint in ``training_step`` from minibatch ``first`` on."""
+    module = Learner(recomputing_step)
+    module.first = first  # type: ignore[assignment]  # nn.Module knows tensors and modules only
+    return module
 
 
 # Which modules are called.

@@ -223,6 +223,24 @@ def test_torch_threads_are_those_of_a_pipeline_and_restored() -> None:
     assert torch.get_num_threads() == 2
 
 
+def test_devices_are_discovered_at_the_start() -> None:
+    """They were for each batch."""
+
+    class Counts(HetPipeStrategy):
+        discovered = 0
+
+        def _found_devices(self) -> list[torch.device]:
+            self.discovered += 1
+            return super()._found_devices()
+
+    found = []
+    for count in (2, 5):
+        strategy = Counts(in_flight=1)
+        quiet_trainer(strategy).fit(Learner(), batches(count))
+        found.append(strategy.discovered)
+    assert found[0] == found[1]
+
+
 # What no pipeline can train.
 
 

@@ -100,7 +100,7 @@ def test_no_more_than_was_in_flight(tmp_path: Path) -> None:
     strategy = pipeline(3, timeline=True)
     fit(strategy, tmp_path, length=30)
     counts = [count for _, count in timeline_of(strategy).in_flight_over_time()]
-    assert max(counts) == 3
+    assert 1 <= max(counts) <= 3
     assert min(counts) == 0
 
 

@@ -103,6 +103,22 @@ def test_a_place_that_maps_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_same(CONTENT, ReplacingCheckpointIO().load_checkpoint(path))
 
 
+class NotCopied:
+    """Part of a callback's state."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one of me")
+
+
+def test_what_cannot_be_copied_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    torch.save({**CONTENT, "mine": NotCopied()}, path)
+    with pytest.warns(UserWarning, match="read into memory as a whole, .* TypeError: there is one of me"):
+        found = ReplacingCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert isinstance(found.pop("mine"), NotCopied)
+    assert_same(CONTENT, found)
+
+
 def test_a_file_that_is_replaced_in_between_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch opens it twice, once for the places of tensors, once for their values."""
     path, plugin = tmp_path / "it.ckpt", ReplacingCheckpointIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.strategy.meta_weights import load
 from tests.strategy.test_checkpoint_files import MARGIN, WEIGHTS, Large, linux
 from tests.strategy.test_meta_weights import Learns, made, seeded
 from tests.support.equality import assert_same
@@ -150,7 +152,30 @@ class Container(nn.Module):
         apply(self.net)
 
 
-@pytest.mark.parametrize("write", [apply, through_data, in_part, Container])
+def computed(net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight * 0.01)
+
+
+def computed_through_data(net: Any) -> None:
+    net[0].weight.data = net[0].weight.data * 0.01
+
+
+def zeros(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.zeros_like(net[0].weight))
+
+
+def another_order(net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.t().clone().t())
+
+
+def a_part(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.empty(2, *net[0].weight.shape)[1].clone())
+
+
+WRITES = [apply, through_data, in_part, Container, computed, computed_through_data, zeros, another_order, a_part]
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_values_that_nothing_gives_again_are_refused_unless_loaded(tmp_path: Path, write: Any) -> None:
     """Torch's own reset_parameters would have trained another model, without a word; as LoRA's zeros."""
 
@@ -197,7 +222,8 @@ def test_values_that_modules_reset_are_those_of_a_constructor(monkeypatch: pytes
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(Block())
-            self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4), nn.Embedding(3, 2)])
+            self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 2, 1, 4)])
+            self.words = nn.Embedding(3, 2, padding_idx=0)
 
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     trainer = quiet_trainer(pipeline(2))
@@ -209,6 +235,115 @@ def test_values_that_modules_reset_are_those_of_a_constructor(monkeypatch: pytes
     torch.manual_seed(5)
     expected = nn.Sequential(Block())
     assert_same(dict(expected.state_dict()), dict(module.net.state_dict()))
+
+
+def encoder() -> nn.Module:
+    """Torch copies the layer that it is given."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 3, enable_nested_tensor=False)
+
+
+def transformer() -> nn.Module:
+    """Resets its copies, but not their biases."""
+    return nn.Transformer(4, 2, 2, 3, 4)
+
+
+def teacher() -> nn.Module:
+    student = nn.Sequential(nn.Linear(3, 2), Block())
+    return nn.ModuleList([student, copy.deepcopy(student)])
+
+
+def teacher_first() -> nn.Module:
+    student = nn.Sequential(nn.Linear(3, 2), Block())
+    return nn.ModuleList([copy.deepcopy(student).half().float(), student])
+
+
+def teacher_of_parts() -> nn.Module:
+    """Holds copies of a layer that its parent resets."""
+    block = Block()
+    found = nn.ModuleList([copy.deepcopy(block.layer), block])
+    found.register_buffer("first", block.layer.weight.detach().clone())
+    return found
+
+
+def equalities(module: nn.Module) -> set[tuple[str, str]]:
+    """The names of equal tensors."""
+    state = {name: tensor.half() for name, tensor in module.state_dict().items()}
+    return {(one, other) for one in state for other in state if torch.equal(state[one], state[other])}
+
+
+@pytest.mark.parametrize("make", [encoder, transformer, teacher, teacher_first, teacher_of_parts])
+def test_copies_are_equal_to_what_they_are_made_of(make: Any) -> None:
+    class Copies(Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            self.copies = make()
+
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Copies()
+    assert {t.device.type for t in module.copies.state_dict().values()} == {"meta"}
+    trainer.validate(module, batches(), verbose=False)
+    expected = make()
+    assert len(equalities(expected)) > len(expected.state_dict())
+    assert equalities(module.copies) == equalities(expected)
+    for name, tensor in module.copies.state_dict().items():  # the parent's values: those of a Linear are below 0.5
+        assert ("layer.weight" not in name and name != "first") or tensor.abs().max() > 0.5
+
+
+class Targets(Learns):
+    """Two copies that are written, as a DQN's target is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded, self.copied = Learns().net, Learns().net
+        self.loaded.load_state_dict(self.net.state_dict())
+        for target, source in zip(self.copied.parameters(), self.net.parameters(), strict=True):
+            target.data.copy_(source.data)
+
+
+def test_targets_equal_what_they_are_loaded_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Targets()
+    trainer.validate(module, batches(), verbose=False)
+    expected = dict(module.net.named_parameters())
+    assert_same(expected, dict(module.loaded.named_parameters()))
+    assert_same(expected, dict(module.copied.named_parameters()))
+
+
+def test_a_copy_of_what_a_checkpoint_replaces_keeps_its_own_values() -> None:
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Targets()
+    module.strict_loading = False
+    state = {name: torch.ones_like(value, device="cpu") for name, value in module.net.state_dict(prefix="net.").items()}
+    load(module, state, strict=False)
+    trainer.validate(module, batches(), verbose=False)
+    assert all(bool((p == 1).all()) for p in module.net.parameters())
+    assert len(set(next(module.loaded.parameters()).flatten().tolist())) > 1
+    assert_same(dict(module.loaded.named_parameters()), dict(module.copied.named_parameters()))
+
+
+def test_copies_that_are_made_later_are_refused() -> None:
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Learns()
+    module.teacher = copy.deepcopy(module.net)
+    with refused("Learns gives values to teacher.0.weight", "without empty_init=True"):
+        trainer.fit(module, batches())
+
+
+def test_data_are_set_to_values() -> None:
+    """Between meta and memory torch refuses that, as of an incompatible tensor type."""
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        first, second = nn.Linear(2, 3), nn.Parameter(torch.ones(3, 2))
+        weight = first.weight
+        first.weight.data = torch.full((3, 2), 2.0)
+        second.data = torch.empty(3, 2)
+    assert first.weight is weight
+    assert_same(torch.full((3, 2), 2.0), first.weight.detach())
+    assert second.is_meta
+    assert second.requires_grad
 
 
 @linux

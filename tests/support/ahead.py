@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.run.extensions.call_recorder import CallRecorder
 from lightning_hetpipe.run.extensions.recorded_calls import Record
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.trainers import quiet_trainer
 
 CLASSES = 3

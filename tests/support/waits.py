@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.torch_private import ThreadDispatchMode
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 
 
 class Waits(ThreadDispatchMode):

@@ -49,6 +49,7 @@ def check(job: Job, found: list[dict[str, Any]], runs: list[Run]) -> None:
         assert_same(last.buffers, each["end"].buffers, f"VW {worker}, end")
 
 
+BY_TWO: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 2}}
 CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
     "two": (Job(Path()), 3, {}),
     "one in flight": (Job(Path(), stages=1, in_flight=1), 1, {}),
@@ -58,6 +59,10 @@ CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
     "mean": (Job(Path(), more={"wsp": {"aggregate": "mean"}}), 3, {"mean": True}),
     "batchnorm": (Job(Path(), task="resnet"), 3, {}),
     "delays": (Job(Path(), lengths=(4, 5), more={"delays": 1}), 3, {}),
+    # Waves hold whole optimizer steps; what a merge has changed is no part of a prediction.
+    "sync": (Job(Path(), more={**BY_TWO, "weights": "sync"}), 4, {"accumulate": 2, "weights": "sync"}),
+    "2bw": (Job(Path(), in_flight=2, more={**BY_TWO, "weights": "2bw"}), 2, {"accumulate": 2, "weights": "2bw"}),
+    "pipeoptim": (Job(Path(), lengths=(5, 4), more={"weights": "pipeoptim"}), 3, {"weights": "pipeoptim"}),
 }
 
 

@@ -205,6 +205,7 @@ def main(job: dict[str, Any]) -> None:
         in_flight=job["in_flight"],
         wsp=wsp,
         timeout=job.get("timeout", 60),
+        weights=job.get("weights", "stash"),
     )
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]

@@ -37,7 +37,7 @@ from lightning_hetpipe.pipeline.random.generators import counters, generator_of
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws, register
 from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private import CompilerError, CompilerLimit, compiled
+from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 
 REMEMBERED = 1024
 """Number of kinds of calls that a segment remembers."""

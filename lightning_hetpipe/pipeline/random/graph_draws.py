@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
-from lightning_hetpipe.torch_private import run_without_data
+from lightning_hetpipe.torch_private.compiler import run_without_data
 
 __all__ = ["GraphDraws", "NoDropout", "draw_in_graph", "refuse_other_draws", "register"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.torch_private import ThreadDispatchMode
+from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 
 __all__ = ["RandomOperators", "RandomnessError"]
 

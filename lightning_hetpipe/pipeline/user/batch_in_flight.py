@@ -24,7 +24,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
-from lightning_hetpipe.torch_private import Carried
+from lightning_hetpipe.torch_private.autograd import Carried
 
 
 class Pipeline(Protocol):

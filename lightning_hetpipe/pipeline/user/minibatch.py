@@ -28,6 +28,7 @@ from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedPa
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall, Target, gradients_below
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
+from lightning_hetpipe.rules.versions import Reading
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
@@ -72,7 +73,7 @@ class Sum:
 
 
 class Minibatch(BatchInFlight):
-    """Minibatch ``number`` in flight, on the weights of ``version``.
+    """Minibatch ``number`` in flight, on ``weights``.
 
     Attributes:
         gradients: Of live parameters, once it is done.
@@ -81,9 +82,9 @@ class Minibatch(BatchInFlight):
         calling: The call of a piece that is in the pipeline.
     """
 
-    def __init__(self, engine: Engine, number: int, version: int, step: Step, view: ParameterView) -> None:
+    def __init__(self, engine: Engine, number: int, weights: Reading, step: Step, view: ParameterView) -> None:
         super().__init__(engine, number, step.section)
-        self.version = version
+        self.weights = weights
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Sum] = {}
         self.continued: set[nn.Parameter] = set()

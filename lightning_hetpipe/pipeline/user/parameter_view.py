@@ -19,21 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
-from lightning_hetpipe.torch_private import (
-    behind_functorch,
-    enter_function_mode,
-    leave_function_mode,
-    pytree,
-    unseen_change,
-    version_counter,
-    viewed,
-)
+from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
+from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree, unseen_change, version_counter, viewed
 
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__"}
@@ -91,6 +84,12 @@ class VersionedTensors:
         for buffer in (buffer for layer in layers for buffer in layer.buffers()):
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
 
+    def of_version(self, live: nn.Parameter, weights: Reading) -> Tensor:
+        """The tensor of a ``live`` parameter in ``weights``."""
+        weight = self.known[id(live)]
+        assert isinstance(weight, _Weight)
+        return weight.stash.buffer(weights).tensors[weight.index]
+
 
 class _StandIn:
     """A tensor that was given to a pipelined module, with the one that stands in for it from then on.
@@ -127,7 +126,7 @@ class _StandIn:
         return viewed(self.live).grad_fn, viewed(self.later).grad_fn
 
 
-class _Follow(torch.autograd.Function):
+class _Follow(UntoldFunction):
     """Gives ``live``, and with it its views and what it is a view of, the history of ``later``."""
 
     @staticmethod
@@ -163,20 +162,20 @@ class UsedParameter:
             raise changes_parameter(self.name)
 
 
-class ParameterView(TorchFunctionMode):
-    """Gives torch's functions the parameters of ``version``; opened in the thread of one minibatch.
+class ParameterView(OwnMode):
+    """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
 
     Args:
         tensors: Those that have versions.
-        version: max(v_e, p - Nm).
+        weights: Those of the minibatch.
         ahead: Later minibatches may be in flight, so that live buffers and gradients are of another moment.
         device: The one on which user code computes.
     """
 
-    def __init__(self, tensors: VersionedTensors, version: int, ahead: bool, device: torch.device) -> None:
+    def __init__(self, tensors: VersionedTensors, weights: Reading, ahead: bool, device: torch.device) -> None:
         super().__init__()
         self._known = tensors.known
-        self._version = version
+        self._weights = weights
         self._ahead = ahead
         self._device = device
         self.region = 0
@@ -332,7 +331,7 @@ class ParameterView(TorchFunctionMode):
         key = (self.region, id(weight.live))
         if (used := self._used.get(key)) is None:
             with torch.inference_mode(False):
-                copy = weight.stash.parameter(weight.index, self._version)
+                copy = weight.stash.parameter(weight.index, self._weights)
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
 from lightning_hetpipe.rules.schedule import Call
-from lightning_hetpipe.torch_private import graph_nodes, run_backward
+from lightning_hetpipe.torch_private.autograd import graph_nodes
+from lightning_hetpipe.torch_private.modes import UntoldFunction
 
 
 class PieceCall:
@@ -167,7 +169,7 @@ def gradients_below(
         return run_backward(starts, gradients, edges, keep_graph)
 
 
-class _PieceBoundary(torch.autograd.Function):
+class _PieceBoundary(UntoldFunction):
     """From the inputs that require a gradient to the outputs, and to what stands in for these inputs after the call."""
 
     @staticmethod

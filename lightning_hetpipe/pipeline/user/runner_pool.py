@@ -88,8 +88,8 @@ class RunnerPool(Generic[F]):
     def publish(self, version: int) -> None:
         """Make ``version`` of the live weights."""
 
-    def show(self, number: int) -> None:
-        """Make the live buffers those that the forward of ``number`` left."""
+    def show(self, batch: F) -> None:
+        """Make the live buffers those that the forward of ``batch`` left."""
 
     def drain(self) -> None:
         """Wait until nothing is in motion; batches that are done wait for their :meth:`finish`."""

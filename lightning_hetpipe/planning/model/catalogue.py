@@ -23,6 +23,17 @@ PRECISIONS = ("32", "32-highest", "16")
 
 _VENDORS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
 
+CONTEXT = 512 << 20
+"""Bytes of a GPU that the driver, a process's CUDA context and its libraries take. An estimate."""
+
+FRAGMENTED = 0.05
+"""Part of a device's memory that its allocator cannot give away, as it lies in small pieces. An estimate."""
+
+
+def fragmented(memory: int) -> int:
+    """Bytes of ``memory`` that tensors can take."""
+    return int((1 - FRAGMENTED) * memory)
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -30,7 +41,7 @@ class Gpu:
 
     Attributes:
         name: Ours, such as "RTX-3090".
-        memory: Bytes; nominal, of which a driver leaves a little less.
+        memory: Bytes; nominal, of which :attr:`usable` are left to tensors.
         fp32: Peak FLOP/s in 32 bits, without tensor cores.
         tf32: Peak FLOP/s of tensor cores on 32-bit numbers (TF32), dense; None where it has none.
         half: Peak FLOP/s in 16 bits (bfloat16 where it has it, else float16), dense; None where that is no faster.
@@ -47,6 +58,11 @@ class Gpu:
     bandwidth: float
     source: str
     aliases: tuple[str, ...]
+
+    @property
+    def usable(self) -> int:
+        """Bytes that tensors can take: without a process's context, and with room for fragmentation."""
+        return fragmented(self.memory - CONTEXT)
 
     def speed(self, precision: str = "32") -> float:
         """FLOP/s, estimated, on work of :data:`INTENSITY` that computes and moves bytes in turns.

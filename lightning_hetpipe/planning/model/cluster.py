@@ -232,7 +232,7 @@ class Cluster:
             if device.memory is not None:
                 return device
             name, gpu = canonical(device.name), known(device.name) if catalogue else None
-            return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.memory))
+            return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.usable))
 
         return self._each(filled)
 

@@ -158,6 +158,8 @@ class MemoryBound:
         recompute: Whether forwards are computed again.
         loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
             of them.
+        user: Bytes that user code takes on the last stage's device.
+        buffers: Copies of the weights that versions take; by default Nm.
         limited: Whether devices have limits at all.
     """
 
@@ -169,11 +171,14 @@ class MemoryBound:
         state: float,
         recompute: bool,
         loads: Sequence[Collection[StageLoad]],
+        user: int = 0,
+        buffers: int | None = None,
         limited: bool = True,
     ) -> None:
+        self._buffers = in_flight if buffers is None else buffers
+        self._user = user
         self._layers = layers
         self._limits = [kind.device.memory if limited else None for kind in kinds]
-        self._in_flight = in_flight
         self._state = state
         self._recompute = recompute
         self._loads = [frozenset(each) for each in loads]
@@ -190,6 +195,7 @@ class MemoryBound:
         limit = self._limits[kind]
         if limit is None:
             return None
+        limit -= 0 if distance else self._user
         key = loads, limit
         if key not in self._known:
             ends = np.minimum.reduce([self._ends(load, limit) for load in loads])
@@ -213,7 +219,7 @@ class MemoryBound:
         kept = sizes.added[after] - sizes.starts[first] + sizes.kept[first]
         inputs = sizes.inputs[first]
         activations = load.held * inputs + load.whole * (kept - inputs) if self._recompute else load.held * kept
-        total = (2 + self._in_flight + load.waiting) * weights + np.floor(self._state * weights)
+        total = (2 + self._buffers + load.waiting) * weights + np.floor(self._state * weights)
         result: NDArray[np.float64] = total + activations + sizes.largest(first, after)
         return result
 

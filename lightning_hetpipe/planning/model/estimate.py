@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from lightning_hetpipe.rules.schedule import calls, segments
+from lightning_hetpipe.rules.versions import STASH, Versions
 
 WAVES = 6
 """Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
@@ -80,6 +82,18 @@ class Estimate:
         """T_max in seconds."""
         return max(stage.times.total for stage in self.stages)
 
+    @property
+    def allowances(self) -> list[int | None]:
+        """Bytes that activations and waiting gradients of each stage may take: those of the plan, and an equal part of
+        those that all stages leave of the device; None where its memory is no limit."""
+        own = [[each for each in self.stages if each.slot == stage.slot] for stage in self.stages]
+        return [
+            None
+            if stage.limit is None
+            else stage.memory.moving + (stage.limit - sum(each.memory.total for each in those)) // len(those)
+            for stage, those in zip(self.stages, own, strict=True)
+        ]
+
 
 def estimate(
     profile: Profile,
@@ -91,6 +105,7 @@ def estimate(
     state: float = 0.0,
     recompute: bool = False,
     synchronise: float = 0.0,
+    versions: Versions | None = None,
 ) -> Estimate:
     """Estimate stages on ``slots`` that start at the layers ``splits``.
 
@@ -106,29 +121,36 @@ def estimate(
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
+        versions: Those that minibatches use; by default those of weight stashing.
 
     Raises:
         SettingError: where the profile has no times of a device.
     """
+    versions = versions or Versions(STASH, in_flight)
     times = stage_times_on(profile, cluster, slots, splits, recompute)
     ends = [*splits[1:], len(profile.layers)]
     step = max(
         sum(each.update for each in profile.times_on(slot.device)[first:after])
         for slot, first, after in zip(slots, splits, ends, strict=True)
     )
-    waves = max(WAVES, -(-MINIBATCHES // in_flight))
+    period = versions.period
+    waves = max(WAVES, -(-MINIBATCHES // period))
     parts, visits = _visits(profile, slots, splits, times, recompute) if profile.calls else (times, None)
-    run = simulate(parts, in_flight, waves * in_flight, step=step, synchronise=synchronise, visits=visits)
+    settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
+    run = simulate(parts, in_flight, waves * period, **settings)
     stages = []
     for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
+        user = profile.user.total(in_flight, state) if index + 1 == len(slots) else 0
         taken = {
-            load: stage_memory(sizes, in_flight, [load], state=state, recompute=recompute)
+            load: stage_memory(
+                sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
+            )
             for load in sorted({load for _, load in run.loads(index)})
         }
         most = max(taken, key=lambda load: taken[load].total)
         stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most))
-    begin, end = waves // 3 * in_flight, (waves - 1) * in_flight
+    begin, end = waves // 3 * period, (waves - 1) * period
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
     rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))

@@ -45,6 +45,34 @@ class LayerBytes:
 
 
 @dataclass(frozen=True)
+class UserBytes:
+    """Bytes that ``training_step`` takes beside the layers, on the device of the last stage.
+
+    Attributes:
+        trained: Trained weights of modules that are not pipelined.
+        frozen: Other weights there, and buffers.
+        batch: One minibatch, of which all in flight lie there.
+        kept: What user code before the last pipelined module keeps of each minibatch until its backward.
+        loss: What user code behind it keeps of one minibatch, whose backward follows at once.
+    """
+
+    trained: int = 0
+    frozen: int = 0
+    batch: int = 0
+    kept: int = 0
+    loss: int = 0
+
+    def total(self, in_flight: int, state: float) -> int:
+        """Bytes with ``in_flight`` minibatches and versions, and an optimizer's ``state`` for each byte of weights.
+
+        Besides these, weights have the gradients of two minibatches; the loss's backward makes gradients as large as
+        what was kept.
+        """
+        weights = self.frozen + int((3 + in_flight + state) * self.trained)
+        return weights + in_flight * (self.batch + self.kept) + 2 * self.loss
+
+
+@dataclass(frozen=True)
 class Profile:
     """Layers of a model, and times of each layer by the name of a device.
 
@@ -57,6 +85,7 @@ class Profile:
         estimated: Names of the devices whose times were not measured, and of which device's they were made.
         calls: Where a step calls a module several times, the layers of each of its calls, in order: the first one, and
             the one behind the last. Times and bytes are those of all calls of a minibatch together.
+        user: What user code takes beside the layers.
 
     Raises:
         SettingError: for a device whose times are not one for each layer, or for calls that are not of all layers.
@@ -69,6 +98,7 @@ class Profile:
     memory: Mapping[str, int]
     estimated: Mapping[str, str] = field(default_factory=dict)
     calls: Sequence[tuple[int, int]] = ()
+    user: UserBytes = field(default_factory=UserBytes)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

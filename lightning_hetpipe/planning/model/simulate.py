@@ -5,7 +5,8 @@ Time only moves from event to event, so that a run of hours takes no longer than
 - Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
   minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
   changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.call_order.CallOrder`).
-- Minibatch p starts when version p - Nm is published, and the first Nm at once (law L1).
+- Minibatch p starts when the version that it uses is published, p - Nm under weight stashing, and the first Nm at once
+  (law L1).
 - What a stage is sent arrives as part of the task that needs it, as the engine moves it: a link keeps the stage that
   receives busy, and so counts towards T_max.
 - Lightning's thread takes the minibatches in order: each step lasts ``step`` seconds (hooks, optimizer), and one that
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
+from lightning_hetpipe.rules.versions import STASH, Versions
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     visits: Visits | None = None,
+    versions: Versions | None = None,
 ) -> Simulation:
     """Run ``minibatches`` through a pipeline that starts empty.
 
@@ -182,6 +185,7 @@ def simulate(
             %); they are log-normal, and 1 on average.
         seed: Seed of the factors.
         visits: Of each minibatch; by default one to each stage.
+        versions: Those that minibatches use; by default those of weight stashing.
 
     Raises:
         ValueError: for numbers that no pipeline has.
@@ -191,7 +195,8 @@ def simulate(
             f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
         )
     visits = visits or Visits.once(len(stages))
-    return _Run(stages, visits, in_flight, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
+    versions = versions or Versions(STASH, in_flight)
+    return _Run(stages, visits, versions, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
 
 
 @dataclass
@@ -210,7 +215,7 @@ class _Run:
 
     times: Sequence[StageTimes]
     visits: Visits
-    in_flight: int
+    versions: Versions
     minibatches: int
     step: float
     wave: int
@@ -229,10 +234,10 @@ class _Run:
         self._spans: list[SimulatedTask] = []
         self._complete: dict[int, float] = {}
         self._published: list[float] = []
+        self._started = 0
 
     def simulation(self) -> Simulation:
-        for number in range(1, min(self.in_flight, self.minibatches) + 1):
-            self._ready(0.0, number, 0)
+        self._begin(0.0)
         while self._events or self._ends:
             # What ends frees its stage before what becomes ready at the same moment asks for one.
             if self._ends and (not self._events or self._ends[0][:2] <= self._events[0][:2]):
@@ -323,5 +328,12 @@ class _Run:
             if number % self.wave == 0:
                 done += self.synchronise
             self._published.append(done)
-            if number + self.in_flight <= self.minibatches:
-                self._ready(done, number + self.in_flight, 0)
+            self._begin(done)
+
+    def _begin(self, now: float) -> None:
+        """Start the minibatches that there are weights for."""
+        published = len(self._published)
+        last = min(published + self.versions.ahead(published), self.minibatches)
+        for number in range(self._started + 1, last + 1):
+            self._ready(now, number, 0)
+        self._started = max(self._started, last)

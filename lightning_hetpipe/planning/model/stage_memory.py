@@ -3,13 +3,14 @@
 Weights
     The live ones, which Lightning's loop steps.
 Versions
-    Weight stashing keeps a copy for each of Nm versions (law L1); their room is taken when the pipeline is built. None
-    of them shares memory with the live weights.
+    Weight stashing keeps a copy for each of Nm versions (law L1), other weight policies fewer, or one more for what
+    they predict by; their room is taken when the pipeline is built. None of them shares memory with the live weights.
 Gradients
     Those of Lightning's last step, which stay until the next one has its own, and those of minibatches whose backward
     is done here and which Lightning's step has not taken yet.
 Optimizer state
-    By the optimizer's name, in bytes for each byte of the weights, see :data:`OPTIMIZERS`.
+    By the optimizer's name, in bytes for each byte of the weights, see :data:`OPTIMIZERS`; and what its step makes for
+    a while: torch's steps on accelerators compute all weights of a device at once (``foreach``).
 Activations
     What the minibatches that the stage holds keep from their forward until their backward. How many it holds is a
     matter of the schedule: first in, first out holds more than 1F1B does (DESIGN, section 9), so that a simulation is
@@ -18,9 +19,15 @@ Workspace
     What computing takes besides: as much as the layer that keeps most, since its backward makes gradients of what its
     forward has kept. An estimate, as kernels take what they like.
 
+User code
+    What ``training_step`` takes beside the layers, on the last stage's device: modules that are not pipelined, the
+    minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
+
 The first minibatch of a fit, of which there are no versions yet, is spread over all devices, and takes less.
 
-Gradients and activations are those of the moment at which they are most together. What a device holds for the process
+Gradients and activations are those of the moment at which they are most together. More gradients than these wait where
+Lightning's thread is slower than was simulated, or evaluates between two steps: on the host, where the device has no
+room (:mod:`lightning_hetpipe.pipeline.memory`). What a device holds for the process
 itself (a CUDA context, say), and buffers such as BatchNorm's, do not count.
 """
 
@@ -54,9 +61,12 @@ OPTIMIZERS: Mapping[str, float] = {
 }
 """Bytes of state for each byte of the weights, as torch.optim keeps it: in the weights' own dtype."""
 
+STEP = 1
+"""Bytes that a step makes for each byte of the weights, but SGD's: the root of the second moment, say."""
+
 
 def optimizer_state(optimizer: str | float) -> float:
-    """Bytes of state for each byte of the weights: of a name in :data:`OPTIMIZERS`, or the number itself.
+    """Bytes for each byte of the weights: of a name in :data:`OPTIMIZERS` and its step, or the number itself.
 
     Raises:
         SettingError: for what is neither.
@@ -68,7 +78,7 @@ def optimizer_state(optimizer: str | float) -> float:
                 f"optimizer='{optimizer}' is not known; give one of {', '.join(OPTIMIZERS)}, or its"
                 " bytes of state for each byte of the weights"
             )
-        return known
+        return known if optimizer.lower().startswith("sgd") else known + STEP
     if not 0 <= optimizer < float("inf"):
         raise SettingError(f"optimizer={optimizer!r} must be the bytes of state for each byte of the weights")
     return optimizer
@@ -117,19 +127,33 @@ class StageMemory:
     optimizer: int
     activations: int
     workspace: int
+    user: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.versions + self.gradients + self.optimizer + self.activations + self.workspace
+        layers = self.weights + self.versions + self.gradients + self.optimizer + self.activations
+        return layers + self.workspace + self.user
+
+    @property
+    def moving(self) -> int:
+        """Bytes of activations and waiting gradients together; those of Lightning's last step do not wait."""
+        return self.activations + self.gradients - self.weights
 
     @property
     def counted(self) -> int:
         """Bytes that the engine counts (``StageReport.memory_bytes``): versions, activations, waiting gradients."""
-        return self.versions + self.activations + self.gradients - self.weights
+        return self.versions + self.moving
 
 
 def stage_memory(
-    sizes: Sizes, in_flight: int, loads: Iterable[StageLoad], *, state: float = 2.0, recompute: bool = False
+    sizes: Sizes,
+    in_flight: int,
+    loads: Iterable[StageLoad],
+    *,
+    state: float = 2.0,
+    recompute: bool = False,
+    user: int = 0,
+    buffers: int | None = None,
 ) -> StageMemory:
     """Memory of a stage with layers of ``sizes``.
 
@@ -140,10 +164,14 @@ def stage_memory(
         state: The optimizer's, see :func:`optimizer_state`.
         recompute: Whether forwards are computed again for their backwards: a minibatch that is held keeps its inputs
             only, and one of them all.
+        user: Bytes that user code takes on its device.
+        buffers: Copies of the weights that versions take; by default Nm.
     """
     each, once = (sizes.inputs, sizes.kept - sizes.inputs) if recompute else (sizes.kept, 0)
     weights = sizes.parameters
     gradients, activations = max(
         (((1 + load.waiting) * weights, load.held * each + load.whole * once) for load in loads), key=sum
     )
-    return StageMemory(weights, in_flight * weights, gradients, int(state * weights), activations, sizes.largest)
+    optimizer = int(state * weights)
+    versions = (in_flight if buffers is None else buffers) * weights
+    return StageMemory(weights, versions, gradients, optimizer, activations, sizes.largest, user)

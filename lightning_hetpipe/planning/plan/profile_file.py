@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from os import PathLike
 from typing import Any
 
 from lightning_hetpipe.planning.model import cluster
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
 from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1
@@ -42,7 +43,7 @@ def load(path: str | PathLike[str]) -> Profile:
         document.object("model", "microbatch", "gpus", "layers")
         return _profile(document, _SAILORS, {})
     document.version(VERSION)
-    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls")
+    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code")
     estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
     return _profile(document, _OURS, estimated)
 
@@ -75,6 +76,11 @@ def as_json(profile: Profile) -> dict[str, Any]:
         },
         "estimated": dict(profile.estimated),
         **({"calls": [list(call) for call in profile.calls]} if profile.calls else {}),
+        **(
+            {"user_code": {f"{name}_bytes": size for name, size in asdict(profile.user).items()}}
+            if profile.user != UserBytes()
+            else {}
+        ),
     }
 
 
@@ -96,7 +102,8 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
         document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
     samples = document[keys["samples"]].whole(1)
     calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
-    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls)
+    user = _user(document["user_code"]) if "user_code" in document else UserBytes()
+    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user)
 
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
@@ -106,6 +113,12 @@ def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
     changes = entry["changes_buffers"].truth() if "changes_buffers" in entry else False
     parameters, kept, output = (entry[key].whole() for key in counted)
     return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes)
+
+
+def _user(entry: Document) -> UserBytes:
+    names = {field.name: f"{field.name}_bytes" for field in fields(UserBytes)}
+    entry.object(*names.values())
+    return UserBytes(**{name: entry[key].whole() for name, key in names.items() if key in entry})
 
 
 def _call(entry: Document) -> tuple[int, int]:

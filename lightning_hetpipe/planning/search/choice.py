@@ -35,6 +35,7 @@ from lightning_hetpipe.planning.model.units import in_seconds
 from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider, Division
 from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
 from lightning_hetpipe.planning.search.problem import PlanningProblem
+from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 ENOUGH = 0.99
 """Choose the smallest Nm within 1% of the best throughput."""
@@ -102,6 +103,8 @@ def best_plan(
     recompute: bool = False,
     synchronise: float = 0.0,
     stages: int | None = None,
+    weights: WeightPolicy = STASH,
+    every: int = 1,
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
@@ -118,6 +121,8 @@ def best_plan(
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         stages: k, where it is not to be chosen.
+        weights: The weight policy.
+        every: Minibatches of an optimizer step.
 
     Raises:
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
@@ -130,7 +135,7 @@ def best_plan(
             f" needs one of both; set at most {most}"
         )
     state = optimizer_state(optimizer)
-    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, synchronise)
+    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every)
     search = _Search(problem)
     return search.choose() if in_flight is None else search.at(in_flight)
 
@@ -158,6 +163,8 @@ class _Search:
             if found.rate > best * (1 + NEGLIGIBLE):
                 better = in_flight
             best = max(best, found.rate)
+            if not self._problem.versions(in_flight + 1).is_possible:
+                break
             if len(found.stages) == 1:
                 break  # nothing else computes meanwhile: more in flight would make weights staler for nothing
             # Nothing is faster than 1 / T_max; and what has not helped for as many as there are stages will not.

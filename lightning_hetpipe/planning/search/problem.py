@@ -10,6 +10,7 @@ from lightning_hetpipe.planning.model.costs import Costs, MemoryBound, kinds_of
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class PlanningProblem:
         recompute: Whether forwards are computed again for their backwards.
         stages: k, at most one for each layer and each device; None for as many as are of use.
         synchronise: Seconds that a wave's end waits for the parameter servers.
+        weights: The weight policy.
+        every: Minibatches of an optimizer step.
     """
 
     profile: Profile
@@ -35,6 +38,12 @@ class PlanningProblem:
     recompute: bool = False
     stages: int | None = None
     synchronise: float = 0.0
+    weights: WeightPolicy = STASH
+    every: int = 1
+
+    def versions(self, in_flight: int) -> Versions:
+        """The versions that minibatches use at Nm = ``in_flight``."""
+        return Versions(self.weights, in_flight, self.every)
 
     def costs(self, apart: bool) -> Costs:
         """Times of the layers on each kind of device; ``apart`` makes each device a kind of its own."""
@@ -44,8 +53,9 @@ class PlanningProblem:
         self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True
     ) -> MemoryBound:
         """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`MemoryBound`."""
-        layers = self.profile.layers
-        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, limited)
+        layers, user = self.profile.layers, self.profile.user.total(in_flight, self.state)
+        buffers = self.versions(in_flight).copies
+        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, user, buffers, limited)
 
     def estimate(self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int) -> Estimate:
         """Simulate stages on ``slots`` that start at the layers ``splits``."""
@@ -58,4 +68,5 @@ class PlanningProblem:
             state=self.state,
             recompute=self.recompute,
             synchronise=self.synchronise,
+            versions=self.versions(in_flight),
         )

@@ -23,7 +23,8 @@ from lightning_hetpipe.run.extensions.found_metrics import (
 )
 from lightning_hetpipe.run.extensions.recorded_calls import LogCall, MetricCall, Record, caller
 from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
-from lightning_hetpipe.torch_private import Carried, pytree
+from lightning_hetpipe.torch_private.autograd import Carried
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class _ThreadRecord(threading.local):

@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_hetpipe.torch_private import children
+from lightning_hetpipe.torch_private.modules import children
 
 READS = ("compute", "compute_all", "best_metric")
 CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all")

@@ -7,15 +7,16 @@ has a time, and each reader sees those before a time of its own:
 - Lightning's loop and callbacks, between steps p and p + 1: what ``training_step`` of minibatches up to p has set.
 - ``training_step`` of minibatch p: what it has set itself; of earlier minibatches what they had set at the same place,
   between the same two calls of pipelined modules (what comes later there may not have run yet); and what callbacks have
-  set by version max(v_e, p - Nm), the one that its weights are of. A callback's assignment after step v so comes before
-  minibatch v + Nm, and replaces what minibatches before that one have set: a counter that is reset starts anew there.
+  set by the version that its weights are of (max(v_e, p - Nm) under weight stashing). A callback's assignment after
+  step v so comes before the first minibatch that uses version v, and replaces what minibatches before that one have
+  set: a counter that is reset starts anew there.
 
 Assignments count, not changes inside a list or another object: those everybody sees at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,7 @@ import lightning as L
 from torch import nn
 
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.rules.versions import version_of
+from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 Time = tuple[int, float]
@@ -37,16 +38,16 @@ _CALLBACKS = -1.0  # before every section of the minibatch
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
-    Up to ``in_flight`` minibatches are in flight, and ``version`` is published.
+    ``versions`` gives the versions that minibatches use.
 
     The module holds what Lightning's loop sees, except within :meth:`seen`. Only one thread at a time may use this,
     the one that holds the lock over user code.
     """
 
-    def __init__(self, module: nn.Module, in_flight: int, version: int = 0) -> None:
+    def __init__(self, module: nn.Module, versions: Callable[[], Versions]) -> None:
         self._held = vars(module)
-        self._in_flight = in_flight
-        self.emptied(version)
+        self._versions = versions
+        self.emptied(versions().empty_at)
 
     def transferring(self, minibatch: int) -> Around:
         return self.seen(minibatch, 0)
@@ -56,7 +57,6 @@ class Attributes(Extension):
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
-        self._empty_at = version
         self._published = self._users()
         self._set: dict[str, list[tuple[Time, Any]]] = {}
 
@@ -66,9 +66,9 @@ class Attributes(Extension):
         for name in now.keys() | self._published.keys():
             before, value = self._published.get(name, _ABSENT), now.get(name, _ABSENT)
             if value is not before:
-                self._record(name, (version + self._in_flight, _CALLBACKS), before, value)
+                self._record(name, (self._versions().first_reader(version), _CALLBACKS), before, value)
         self._published = now
-        seen_by_all = version_of(version + 1, self._in_flight, self._empty_at)
+        seen_by_all = self._versions().version(version + 1)
         for name, assignments in self._set.items():
             old = [index for index, ((minibatch, _), _) in enumerate(assignments) if minibatch <= seen_by_all]
             self._set[name] = assignments[old[-1] :] if old else assignments
@@ -113,7 +113,7 @@ class Attributes(Extension):
 
     def _seen(self, name: str, assignments: list[tuple[Time, Any]]) -> Any:
         minibatch, number = self._now
-        version = version_of(minibatch, self._in_flight, self._empty_at)
+        version = self._versions().version(minibatch)
         newest = self._published.get(name, _ABSENT)
         for (owner, section), value in assignments:  # in order of time
             if owner <= version or (owner <= minibatch and section <= number):
@@ -121,7 +121,7 @@ class Attributes(Extension):
         return newest
 
     def _record(self, name: str, time: Time, before: Any, value: Any) -> None:
-        assignments = self._set.setdefault(name, [((self._empty_at, _CALLBACKS), before)])
+        assignments = self._set.setdefault(name, [((self._versions().empty_at, _CALLBACKS), before)])
         assignments[:] = [(then, old) for then, old in assignments if then != time]
         assignments.append((time, value))
         assignments.sort(key=lambda assignment: assignment[0])

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.torch_private import version_counter
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 MOST_NAMED = 12
 """Most modules that a message names."""
@@ -71,26 +71,22 @@ class OutsideParameters(Extension):
                 if id(tensor) not in self._exempt:
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 
-    def _states(self) -> dict[str, tuple[Tensor, int, int, float]]:
-        """Each tensor itself, so that no other one can have its id, and what tells whether it was changed.
+    def _states(self) -> dict[str, tuple[int, int, float]]:
+        """States that tell of each tensor whether it was replaced or changed.
 
         As changes through ``.data`` are not counted, a sum of values is part of that.
         """
         found = dict(self._tensors())
         sums = _fetched([_sum(tensor) for tensor in found.values()])
+        self._held = found  # so that no other tensor can have the id of one
         return {
-            name: (tensor, version_counter(tensor), tensor.data_ptr(), value)
+            name: (id(tensor), version_counter(tensor), value)
             for (name, tensor), value in zip(found.items(), sums, strict=True)
         }
 
     def _check(self, what: str, *, in_step: bool = False) -> None:
-        changed: list[tuple[str, Tensor]] = []
-        for name, (tensor, counter, place, value) in self._states().items():
-            before = self._seen.get(name)
-            same = before is not None and (before[0] is tensor, before[1], before[3]) == (True, counter, value)
-            if not same or (before is not None and before[2] != place and not in_step):
-                changed.append((name, tensor))
-        if changed:
+        now = self._states()
+        if changed := [(name, self._held[name]) for name, state in now.items() if state != self._seen.get(name)]:
             owners = {name: self._owner(name) for name, _ in changed}
             name, tensor = next((each for each in changed if not owners[each[0]]), changed[0])  # the worst comes first
             if owners[name]:

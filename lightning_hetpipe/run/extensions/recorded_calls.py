@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.run.extensions.found_metrics import READS
-from lightning_hetpipe.torch_private import pytree
+from lightning_hetpipe.torch_private.tensors import pytree
 
 _NOT_THE_USER = (
     *("lightning_hetpipe.run.", "lightning_hetpipe.redirect", "lightning_hetpipe.pipeline."),

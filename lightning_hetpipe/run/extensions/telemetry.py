@@ -50,7 +50,7 @@ class Telemetry(Extension):
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         assert isinstance(minibatch, Minibatch)
         self._meter.count(args[0] if args else None, minibatch.seconds)
-        self._staleness = minibatch.number - 1 - minibatch.version
+        self._staleness = self._engine.versions.steps(minibatch.number)
 
     def published(self, version: int) -> None:
         self._log(version)

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
@@ -149,6 +150,9 @@ int64_t attention_kernel(
     bool causal,
     std::optional<double> scale,
     bool grouped) {
+  if (mask && mask->requires_grad()) {  // which the CPU's operator is not told of
+    return static_cast<int64_t>(at::SDPBackend::math);
+  }
   return at::_fused_sdp_choice(query, key, value, mask, dropout_p, causal, scale, grouped);
 }
 

@@ -1,0 +1,50 @@
+"""Correction of learning rates while training begins, when stale gradients do most harm (PipeMare, 2021: T1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.optim import Optimizer
+
+from lightning_hetpipe.run.around_step import AroundStep
+
+
+class RateCorrection(AroundStep):
+    """Multiplies the learning rates of ``optimizer`` by tau^(min(t / K, 1) - 1), within its steps only.
+
+    Schedulers, loggers and checkpoints see the rates that the user has set.
+
+    Args:
+        optimizer: The optimizer.
+        updates: K, after how many updates the rates are the user's own.
+        steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
+        update: Gives t, the number of updates so far.
+    """
+
+    def __init__(self, optimizer: Optimizer, updates: int, steps: Callable[[], int], update: Callable[[], int]) -> None:
+        self._optimizer = optimizer
+        self._updates = updates
+        self._steps = steps
+        self._update = update
+
+    @property
+    def factor(self) -> float:
+        """Factor of the next update's rates."""
+        left: float = 1 - min(self._update() / self._updates, 1.0)
+        return float((1 + self._steps()) ** -left)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Open around what a step computes, or what depends on the next one's rate."""
+        factor, groups = self.factor, self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        if factor != 1.0:
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            if factor != 1.0:
+                for group, rate in zip(groups, before, strict=True):
+                    group["lr"] = rate

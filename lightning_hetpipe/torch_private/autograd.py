@@ -1,0 +1,95 @@
+"""Private names of torch for backward passes, the graphs that they follow, and the threads that they run in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from lightning_hetpipe.accelerator import is_initialized
+
+T = TypeVar("T")
+
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def run_backward(
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    keep_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """Compute gradients as ``torch.autograd.grad`` does, without its checks, which take longer.
+
+    Gives None for an input that no gradient reaches.
+    """
+    found: Sequence[Tensor | None] = _engine.run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+class Carried(Generic[T]):
+    """Something that each thread holds for itself, and autograd's own threads (it has one for each GPU) hold while they
+    run hooks and functions of a backward pass that the thread has begun.
+
+    Whoever sets it sets it to None before the thread ends: torch would let go of it later, and wait for Python. What
+    torch carries costs autograd 1 us for each operator, so that it is asked to only where GPUs are used.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.own = threading.local()
+        self.name = f"lightning_hetpipe {name} {id(self)}"  # as torch's table of a thread has it
+
+    def get(self) -> T | None:
+        held: T | None = getattr(self.own, "held", None)
+        if held is None and torch._C._is_key_in_tls(self.name):
+            held = torch._C._get_obj_in_tls(self.name)
+        return held
+
+    def set(self, value: T | None) -> None:
+        self.own.held = value
+        if value is not None:
+            if is_initialized():
+                torch._C._stash_obj_in_tls(self.name, value)
+        elif torch._C._is_key_in_tls(self.name):
+            remove: Any = torch._C._remove_obj_from_tls  # torch has no types here
+            remove(self.name)
+
+
+def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:
+    """The nodes of autograd's graph that ``starts`` lead to, themselves among them, on ways that pass no ``barred``."""
+    seen: set[Node | None] = {None, *barred}
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        yield node
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+
+
+def graph_start(tensor: Tensor) -> Node | Tensor | None:
+    """Start of autograd's graph of ``tensor`` as it is now: its node, itself if it is a leaf, or None."""
+    return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
+
+
+def graph_leaves(starts: Iterable[Node | Tensor | None], barred: Iterable[Node | None] = ()) -> Iterator[Tensor]:
+    """The leaves that ``starts`` lead to on ways that pass no ``barred`` (``AccumulateGrad.variable`` has them)."""
+    starts = [*starts]
+    yield from (start for start in starts if isinstance(start, Tensor))
+    for node in graph_nodes((start for start in starts if not isinstance(start, Tensor)), barred):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf

@@ -1,0 +1,91 @@
+"""Private names of torch for what ``torch.compile`` compiles, and the compilers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch._dynamo.exc import FailOnRecompileLimitHit as CompilerLimit
+from torch._dynamo.exc import TorchDynamoException as CompilerError
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["CompilerError", "CompilerLimit"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:
+    """``torch.compile(function, fullgraph=True, **options)``, where ``check`` sees each graph before its backend does.
+
+    Two kinds of guards are left out: on the process's state, such as its default dtype, which other threads change; and
+    on which object stands in for the ``forward`` of a module, which is another one in each copy.
+    """
+    backend = options.get("backend", "inductor")
+    further: dict[str, Any] = dict(options.get("options") or {})
+    if backend == "inductor":
+        mode = options.get("mode")
+        keywords: dict[str, Any] = {"config_patches": {**(inductor_modes()[mode] if mode else {}), **further}}
+    else:
+        keywords = {"options": further} if further else {}
+    compile_graph: Any = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
+
+    def checked(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        check(graph)
+        return compile_graph(graph, inputs, **keywords)
+
+    compile_function: Any = torch.compile  # it does not say that it keeps the type
+    made: C = compile_function(
+        function,
+        fullgraph=True,
+        dynamic=options.get("dynamic"),
+        backend=checked,
+        options={"guard_filter_fn": lambda guards: [not _is_needless(guard) for guard in guards]},
+    )
+    return made
+
+
+def _is_needless(guard: Any) -> bool:
+    kind, name = str(guard.guard_type), str(guard.name)
+    return kind == "GLOBAL_STATE" or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
+
+
+def run_without_data(graph: fx.GraphModule) -> None:
+    """Runs a graph that ``torch.compile`` has traced on tensors without data; to be called while it compiles."""
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    modes = [each.fake_mode for each in inputs if isinstance(each, FakeTensor)]
+    with torch.no_grad(), modes[0] if modes else nullcontext():
+        graph(*inputs)
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The options of inductor that each ``mode`` of ``torch.compile`` stands for."""
+    from torch._inductor import list_mode_options  # here, as it takes its time
+
+    modes: Any = list_mode_options  # torch has no types here
+    found: dict[str, dict[str, Any]] = modes()
+    return found
+
+
+def inductor_options_error(options: Mapping[str, Any]) -> str | None:
+    """Error of torch for ``options`` that its inductor does not have, or has of another type; None if it takes all."""
+    make: Any = torch._TorchCompileInductorWrapper  # what torch.compile itself makes of its options
+    try:
+        make(None, dict(options), None)
+    except RuntimeError as error:
+        return str(error).partition(", known options are")[0]
+    return None
+
+
+def cpp_compiler_error() -> str | None:
+    """Error of torch where it finds no C++ compiler for its code on CPUs; None if it finds one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return None

@@ -1,0 +1,105 @@
+"""Private names of torch for graphs that it exports, their operators, and what a module is told while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import (
+    has_torch_function,
+)
+
+GRAPH_GUARDS = "_guards_fn"
+"""The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+
+
+def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """Leave an exported graph that gives a pair only the first of it; return the nodes of the second."""
+    tree = _tree_of(graph)
+    kept, taken = (tree.out_spec.child(number) for number in (0, 1))
+    graph.graph._codegen.pytree_info = tree._replace(out_spec=kept)  # type: ignore[attr-defined]  # as it is one of pytrees
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    nodes = list(output.args[0])
+    output.args = (tuple(nodes[: kept.num_leaves]),)
+    graph.recompile()
+    return nodes[kept.num_leaves : kept.num_leaves + taken.num_leaves]
+
+
+def outputs_of(graph: fx.GraphModule) -> Any:
+    """Nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
+    return _tree_of(graph).out_spec
+
+
+@contextmanager
+def traced_as_called() -> Iterator[None]:
+    """Hide that ``torch.export`` traces.
+
+    It is hidden from ``torch.compiler.is_compiling`` and ``is_exporting``; and, where there are no gradients, from the
+    questions by which torch.nn's modules for attention take fused operators, as they do in evaluations. Products of
+    experts are traced in all dtypes in which they are computed.
+    """
+    hidden: list[tuple[Any, str, Any]] = [
+        (torch.compiler, "_is_compiling_flag", False),
+        (torch.compiler, "_is_exporting_flag", False),
+        (torch.overrides, "has_torch_function", _has_torch_function),
+        (torch.nn.modules.activation, "_is_make_fx_tracing", torch.is_grad_enabled),
+        (torch._meta_registrations, "_meta_grouped_mm_common", _grouped_mm_shape),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in hidden]
+    for owner, name, value in hidden:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(hidden, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _grouped_mm_shape(first: Tensor, second: Tensor, *, offs: Tensor | None, out_dtype: Any, **_: Any) -> Any:
+    """Shape and dtype of ``torch.nn.functional.grouped_mm``, which torch tells tracing for bfloat16 only."""
+    create: Any = torch._meta_registrations._create_grouped_mm_output_tensor
+    return create(first, second, offs, out_dtype)
+
+
+def _has_torch_function(values: Iterable[Any]) -> bool:
+    """Answer as torch does; of tensors, without gradients, as if no ``TorchFunctionMode`` were active."""
+    if torch.is_grad_enabled() or any(type(value) not in (FakeTensor, Tensor, nn.Parameter) for value in values):
+        return has_torch_function(values)
+    return False
+
+
+OperatorOverload = torch._ops.OpOverload
+"""One operator of torch, as graphs call it."""
+
+
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+"""Operator by which Python reads the value of a tensor."""
+
+
+ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
+"""Operator by which a graph asserts that a tensor has the dtype and device of the traced one."""
+
+
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""One that is given a region of the graph."""
+
+
+def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]]:
+    """For each argument: its name, whether an output may share its memory, and whether it is changed in place."""
+    return [
+        (
+            argument.name,
+            argument.alias_info is not None,
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
+        for argument in operator._schema.arguments
+    ]
+
+
+def _tree_of(graph: fx.GraphModule) -> Any:
+    codegen: Any = graph.graph._codegen
+    return codegen.pytree_info

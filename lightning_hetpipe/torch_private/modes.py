@@ -1,0 +1,181 @@
+"""Private names of torch for modes, under which Python calls its functions and operators."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from types import FunctionType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.utils import clip_grad, convert_parameters
+from torch.nn.utils.clip_grad import _group_tensors_by_device_and_dtype  # type: ignore[attr-defined]  # imported there
+from torch.nn.utils.convert_parameters import _check_param_device
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    has_torch_function,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+
+def enter_function_mode(mode: TorchFunctionMode) -> None:
+    mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> bool:
+    """Leaves ``mode`` until its ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode  # torch has no types here
+    if innermost() is not mode:
+        return False
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return True
+
+
+@functools.cache
+def without_override(function: FunctionType) -> Callable[..., Any]:
+    """``function``, one of torch's written in Python, without its first question: whether a mode or a subclass of
+    Tensor runs it. What it calls is asked as ever."""
+    no = {name: lambda *_: False for name in _OVERRIDDEN}
+    code, values, name = function.__code__, {**function.__globals__, **no}, function.__name__
+    found = FunctionType(code, values, name, function.__defaults__, function.__closure__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+_OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class OwnMode(TorchFunctionMode):
+    """A ``TorchFunctionMode`` of ours. It is told of custom autograd functions, too, of which torch tells no mode, and
+    is not seen by modules that ask for modes before they take fused operators, as those for attention do in
+    evaluations. Within it, torch's norm of gradients is that of one device on several, too, and a vector can be made of
+    their parameters.
+    """
+
+    def __enter__(self) -> Self:
+        global _entered
+        with _enter_lock:
+            if not _entered:
+                torch.overrides.has_torch_function = _seen_by_others  # type: ignore[assignment]  # a parameter's name
+                _calls.apply = classmethod(_apply)
+                _clipping._group_tensors_by_device_and_dtype = in_order
+                _vectors._check_param_device = _unchecked
+            _entered += 1
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        global _entered
+        with _enter_lock:
+            _entered -= 1
+            if not _entered:
+                torch.overrides.has_torch_function = has_torch_function
+                del _calls.apply
+                _clipping._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
+                _vectors._check_param_device = _check_param_device
+
+
+_calls: Any = _SingleLevelFunction  # whose ``apply`` is the one that ``torch.autograd.Function.apply`` calls
+
+
+_clipping: Any = clip_grad
+
+
+_vectors: Any = convert_parameters
+
+
+_entered = 0  # modes of ours, in all threads
+
+
+_enter_lock = threading.Lock()
+
+
+def _seen_by_others(values: Iterable[Any]) -> bool:
+    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
+    if isinstance(innermost(), OwnMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
+        return False
+    return has_torch_function(values)
+
+
+def in_order(lists: list[list[Any]], with_indices: bool = False) -> Any:
+    """The groups in which ``clip_grad_norm_`` takes the norms of tensors: of several devices, in the tensors' order."""
+    if len({tensor.device for tensor in lists[0]}) < 2:
+        return _group_tensors_by_device_and_dtype(lists, with_indices)
+    return _Groups((key, ([list(run)], None)) for key, run in groupby(lists[0], lambda each: (each.device, each.dtype)))
+
+
+class _Groups(list[Any]):
+    """Items of a mapping, with equal keys."""
+
+    def items(self) -> Self:
+        return self
+
+
+def _unchecked(parameter: Tensor, device: int | None) -> int | None:
+    return device
+
+
+class UntoldFunction(torch.autograd.Function):
+    """A custom autograd function of which no mode is told."""
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """The ``apply`` of a custom autograd function, as a ``mode`` is told of it."""
+
+    mode: OwnMode
+    apply: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode: Any = self.mode  # torch has no types here
+        return mode.__torch_function__(self.apply, (), args, kwargs)
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    apply: Callable[..., Any] = super(_SingleLevelFunction, function).apply
+    if issubclass(function, torch.autograd.Function) and not issubclass(function, UntoldFunction):
+        modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+        for mode in modes():
+            apply = CustomFunction(mode, apply) if isinstance(mode, OwnMode) else apply
+    return apply(*args, **kwargs)
+
+
+class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """A ``TorchDispatchMode`` that several threads may enter at once.
+
+    torch's own also keeps process-wide flags for torch.compile, restored in the order of a stack: threads that come and
+    go in another order leave them set, and from then on nothing in the process is compiled.
+    """
+
+    def __init__(self) -> None:
+        """Without torch's, which prepares those flags."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To wrap ``__torch_dispatch__`` against torch.compile would cost each operator 6 us."""
+        return False
+
+    def __enter__(self) -> Self:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _pop_mode()
+
+    def suspend(self) -> bool:
+        """Leaves the mode until ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+        innermost = _pop_mode()
+        if innermost is not self:
+            _push_mode(innermost)
+        return innermost is self

@@ -1,0 +1,77 @@
+"""Private names of torch for tensors: their memory, their changes, and nestings of them.
+
+``pytree`` is what torch's own extensions build on, but carries an underscore in its path. ``foreach_copy_`` copies a
+stage's weights in one fused call; ``Tensor._version`` counts in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+__all__ = ["pytree"]
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, fused where the devices allow it."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each of ``tensors``, which lie on one device: as gradient clipping computes it."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), 2.0)
+    return norms
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold what ``tensor`` holds: itself, unless it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def unseen_change(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within it, changes of ``tensor`` in place are not counted."""
+    kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # torch has no types here
+    manager: AbstractContextManager[None] = kept(tensor)
+    return manager
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """The tensor of which ``tensor`` is a view, for autograd; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def version_counter(tensor: Tensor) -> int:
+    """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data`` are not counted."""
+    return tensor._version
+
+
+def give_memory(tensor: Tensor, device: str = "cpu") -> None:
+    """Give ``tensor`` new memory, on the host or on meta: it stays the same object, whoever refers to it."""
+    kind: Any = type(tensor)
+    if is_lazy(tensor):
+        made = kind(device=device, dtype=tensor.dtype)
+    else:
+        made = torch.empty_like(tensor, device=device, requires_grad=False)
+        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    torch._C._swap_tensor_impl(tensor, made)
+
+
+def behind_functorch(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``torch.func`` has wrapped as ``tensor``, through all its levels; None if it has not."""
+    functorch, inner = torch._C._functorch, tensor
+    while functorch.is_functorch_wrapped_tensor(inner):
+        inner = functorch.get_unwrapped(inner)
+    return None if inner is tensor else inner

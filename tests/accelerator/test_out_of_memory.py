@@ -1,0 +1,115 @@
+"""Wherever a device runs out of memory, the error says who wanted it, what was held and planned, and what helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.accelerator.test_larger_than_a_device import DEVICES, LARGE, Writes, cluster, trainer_on
+from tests.oracle import Batch, Outputs
+from tests.support.accelerator import NAME, TestAccelerator
+from tests.support.captured_models import GPT
+from tests.support.models import ADAMW, words
+
+HELD = ("of weight versions", "of activations of", "of waiting gradients", "the plan has", "of 1.0 GiB for it")
+LESS = "set in_flight below 3, recompute=True, or smaller batches, or give more devices"
+
+
+pytestmark = pytest.mark.usefixtures("own_profiles")
+
+
+class Fills(L.Callback):
+    """Leaves no byte free on any device from ``hook`` on."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fill)
+
+    def fill(self, *_: Any) -> None:
+        for index in range(DEVICES):
+            free, _ = torch.get_device_module(NAME).mem_get_info(index)
+            self.filling = getattr(self, "filling", ()), torch.empty(free, dtype=torch.uint8, device=f"{NAME}:{index}")
+
+
+def wants(*task: Any) -> Any:
+    """A stage that wants more than there is in its ``task``: index, work and minibatch."""
+    index, *_ = task
+    return lambda *now: torch.empty(1 << 40, device=f"{NAME}:{index}") and None if now == task else None
+
+
+class Large(Writes):
+    """Asks for more than there is, in user code of the third minibatch."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        found = super().compute(batch)
+        if self.trainer.global_step:
+            torch.empty(1 << 40, device=found["loss"].device)
+        return found
+
+
+def planned() -> HetPipeStrategy:
+    return HetPipeStrategy(stages=4, in_flight=3, cluster=cluster(*LARGE))
+
+
+def note_of(
+    strategy: HetPipeStrategy, accelerator: TestAccelerator, *callbacks: Any, kind: type[Writes] = Writes
+) -> str:
+    """The note on the error of a fit that runs out of memory."""
+    torch.manual_seed(7)
+    task, loader = kind(GPT(blocks=4, width=32), ADAMW), words(40, 4)
+    trainer = trainer_on(accelerator, strategy, callbacks=[*callbacks], limit_val_batches=4)
+    with pytest.raises(torch.OutOfMemoryError, match=r"testacc:. out of memory") as caught:
+        trainer.fit(task, loader, loader)
+    (note,) = caught.value.__notes__
+    assert note.startswith("HetPipeStrategy: ")
+    return str(note)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])
+def test_the_first_minibatch(hook: str, accelerator: TestAccelerator) -> None:
+    note = note_of(planned(), accelerator, Fills(hook))
+    assert "this was the first minibatch of a fit; before stages are decided" in note
+    assert "take smaller batches, or give more devices, or ones with more memory" in note
+
+
+def test_stages_that_are_set_up(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetpipe.run.fit.move_to_devices", Fills("hook").fill)
+    note = note_of(planned(), accelerator)
+    assert "the stages were being set up, with 3 versions of their weights each; stage 0 is to take" in note
+    assert "1.0 GiB on testacc:3" in note
+    assert LESS in note
+
+
+@pytest.mark.parametrize("work", ["forward", "backward"])
+def test_a_stage(work: str, accelerator: TestAccelerator) -> None:
+    strategy = planned()
+    strategy._before_pass = wants(2, work, 4)
+    note = note_of(strategy, accelerator)
+    assert f"stage 2 ran out of memory on testacc:2 in the {work} of minibatch 4 (layer" in note
+    assert all(fragment in note for fragment in (*HELD, LESS)), note
+
+
+def test_user_code_beside_stages(accelerator: TestAccelerator) -> None:
+    note = note_of(planned(), accelerator, kind=Large)
+    assert "memory ran out in user code or a step of Lightning's; stages held\n  stage 0 on testacc:0: " in note
+    assert all(fragment in note for fragment in ("stage 3 on testacc:3: ", *HELD, LESS)), note
+
+
+def test_an_evaluation(accelerator: TestAccelerator) -> None:
+    note = note_of(planned(), accelerator, Fills("on_validation_start"))
+    assert "this was an evaluation; take smaller batches in it" in note
+
+
+def test_a_stage_of_an_evaluation(accelerator: TestAccelerator) -> None:
+    strategy = planned()
+    strategy._before_pass = wants(1, "evaluate", 3)
+    note = note_of(strategy, accelerator)
+    assert "stage 1 ran out of memory on testacc:1 while it evaluated batch 3 (layer" in note
+
+
+def test_a_spread_run(accelerator: TestAccelerator) -> None:
+    note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"))
+    assert "with one minibatch in flight a model is spread over its devices by the bytes of its weights" in note
