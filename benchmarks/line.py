@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import Streams
@@ -35,6 +36,7 @@ class Line:
         device: Of all stages.
         streams: As an engine's.
         called: As an engine's.
+        rooms: Bytes that activations and waiting gradients of each stage may take; by default no limit.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class Line:
         device: torch.device = CPU,
         streams: Streams | None = None,
         called: Sequence[int] | None = None,
+        rooms: Sequence[int] = (),
     ) -> None:
         self.pieces = list(pieces)
         named = [(f"piece{index}", layers_of(piece, f"piece{index}")) for index, piece in enumerate(pieces)]
         settings = StageSettings(RandomGenerators(0), in_flight, 1, default_dtype, before_pass, recompute)
-        self.engine = Engine(named, cuts, [device] * len(cuts), settings, timeout, streams=streams, called=called)
+        planned = [PlannedMemory(room, room, room) for room in rooms]
+        devices = [device] * len(cuts)
+        self.engine = Engine(named, cuts, devices, settings, timeout, streams=streams, called=called, planned=planned)
 
     def call(self, value: Any, piece: int = 0) -> Any:
         """Run a pipelined module as its call in ``training_step`` does."""

@@ -104,6 +104,7 @@ class Engine(RunnerPool[Minibatch]):
                 self._done,
                 self.streams,
                 planned[index] if planned else None,
+                sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
             )
             for index, device in enumerate(devices)
         ]

@@ -15,7 +15,9 @@ Gradients
 The bound: a stage holds the activations of at most Nm minibatches, and Nm versions, as minibatch p enters the pipeline
 when version p - Nm is published (law L1; HetPipe, section 4), and leaves every stage before version p is. The last
 stage holds one minibatch, where all of the model is one piece: forward, loss and backward are one task there. How many
-it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.model.simulate.simulate` says it.
+it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.model.simulate.simulate` says it. Where
+real times differ from simulated ones, a stage may be handed more minibatches than its device has room for: these wait,
+in order, until it has done the backward of one that it holds.
 
 To ask autograd what it saves costs 5 us for each tensor (*measured*). So a segment's activations are counted with the
 first minibatch of its inputs' sizes since the pipeline started empty, and remembered; the rest, 2.5 us for each
@@ -89,15 +91,22 @@ class Level:
 class Memory:
     """Bytes that one stage holds; counted by its own thread and Lightning's.
 
+    Args:
+        planned: The memory of the stage, by its plan; None for no limit.
+        visits: How often each minibatch comes to the stage.
+
     Attributes:
+        limited: Whether activations and waiting gradients have a limit.
         versions, activations, gradients: Bytes.
         total: Bytes of the three together, at any one time.
         on_host: Bytes of gradients that wait on the host, as the stage has no room for them.
         minibatches: How many minibatches' activations there are.
     """
 
-    def __init__(self, planned: PlannedMemory | None = None) -> None:
+    def __init__(self, planned: PlannedMemory | None = None, visits: int = 1) -> None:
         self.planned = planned
+        self._visits = visits
+        self.limited = planned is not None and planned.room is not None
         self._room = math.inf if planned is None or planned.room is None else planned.room
         self.versions = Level()
         self.activations = Level()
@@ -108,12 +117,27 @@ class Memory:
         self._lock = threading.Lock()
         self._since = 0  # the most in total since `most_lately` was asked
         self._held: dict[int, dict[Hashable, int]] = {}
+        self._largest = 0  # what one minibatch has kept after all of its visits
         self._waiting: dict[int, int] = {}
         self._out: dict[int, int] = {}
 
     def lacks(self, coming: int) -> bool:
         """Return True if activations, waiting gradients and what is ``coming`` exceed their room."""
         return self.activations.now + self.gradients.now + coming > self._room
+
+    def holds(self, minibatch: int) -> bool:
+        """Return True if something is kept of ``minibatch``, beside gradients."""
+        return minibatch in self._held
+
+    def admits(self, coming: int) -> bool:
+        """Return True if there is room for one minibatch more, which keeps ``coming`` bytes of its first visit."""
+        with self._lock:
+            if not self._held:
+                return True
+            if self._visits > 1 and not self._largest:
+                return False
+            held = sum(max(self._largest, sum(visits.values())) for visits in self._held.values())
+            return held + max(self._largest, coming) <= self._room
 
     def waiting(self) -> list[int]:
         """The minibatches whose gradients wait on the device, and of which nothing else is kept."""
@@ -153,6 +177,8 @@ class Memory:
                 self.minibatches.add(1)
             self._add(self.activations, activations - held.get(visit, 0))
             held[visit] = activations
+            if len(held) == self._visits > 1:
+                self._largest = max(self._largest, sum(held.values()))
 
     def release(self, minibatch: int, visit: Hashable, gradients: int = 0) -> None:
         """Nothing is kept of that ``visit`` any more, but ``gradients`` wait for Lightning's step."""
@@ -187,6 +213,7 @@ class Memory:
             self.minibatches.add(-self.minibatches.now)
             self.on_host.add(-self.on_host.now)
             self._held.clear()
+            self._largest = 0
             self._waiting.clear()
             self._out.clear()
 

@@ -6,6 +6,7 @@ All that it gets from the rest of the world, and gives back, are :mod:`~lightnin
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -125,6 +126,8 @@ class FoundGradients:
 class Stage(StageThread):
     """Stage ``index`` with the ``segments`` that lie on it; ``layers`` are those of the whole model.
 
+    The forwards of each minibatch come to it ``visits`` times.
+
     Its own thread computes; whoever sends versions calls :meth:`begin`, :meth:`publish`, :meth:`state` and :meth:`take`
     between tasks that are concerned.
     """
@@ -142,13 +145,14 @@ class Stage(StageThread):
         done: Done,
         streams: Streams,
         planned: PlannedMemory | None = None,
+        visits: int = 1,
     ) -> None:
         name = f"hetpipe-stage-{index}"
         super().__init__(name, index, device, streams.on(device), settings.torch_threads, watchdog, done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compiling = Compiling(index, exclusively)
-        self.memory = Memory(planned)
+        self.memory = Memory(planned, visits)
         self._user_stream = streams.user
         self._settings = settings
         self._compute_lock = compute_lock
@@ -156,6 +160,7 @@ class Stage(StageThread):
         self._found: dict[int, FoundGradients] = {}
         self._taking = threading.Lock()
         self._orders: dict[int, CallOrder[Parcel]] = {}
+        self._held_back: deque[Parcel] = deque()
         self.copy_layers()
 
     def copy_layers(self) -> None:
@@ -231,6 +236,29 @@ class Stage(StageThread):
         return Loss(self, self._settings.before_pass, minibatch)
 
     # Its thread.
+
+    def _run(self, parcel: Parcel) -> None:
+        """Does what ``parcel`` asks for; minibatches that the stage has no room for yet wait, in order.
+
+        Minibatches come to all stages in one order, so that the first of those which are held waits for nobody here.
+        """
+        if self._held_back and self._is_new(parcel.message) or not self._admits(parcel.message):
+            self._held_back.append(parcel)
+        else:
+            super()._run(parcel)
+        while self._held_back and self._admits(self._held_back[0].message):
+            super()._run(self._held_back.popleft())
+
+    def _is_new(self, task: Message) -> bool:
+        """Return True if ``task`` is the first of its minibatch here."""
+        return isinstance(task, Forward) and not self.memory.holds(task.minibatch)
+
+    def _admits(self, task: Message) -> bool:
+        """Return True if there is room for the minibatch of ``task``."""
+        if not self.memory.limited or not isinstance(task, Forward) or not self._is_new(task):
+            return True
+        known = self._runners[task.segment].counter.known(task.value.tensors)
+        return known is None or self.memory.admits(known.all)
 
     def _answer(self, parcel: Parcel) -> Parcel | None:
         task = parcel.message
@@ -355,6 +383,9 @@ class Stage(StageThread):
         for key in [key for key in self._saved if key[0] == minibatch]:
             del self._saved[key]
         self.memory.forget(minibatch)
+        for parcel in [each for each in self._held_back if each.message.minibatch == minibatch]:
+            self._held_back.remove(parcel)
+            self._done(Failure(minibatch, Discarded()), None)
         for order in self._orders.values():
             if order.withdraw(minibatch):
                 self._done(Failure(minibatch, Discarded()), None)

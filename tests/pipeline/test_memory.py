@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.memory import REMEMBERED, Counter, Kept, Memory
+from lightning_hetpipe.pipeline.user.minibatch import Step
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.rules.schedule import Work
 from tests.exact.pipelines import Delays
@@ -113,6 +115,53 @@ def test_whatever_the_timing_nobody_holds_more_than_the_bound(seed: int, in_flig
         assert memory.activations.most <= memory.minibatches.most * layers * ROWS
         assert memory.gradients.most <= in_flight * weights
         assert memory.total.most <= memory.versions.most + memory.activations.most + memory.gradients.most
+
+
+@explores(12)
+@given(
+    seed=st.integers(0, 99),
+    in_flight=st.integers(2, 5),
+    calls=st.sampled_from([(0,), (0, 1), (0, 1, 0), (1, 0, 1, 1)]),
+    minibatches=st.integers(1, 2),
+    recompute=st.booleans(),
+)
+def test_minibatches_that_lack_room_wait(
+    seed: int, in_flight: int, calls: tuple[int, ...], minibatches: int, recompute: bool
+) -> None:
+    """Each stage has room for a few minibatches; what they give is the same, and what is dropped leaves nothing."""
+    pieces = [mlp(4) for _ in range(max(calls) + 1)]
+    settings: dict[str, Any] = {"in_flight": in_flight, "called": calls, "recompute": recompute}
+    cuts = (0, 1, 3) if len(pieces) == 1 else (0, 3, 5)
+
+    def step(line: Line) -> Step:
+        def run() -> Tensor:
+            value: Any = X
+            for piece in calls:
+                value = line.call(value, piece)
+            loss: Tensor = value.square().sum()
+            return loss
+
+        return line.step(run)
+
+    alone = Line(*pieces, cuts=cuts, **settings)
+    with alone.running() as engine:
+        engine.submit(1, step(alone))
+        expected = engine.finish(1).gradients
+    rooms = [minibatches * stage.memory.activations.most for stage in alone.engine.stages]
+    line = Line(*pieces, cuts=cuts, rooms=rooms, before_pass=Delays(seed), **settings)
+    with line.running() as engine:
+        for done in line.train(12, lambda p: step(line)):
+            assert done.gradients.keys() == expected.keys()
+            assert all(torch.equal(done.gradients[weight], expected[weight]) for weight in expected)
+        for p in range(13, 13 + in_flight):
+            engine.submit(p, step(line))
+        engine.begin(12)
+        engine.submit(13, step(line))
+        found = engine.finish(13).gradients
+        assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
+    for stage, room in zip(line.engine.stages, rooms, strict=True):
+        assert stage.memory.activations.most <= room
+        assert stage.memory.activations.now == stage.memory.minibatches.now == 0
 
 
 def test_gradients_wait_until_lightnings_step() -> None:
