@@ -1,9 +1,8 @@
-"""A small convolutional network on the digits, trained on stale gradients: by a plain loop, and by the strategy."""
+"""A small convolutional network on the digits, trained with a weight policy: by a plain loop, and by the strategy."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.demo.digits import CLASSES, load, split
-from lightning_hetpipe.rules.versions import STASH, Versions
+from lightning_hetpipe.pipeline.live import NO_MOVES, Moves
+from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
+from lightning_hetpipe.run.around_step import AroundStep, around_step
+from lightning_hetpipe.run.lr_correction import RateCorrection
+from lightning_hetpipe.run.prediction import Prediction, prediction_of
 
 BATCH = 32
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -27,7 +30,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer by its name, its arguments, and what the Trainer does to gradients."""
+    """An optimizer by its name, its arguments, what the Trainer does to gradients, and the strategy to their staleness.
+
+    Attributes:
+        weights: The weight policy.
+        correction: ``lr_correction``; 0 for none.
+    """
 
     optimizer: str
     lr: float
@@ -36,13 +44,21 @@ class Recipe:
     beta: float = 0.9
     clip: float | None = None
     accumulate: int = 1
+    weight_decay: float | None = None
+    dampening: float = 0.0
+    weights: str = "stash"
+    correction: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.optimizer} {self.lr:g}"]
         parts += [f"first beta {self.beta:g}"] if self.optimizer == "AdamW" else [f"momentum {self.momentum:g}"]
         parts += ["Nesterov"] * self.nesterov
+        parts += [f"dampening {self.dampening:g}"] * (self.dampening != 0)
+        parts += [] if self.weight_decay is None else [f"weight decay {self.weight_decay:g}"]
         parts += [f"gradient_clip_val={self.clip:g}"] if self.clip else []
         parts += [f"accumulate_grad_batches={self.accumulate}"] if self.accumulate > 1 else []
+        parts += [self.weights] * (self.weights != "stash")
+        parts += [f"lr_correction={self.correction}"] * (self.correction > 0)
         return ", ".join(parts)
 
     @property
@@ -56,6 +72,10 @@ class Recipe:
             options["momentum"] = self.momentum
         if self.nesterov:
             options["nesterov"] = True
+        if self.dampening:
+            options["dampening"] = self.dampening
+        if self.weight_decay is not None:
+            options["weight_decay"] = self.weight_decay
         return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **options)
 
 
@@ -96,31 +116,82 @@ def batches(train: TensorDataset, seed: int) -> DataLoader[Any]:
 
 
 def by_loop(recipe: Recipe, in_flight: int, loader: DataLoader[Any], seed: int, epochs: int) -> Net:
-    """Trains by law L1: minibatch p computes its gradient on version max(v_e, p - Nm), and nothing runs at once."""
-    net = Net(recipe, seed).train()
+    """Trains by the formulas of the recipe's weight policy, and nothing runs at once."""
+    net = Net(recipe, seed)
+    for _ in updates(net, lambda batch: net.training_step(batch, 0), recipe, in_flight, loader, epochs):
+        pass
+    return net
+
+
+def updates(
+    net: nn.Module,
+    loss_of: Callable[[Any], Tensor],
+    recipe: Recipe,
+    in_flight: int,
+    loader: DataLoader[Any],
+    epochs: int,
+) -> Iterator[tuple[int, float]]:
+    """Trains ``net`` by ``loss_of`` batches; yields after each update how many there were, and the last loss."""
+    net.train()
     weights = list(net.parameters())
     optimizer = recipe.make(weights)
+    policy, every, count = POLICIES[recipe.weights], recipe.accumulate, len(loader)
+    versions = Versions(policy, in_flight, every)
+    done = 0
+    prediction = prediction_of(policy.name, optimizer) if policy.predicts else None
+    correction = AroundStep()
+    if recipe.correction:
+        correction = RateCorrection(optimizer, recipe.correction, lambda: versions.most_steps, lambda: done)
+    around = [correction] if prediction is None else [prediction, correction]
     p = 0
     for _ in range(epochs):
-        empty_at = p
-        versions = deque([[weight.detach().clone() for weight in weights]], maxlen=in_flight)
-        count = len(loader)
+        versions = Versions(policy, in_flight, every, empty_at=p, start=p)
+        held = _published({}, versions, p, weights, _moves(prediction, correction))
         for index, batch in enumerate(loader):
             p += 1
-            # The newest of them is p - 1.
-            stale = versions[Versions(STASH, in_flight, empty_at=empty_at).version(p) - p]
             live = [weight.data for weight in weights]
-            _show(weights, stale)
-            loss: Any = net.training_step(batch, index) / recipe.accumulate
-            loss.backward()
+            _show(weights, held[versions.reading(p)])
+            loss = loss_of(batch)
+            (loss / every).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             _show(weights, live)
-            if (index + 1) % recipe.accumulate == 0 or index + 1 == count:
+            steps = (index + 1) % every == 0 or index + 1 == count
+            if steps:
                 if recipe.clip:
                     nn.utils.clip_grad_norm_(weights, recipe.clip)
-                optimizer.step()
+                with around_step(optimizer, around):
+                    optimizer.step()
                 optimizer.zero_grad()
-            versions.append([weight.detach().clone() for weight in weights])
-    return net
+                done += 1
+            held = _published(held, versions, p, weights, _moves(prediction, correction))
+            if steps:
+                yield done, loss.item()
+
+
+Held = Mapping[Reading, list[Tensor]]
+
+
+def _moves(prediction: Prediction | None, correction: AroundStep) -> Moves:
+    """Expected changes of parameters by the next step, at its corrected rate."""
+    if prediction is None:
+        return NO_MOVES
+    with correction.stepping():
+        return prediction.moves()
+
+
+def _published(held: Held, versions: Versions, version: int, weights: list[nn.Parameter], moves: Moves) -> Held:
+    """The weights that minibatches use once ``version`` is published."""
+    needed = versions.needed(version)
+    return {each: held[each] if each in held else _moved(weights, moves, each.steps) for each in needed}
+
+
+def _moved(weights: list[nn.Parameter], moves: Moves, steps: int) -> list[Tensor]:
+    """A copy of the weights, moved on by so many steps."""
+    copies = [weight.detach().clone() for weight in weights]
+    if steps and moves:
+        for weight, copy in zip(weights, copies, strict=True):
+            if weight in moves:
+                copy.add_(moves[weight], alpha=steps)
+    return copies
 
 
 def _show(weights: list[nn.Parameter], values: list[Tensor]) -> None:
@@ -132,7 +203,9 @@ def by_strategy(recipe: Recipe, in_flight: int, loader: DataLoader[Any], seed: i
     """The same by the Trainer, as a pipeline of three stages."""
     net = Net(recipe, seed)
     trainer = L.Trainer(
-        strategy=HetPipeStrategy(stages=3, in_flight=in_flight),
+        strategy=HetPipeStrategy(
+            stages=3, in_flight=in_flight, weights=recipe.weights, lr_correction=recipe.correction or None
+        ),
         accelerator="cpu",
         max_epochs=epochs,
         gradient_clip_val=recipe.clip,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.results import block_in
 from benchmarks.staleness import FIRST, GOOD, sgd, warned
 from benchmarks.staleness_training import Recipe, by_loop
 from lightning_hetpipe.rules.staleness import CLIPPED_STEPS, LIMIT, NORMALISED
+from lightning_hetpipe.rules.versions import POLICIES
 from tests.support.marks import quick
 
 KEPT: dict[str, Any] = json.loads(staleness.RESULTS.read_text())
@@ -33,6 +35,16 @@ def test_the_docs_have_the_tables_of_what_was_measured() -> None:
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_loop_trains_to_the_strategys_weights(recipe: Recipe, in_flight: int) -> None:
     assert staleness.is_exact(recipe, in_flight, seed=1, epochs=1)
+
+
+@quick("spectrain")
+@pytest.mark.parametrize("weights", POLICIES)
+def test_the_loop_of_each_policy_trains_to_the_strategys_weights(weights: str) -> None:
+    adam = weights == "xpipe"
+    recipe = Recipe("AdamW" if adam else "SGD", 0.01, 0.0 if adam else 0.9, clip=1.0, accumulate=3, weights=weights)
+    assert staleness.is_exact(replace(recipe, correction=20), 3, seed=1, epochs=2)
+    if weights != "2bw":  # which needs windows as long as Nm
+        assert staleness.is_exact(replace(recipe, accumulate=1), 4, seed=1, epochs=1)
 
 
 @pytest.mark.slow
