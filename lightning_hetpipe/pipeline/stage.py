@@ -242,7 +242,7 @@ class Stage(StageThread):
 
         Minibatches come to all stages in one order, so that the first of those which are held waits for nobody here.
         """
-        if self._held_back and self._is_new(parcel.message) or not self._admits(parcel.message):
+        if (self._held_back and self._is_new(parcel.message)) or not self._admits(parcel.message):
             self._held_back.append(parcel)
         else:
             super()._run(parcel)
