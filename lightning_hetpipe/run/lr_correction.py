@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from lightning_hetpipe.run.around_step import AroundStep
+from lightning_hetpipe.run.around_step import AroundStep, check_hooks
 
 
 class RateCorrection(AroundStep):
@@ -20,9 +20,13 @@ class RateCorrection(AroundStep):
         updates: K, after how many updates the rates are the user's own.
         steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
         update: Gives t, the number of updates so far.
+
+    Raises:
+        SettingError: for an optimizer that takes no hooks.
     """
 
     def __init__(self, optimizer: Optimizer, updates: int, steps: Callable[[], int], update: Callable[[], int]) -> None:
+        check_hooks(optimizer, f"lr_correction={updates}")
         self._optimizer = optimizer
         self._updates = updates
         self._steps = steps

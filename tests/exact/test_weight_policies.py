@@ -35,7 +35,7 @@ from tests.support.models import (
     transformer,
     vectors,
 )
-from tests.support.small import assert_refused
+from tests.support.small import Wraps, assert_refused
 from tests.support.trainers import quiet_trainer
 
 MOMENTUM = Recipe(lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01), decay)
@@ -219,6 +219,14 @@ class Optimized(Task):
 def test_optimizers_that_a_policy_has_no_rule_for(policy: str, optimizer: Any, fragments: list[str]) -> None:
     strategy = HetPipeStrategy(stages=2, in_flight=3, weights=policy)
     assert_refused(Optimized(optimizer), f"weights='{policy}'", *fragments, strategy=strategy, loader=vectors(12, 4))
+
+
+@pytest.mark.parametrize("setting", [{"weights": "pipeoptim"}, {"lr_correction": 7}])
+def test_optimizers_that_do_not_say_when_they_step(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    strategy = HetPipeStrategy(stages=2, in_flight=3, **setting)
+    task = Optimized(lambda model: Wraps(torch.optim.SGD(model.parameters(), 0.1)))
+    assert_refused(task, f"{name}={value!r}", "Wraps takes no hooks", strategy=strategy, loader=vectors(12, 4))
 
 
 def test_two_buffers_need_a_minibatch_in_each_step_for_each_in_flight() -> None:

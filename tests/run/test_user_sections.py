@@ -17,6 +17,7 @@ from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.marks import quick
 from tests.support.models import CLASSES, SGD, Learner, Task, mlp, vectors
+from tests.support.small import Wraps
 
 # The lock.
 
@@ -120,23 +121,6 @@ def test_an_output_that_arrives_during_a_hook_waits() -> None:
     fit(Meets(meeting), vectors(26, 4), strategy=meeting.strategy, max_epochs=1)
     assert meeting.looked.is_set()
     assert meeting.running == []
-
-
-class Wraps(torch.optim.Optimizer):
-    """Wraps ``inner``, as Lookahead does, and never calls ``Optimizer.__init__``."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
 
 
 def test_an_optimizer_that_takes_no_hooks() -> None:

@@ -1,4 +1,4 @@
-"""A module whose step a test writes, and what every refusal must leave behind: nothing."""
+"""A module whose step a test writes, an optimizer without hooks, and what every refusal must leave behind: nothing."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ class Learner(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Wraps(torch.optim.Optimizer):
+    """Wraps ``inner``, as Lookahead does, and never calls ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
 
 
 class Validated(Learner):
