@@ -41,9 +41,11 @@ class WeightPolicy:
     Attributes:
         name: As the setting ``weights`` has it.
         version: The version that a minibatch uses, before v_e is considered.
-        predicts: Whether it is moved on.
         buffers: Number of version buffers that are enough while only optimizer steps change weights.
         behind: By how many minibatches weights are behind at most, those of the minibatch's own window left out.
+        staleness: Gives how stale gradients are at an Nm above 1, for people.
+        least_window: Gives the fewest minibatches of an optimizer step that will do at Nm.
+        predicts: Whether the version is moved on.
         by_window: Whether all minibatches of a window use the same weights.
     """
 
@@ -51,6 +53,8 @@ class WeightPolicy:
     version: Callable[[Versions, int], int]
     buffers: Callable[[Versions], int]
     behind: Callable[[Versions], int]
+    staleness: Callable[[int], str]
+    least_window: Callable[[int], int] = lambda in_flight: 1
     predicts: bool = False
     by_window: bool = False
 
@@ -58,13 +62,7 @@ class WeightPolicy:
         """Nm, and how stale gradients are, for people."""
         if in_flight == 1:
             return "1 minibatch in flight"
-        stale = in_flight - 1
-        many = f"{stale} minibatch{'es' * (stale > 1)}"
-        how = {
-            "sync": "and none across an optimizer step, so that no gradient is stale",
-            "2bw": "so gradients one optimizer step stale",
-        }.get(self.name, f"weights predicted {many} ahead" if self.predicts else f"so gradients up to {many} stale")
-        return f"{in_flight} minibatches in flight, {how}"
+        return f"{in_flight} minibatches in flight, {self.staleness(in_flight)}"
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,14 @@ class Versions:
         return self.start + self.window(minibatch) * self.every
 
     @property
+    def most_in_flight(self) -> int:
+        """The largest Nm, up to this one, for which windows are long enough."""
+        return next(nm for nm in range(self.in_flight, 0, -1) if self.every >= self.policy.least_window(nm))
+
+    @property
     def is_possible(self) -> bool:
         """True if windows are long enough for the policy."""
-        return self.policy is not TWO_BUFFERS or self.every >= self.in_flight
+        return self.every >= self.policy.least_window(self.in_flight)
 
     def check(self, wave: int | None = None) -> None:
         """Refuse windows that the policy cannot use; ``wave`` is W, where there are several virtual workers.
@@ -133,9 +136,10 @@ class Versions:
         """
         setting, policy = f"accumulate_grad_batches={self.every}", f"weights='{self.policy.name}'"
         if not self.is_possible:
+            least = self.policy.least_window(self.in_flight)
             raise SettingError(
-                f"{policy} needs a minibatch of one optimizer step for each that is in flight, {self.in_flight}, and"
-                f" {setting}; set accumulate_grad_batches={self.in_flight} or more, or in_flight={self.every}, or"
+                f"{policy} needs {least} minibatches in one optimizer step where {self.in_flight} are in flight, and"
+                f" {setting}; set accumulate_grad_batches={least} or more, or in_flight={self.most_in_flight}, or"
                 " weights='stash'"
             )
         if self.policy.by_window and wave is not None and wave % self.every:
@@ -178,16 +182,39 @@ def _others(versions: Versions) -> int:
     return versions.in_flight - 1
 
 
-STASH = WeightPolicy("stash", _stashed, _of_steps, _others)
-SYNC = WeightPolicy("sync", Versions.before_window, lambda versions: 1, lambda versions: 0, by_window=True)
+def _many(in_flight: int) -> str:
+    return f"{in_flight - 1} minibatch{'es' * (in_flight > 2)}"
+
+
+STASH = WeightPolicy(
+    "stash", _stashed, _of_steps, _others, lambda in_flight: f"so gradients up to {_many(in_flight)} stale"
+)
+SYNC = WeightPolicy(
+    "sync",
+    Versions.before_window,
+    lambda versions: 1,
+    lambda versions: 0,
+    lambda in_flight: "and none across an optimizer step, so that no gradient is stale",
+    by_window=True,
+)
 TWO_BUFFERS = WeightPolicy(
     "2bw",
     lambda versions, minibatch: versions.before_window(minibatch) - versions.every,
     lambda versions: 2,
     lambda versions: versions.every,
+    lambda in_flight: "so gradients one optimizer step stale",
+    least_window=lambda in_flight: in_flight,
     by_window=True,
 )
 PREDICTING = [
-    WeightPolicy(name, _stashed, _in_flight, _others, predicts=True) for name in ("spectrain", "xpipe", "pipeoptim")
+    WeightPolicy(
+        name,
+        _stashed,
+        _in_flight,
+        _others,
+        lambda in_flight: f"weights predicted {_many(in_flight)} ahead",
+        predicts=True,
+    )
+    for name in ("spectrain", "xpipe", "pipeoptim")
 ]
 POLICIES = {policy.name: policy for policy in (STASH, SYNC, TWO_BUFFERS, *PREDICTING)}

@@ -171,7 +171,7 @@ class Fit(TrainerRun):
     def lacking(self) -> str:
         return self._evaluation.lacking() if self._trainer.evaluating else self._lacking()
 
-    def moves(self) -> Sequence[Tensor | None]:
+    def last_changes(self) -> Sequence[Tensor | None]:
         return () if self._prediction is None else self._prediction.saved()
 
     def trained_in_flight(self, before: int) -> int:
@@ -236,7 +236,9 @@ class Fit(TrainerRun):
             self._looks_ahead = False
             return self._spread_run(settings)
         if settings.weights.predicts:
-            self._prediction = prediction_of(settings.weights.name, self._trainer.optimizers[0], settings.resumed_moves)
+            self._prediction = prediction_of(
+                settings.weights.name, self._trainer.optimizers[0], settings.resumed_changes
+            )
             self._around.append(self._prediction)
         if settings.lr_correction is not None:
             self._correction = RateCorrection(

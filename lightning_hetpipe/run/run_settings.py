@@ -56,7 +56,7 @@ class RunSettings:
     """Nm of the checkpoint that is resumed, where none was asked for."""
     lr_correction: int | None = None
     """Number of updates after which learning rates are the user's own."""
-    resumed_moves: Sequence[Tensor | None] = ()
+    resumed_changes: Sequence[Tensor | None] = ()
     """Changes by the last step before that checkpoint, where weights were predicted by it."""
     weights: WeightPolicy = STASH
     waited_in: Callable[[], str | None] = lambda: None

@@ -45,7 +45,7 @@ class TrainerRun:
         """Nm that the weights of now are trained with; ``before``, that of the last fit, outside of a fit."""
         return before
 
-    def moves(self) -> Sequence[Tensor | None]:
+    def last_changes(self) -> Sequence[Tensor | None]:
         """Changes by the last step, of each parameter of the optimizer, where weights are predicted by it."""
         return ()
 

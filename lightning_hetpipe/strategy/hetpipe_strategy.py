@@ -47,7 +47,7 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
-from lightning_hetpipe.strategy.saved_states import note_in_flight, note_moves, take_in_flight, take_moves
+from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 
 
@@ -193,7 +193,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._emulation = Emulation(())
         self._asked_in_flight = in_flight != "auto"
         self._resumed: int | None = None  # Nm of the checkpoint that is loaded
-        self._resumed_moves: list[torch.Tensor | None] = []  # what its last step has changed
+        self._resumed_changes: list[torch.Tensor | None] = []  # what its last step has changed
 
     # Who we are: one process, one virtual worker.
 
@@ -241,7 +241,7 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
-        seed, self._resumed, self._resumed_moves = self.run_seed, None, []
+        seed, self._resumed, self._resumed_changes = self.run_seed, None, []
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
@@ -327,12 +327,12 @@ class HetPipeStrategy(VirtualWorkers):
         if self._in_flight_now > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
         note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
-        note_moves(checkpoint, self._run.moves())
+        note_last_changes(checkpoint, self._run.last_changes())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resumed, self._resumed_moves = take_in_flight(checkpoint), take_moves(checkpoint)
+        self._resumed, self._resumed_changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
         return checkpoint
 
     @classmethod
@@ -415,7 +415,7 @@ class HetPipeStrategy(VirtualWorkers):
             timeline=self._timeline,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
-            resumed_moves=self._resumed_moves,
+            resumed_changes=self._resumed_changes,
             lr_correction=self.lr_correction,
         )
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 _NOTE = "hetpipe"
-_MOVES = "hetpipe_moves"
+_LAST_CHANGES = "hetpipe_last_changes"
 
-OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", _MOVES)
+OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", _LAST_CHANGES)
 """Keys of what differs between virtual workers, Lightning's and one of ours; the precision plugin's is one more."""
 
 _ROUNDED = "rounded"
@@ -45,16 +45,16 @@ def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
     return noted
 
 
-def note_moves(checkpoint: dict[str, Any], moves: Sequence[Tensor | None]) -> None:
+def note_last_changes(checkpoint: dict[str, Any], changes: Sequence[Tensor | None]) -> None:
     """Writes into ``checkpoint`` what the last step has changed, where weights are predicted by it."""
-    if moves:
-        checkpoint[_MOVES] = list(moves)
+    if changes:
+        checkpoint[_LAST_CHANGES] = list(changes)
 
 
-def take_moves(checkpoint: dict[str, Any]) -> list[Tensor | None]:
+def take_last_changes(checkpoint: dict[str, Any]) -> list[Tensor | None]:
     """Changes that were noted, which users' hooks do not see; empty if nothing was."""
-    moves: list[Tensor | None] = checkpoint.pop(_MOVES, [])
-    return moves
+    changes: list[Tensor | None] = checkpoint.pop(_LAST_CHANGES, [])
+    return changes
 
 
 def add_states(
