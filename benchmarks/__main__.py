@@ -18,12 +18,13 @@ from benchmarks import (
     results,
     schedule,
     several_nodes,
-    timeline_costs,
     transport,
     two_stages,
     virtual_workers,
 )
 from benchmarks.harness import Options, Outcome
+from benchmarks.prediction_costs import PREDICTION_COSTS
+from benchmarks.timeline_costs import TIMELINE_COSTS
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     import_time.NAME: import_time.run,
@@ -37,7 +38,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,
     several_nodes.NAME: several_nodes.run,
-    timeline_costs.NAME: timeline_costs.run,
+    **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
 }
 
 

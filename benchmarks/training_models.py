@@ -172,7 +172,7 @@ def cut_at(share: float) -> Callable[[nn.Sequential], tuple[nn.Module, nn.Module
 
 
 def sgd(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
+    return adamw(task, parameters) if task.adam else torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
 
 
 def adamw(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

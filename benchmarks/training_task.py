@@ -33,6 +33,8 @@ class Task:
     """Samples in a minibatch, of each worker."""
     momentum: float = 0.9
     """Momentum of SGD."""
+    adam: bool = False
+    """True if models train with AdamW that else train with SGD."""
     warmup: int = 10
     steps: int = 30
     tail: int = 10
@@ -44,6 +46,8 @@ class Task:
     """For "strategy": Nm; None for its default."""
     pads: tuple[tuple[float, float], ...] = ()
     """For "strategy": seconds that the forward and the backward of each stage take; empty for as long as they do."""
+    weights: str | None = None
+    """For "strategy": the weight policy; None for its default."""
     recompute: bool = False
     """For "strategy": whether forwards are computed again for their backwards."""
     compile: bool = False

@@ -184,6 +184,7 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
 
     # The mean, as DDP's: with the sum, the learning rate of this variant would be another one.
     wsp = WSPCallback(clock_distance=task.clock_distance, wave=task.wave or "auto", aggregate="mean")
+    policy: dict[str, Any] = {} if task.weights is None else {"weights": task.weights}
     strategy = HetPipeStrategy(
         stages=task.stages,
         in_flight=task.in_flight or "auto",
@@ -192,6 +193,7 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
         recompute=task.recompute,
         compile=task.compile,
         timeline=task.timeline,
+        **policy,
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:

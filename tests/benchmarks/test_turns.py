@@ -1,4 +1,4 @@
-"""The benchmark of what a timeline costs: its pairs differ by the timeline alone, and are compared within rounds."""
+"""Benchmarks of pairs that take turns: pairs differ by one thing alone, and are compared within rounds."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,11 +7,14 @@ import pytest
 
 from benchmarks import training_worker
 from benchmarks.harness import Measurement
-from benchmarks.timeline_costs import PAIRS, Compared, Pair, compare, measure, report, shortened
+from benchmarks.prediction_costs import PREDICTION_COSTS
+from benchmarks.timeline_costs import TIMELINE_COSTS
 from benchmarks.training_task import Task
 from benchmarks.training_worker import in_turn, of_all_turns
+from benchmarks.turns import Compared, Pair, Turns, compare, measure, on_cores, shortened
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
+PAIRS = TIMELINE_COSTS.pairs
 
 
 def measured(rate: float) -> Measurement:
@@ -26,7 +29,21 @@ def test_pairs_differ_by_the_timeline_alone() -> None:
     for pair in PAIRS:
         assert not pair.off.timeline
         assert pair.on == replace(pair.off, timeline=True)
-        assert shortened(pair).off.turns < pair.off.turns
+
+
+def test_pairs_differ_by_the_weight_policy_alone() -> None:
+    pairs = PREDICTION_COSTS.pairs
+    assert [pair.on.weights for pair in pairs] == ["spectrain", "pipeoptim", "xpipe"]
+    for pair in pairs:
+        assert pair.off == replace(pair.on, weights="stash")
+
+
+@pytest.mark.parametrize("turns", [TIMELINE_COSTS, PREDICTION_COSTS])
+def test_both_of_a_pair_are_shortened_and_pinned(turns: Turns) -> None:
+    for pair in turns.pairs:
+        short = on_cores(shortened(pair), (3, 5))
+        assert short.off.turns == short.on.turns < pair.off.turns
+        assert short.off.cores == short.on.cores == (3, 5)
 
 
 def test_ratios_are_formed_within_rounds() -> None:
@@ -44,7 +61,7 @@ def test_ratios_are_formed_within_rounds() -> None:
 def test_the_report_says_what_was_met() -> None:
     pair, other, third = PAIRS
     rounds = [{pair.label: compared(50.0, 49.5), other.label: compared(100.0, 90.0)}]
-    outcome = report(MACHINE, rounds, {third.label: "it broke"})
+    outcome = TIMELINE_COSTS.report(MACHINE, rounds, {third.label: "it broke"})
     rows = {line.partition("  ")[0]: line.split() for line in outcome.text.splitlines()}
     assert rows[pair.label][-8:] == ["0.990", "0.990", "..", "0.990", "0.98", "met", "202", "202"]
     assert rows[other.label][-3:] == ["missed", "1111", "1111"]
@@ -61,8 +78,8 @@ def test_every_other_turn_goes_in_the_opposite_order(monkeypatch: pytest.MonkeyP
         yield measured(40.0 if task.timeline else 10.0)
 
     monkeypatch.setattr(training_worker, "TRAINING", {"strategy": train})
-    pair = Pair("tiny", Task("strategy", turns=3))
-    assert [each.rate for each in in_turn([pair.off, pair.on])] == pytest.approx([10.0, 40.0])
+    off = Task("strategy", turns=3)
+    assert [each.rate for each in in_turn([off, replace(off, timeline=True)])] == pytest.approx([10.0, 40.0])
     assert done == [False, True, True, False, False, True]
 
 
@@ -76,6 +93,14 @@ def test_turns_weigh_by_their_seconds() -> None:
 @pytest.mark.slow
 def test_the_timeline_is_recorded_where_it_is_said_to_be() -> None:
     task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, turns=2)
-    found = measure(Pair("tiny", task))
+    found = measure(Pair("tiny", task, replace(task, timeline=True)))
     assert "spans" not in found.off.notes
     assert found.on.notes["spans"]
+
+
+@pytest.mark.slow
+def test_weights_are_predicted_where_they_are_said_to_be() -> None:
+    """After so few minibatches losses differ a little."""
+    task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, turns=1, weights="stash", adam=True)
+    found = measure(Pair("tiny", task, replace(task, weights="xpipe")))
+    assert found.off.loss != found.on.loss
