@@ -187,10 +187,10 @@ def _published(held: Held, versions: Versions, version: int, weights: list[nn.Pa
 def _moved(weights: list[nn.Parameter], moves: Moves, steps: int) -> list[Tensor]:
     """A copy of the weights, moved on by so many steps."""
     copies = [weight.detach().clone() for weight in weights]
-    if steps and moves:
+    if steps:
         for weight, copy in zip(weights, copies, strict=True):
             if weight in moves:
-                copy.add_(moves[weight], alpha=steps)
+                moves[weight].write(weight.detach(), steps, copy)
     return copies
 
 

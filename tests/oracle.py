@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -67,22 +69,34 @@ def copy_of(value: Any) -> Any:
     return [copy_of(each) for each in value] if isinstance(value, list) else value
 
 
-def spectrain(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor | None:
+Predict = Callable[[Tensor, int], Tensor]
+"""Gives weights, so many optimizer steps later, as a prediction has them."""
+
+
+def spectrain(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Predict | None:
     """By its momentum buffer (SpecTrain, 2018)."""
     momentum = optimizer.state[weight].get("momentum_buffer") if weight in optimizer.state else None
-    return None if momentum is None else momentum * -group["lr"]
+    if momentum is None:
+        return None
+    u, rate = momentum.clone(), group["lr"]
+    return lambda w, s: w.add(u, alpha=s * -rate)
 
 
-def xpipe(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor | None:
+def xpipe(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Predict | None:
     """By Adam's moments, bias-corrected (XPipe, 2019)."""
     if weight not in optimizer.state or not optimizer.state[weight]:
         return None
     state, (beta, gamma) = optimizer.state[weight], group["betas"]
     t = state["step"].item()
-    second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-    spread = (second / (1 - gamma**t)).sqrt() + group["eps"]
-    move: Tensor = state["exp_avg"] / spread * (-group["lr"] / (1 - beta**t))
-    return move
+    correction = math.sqrt(1 - gamma**t)  # of sqrt(v), here multiplied with lr and eps
+    rate, eps = group["lr"] * correction / (1 - beta**t), group["eps"] * correction
+    m, v = state["exp_avg"].clone(), state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].clone()
+    return lambda w, s: w.addcdiv(m, v.sqrt() + eps, value=s * -rate)
+
+
+def pipeoptim(moved: Tensor, w: Tensor, s: int) -> Tensor:
+    """By what the last step has changed (PipeOptim, 2023)."""
+    return w.add(moved, alpha=s)
 
 
 @dataclass(repr=False)
@@ -194,7 +208,7 @@ def minibatches(
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     run.scales.append(scaler.get_scale())
     moved: dict[str, Tensor] = {}  # by the last step, for ``pipeoptim``
-    moves = [_moves(weights, model, optimizer, moved)]
+    predictions = [_predictions(weights, model, optimizer, moved)]
     p, updates = start, 0
     with own_dropouts(model, virtual_worker) as minibatch_is:
         for epoch, batches in enumerate(epochs):
@@ -212,8 +226,8 @@ def minibatches(
                 steps = index // every - (version - begin) // every
                 predicted = run.states[version - start].weights
                 if steps and weights in ("spectrain", "xpipe", "pipeoptim"):
-                    by = moves[version - start]
-                    predicted = {n: w.add(by[n], alpha=steps) if n in by else w for n, w in predicted.items()}
+                    by = predictions[version - start]
+                    predicted = {n: by[n](w, steps) if n in by else w for n, w in predicted.items()}
                 scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
                 with (
                     weights_of(model, predicted),
@@ -251,7 +265,7 @@ def minibatches(
                 run.states.append(State.of(model, optimizer))
                 run.scales.append(scaler.get_scale())
                 with corrected(optimizer, updates, lr_correction, missed):
-                    moves.append(_moves(weights, model, optimizer, moved))
+                    predictions.append(_predictions(weights, model, optimizer, moved))
                 if p == stop_after:
                     return
 
@@ -356,14 +370,14 @@ def corrected(optimizer: Optimizer, t: int, updates: int | None, missed: int) ->
         group["lr"] = rate
 
 
-def _moves(policy: str, model: nn.Module, optimizer: Optimizer, moved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Expected change of each parameter by a step now."""
+def _predictions(policy: str, model: nn.Module, optimizer: Optimizer, moved: dict[str, Tensor]) -> dict[str, Predict]:
+    """Prediction of each parameter, as of now."""
     names = {weight: name for name, weight in model.named_parameters()}
     rule = {"spectrain": spectrain, "xpipe": xpipe}.get(policy)
     if rule is None:
-        return moved
+        return {name: partial(pipeoptim, move) for name, move in moved.items()}
     found = {names[each]: rule(optimizer, group, each) for group in optimizer.param_groups for each in group["params"]}
-    return {name: move.clone() for name, move in found.items() if move is not None}
+    return {name: predict for name, predict in found.items() if predict is not None}
 
 
 @contextlib.contextmanager

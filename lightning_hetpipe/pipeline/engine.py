@@ -34,7 +34,7 @@ from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
-from lightning_hetpipe.rules.versions import STASH, Versions
+from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 
 
 class Engine(RunnerPool[Minibatch]):
@@ -131,7 +131,7 @@ class Engine(RunnerPool[Minibatch]):
         self.discard()
         self._find_weights()
         self.versions = self._versions_from(version)
-        needed, moves = self.versions.needed(version), self.moves()
+        needed, moves = self._needed(version)
         for stage, live in zip(self.stages, self.live, strict=True):
             stage.begin(live.version(version, needed, moves), version if forwards is None else forwards)
         for live, stash in self._outside:
@@ -180,11 +180,17 @@ class Engine(RunnerPool[Minibatch]):
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
         with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
-            needed, moves = self.versions.needed(version), self.moves()
+            needed, moves = self._needed(version)
             for stage, live in zip(self.stages, self.live, strict=True):
                 stage.publish(live.version(version, needed, moves))
             for live, stash in self._outside:
                 stash.publish(live.version(version, needed, moves))
+
+    def _needed(self, version: int) -> tuple[list[Reading], Moves]:
+        """Weights that minibatches use from now on, and what moves on those of ``version``, the newest one."""
+        needed = self.versions.needed(version)
+        moved = any(reading.steps and reading.version == version for reading in needed)
+        return needed, self.moves() if moved else NO_MOVES
 
     def show(self, minibatch: Minibatch) -> None:
         """Makes the live buffers and computed weights what the forward of ``minibatch`` left."""

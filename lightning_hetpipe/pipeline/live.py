@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
-from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Flags, Move, StageState, Version
 from lightning_hetpipe.rules.versions import Reading
 
-Moves = Mapping[nn.Parameter, Tensor]
+Moves = Mapping[nn.Parameter, Move]
 """Expected changes of parameters by an optimizer step."""
 
 NO_MOVES: Moves = {}

@@ -33,6 +33,7 @@ _MESSAGES = PlainCode(
         stage_messages.Evaluate,
         stage_messages.Cancel,
         stage_messages.Version,
+        stage_messages.Move,
         stage_messages.Flags,
         stage_messages.StageState,
         stage_messages.Output,

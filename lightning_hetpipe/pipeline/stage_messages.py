@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.autocast import Autocast
@@ -37,6 +38,28 @@ class Flags(NamedTuple):
     training: tuple[bool, ...]
 
 
+class Move(NamedTuple):
+    """Expected change of a parameter by an optimizer step.
+
+    It is ``scale * first``, or ``scale * first / (sqrt(second) + eps)`` where there is a ``second``: the optimizer's
+    own tensors, so that nothing is computed for what no minibatch will use.
+    """
+
+    first: Tensor
+    scale: float = 1.0
+    second: Tensor | None = None
+    eps: float = 0.0
+
+    def write(self, weights: Tensor, steps: int, out: Tensor) -> None:
+        """Write into ``out`` the ``weights`` after so many ``steps``, without another tensor of their size."""
+        weights, first, scale = weights.to(out.device), self.first.to(out.device), steps * self.scale
+        if self.second is None:
+            torch.add(weights, first, alpha=scale, out=out)
+        else:
+            torch.sqrt(self.second.to(out.device), out=out).add_(self.eps)
+            torch.addcdiv(weights, first, out, value=scale, out=out)
+
+
 class Version(NamedTuple):
     """The live layers of a stage as they are now, to be a version.
 
@@ -55,7 +78,7 @@ class Version(NamedTuple):
     flags: Flags
     buffers: Sequence[Sequence[Tensor]]
     needed: Sequence[Reading]
-    moves: Sequence[Tensor | None] = ()
+    moves: Sequence[Move | None] = ()
 
 
 class StageState(NamedTuple):

@@ -45,16 +45,19 @@ class VersionBuffer:
         self.published: StreamEvent | None = None
 
     def fill(self, version: Version, steps: int) -> None:
-        """Copy the live weights and flags, and move weights on by so many ``steps`` of an optimizer."""
+        """Take the live weights, moved on by so many ``steps`` of an optimizer, and the flags."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.fill(version, steps)
             return
-        foreach_copy_(self.tensors, version.parameters)
-        if steps and version.moves:
-            for tensor, move in zip(self.tensors, version.moves, strict=True):
-                if move is not None:
-                    tensor.add_(move.to(tensor.device), alpha=steps)
+        moves = version.moves if steps and version.moves else [None] * len(self.tensors)
+        unmoved: list[tuple[Tensor, Tensor]] = []
+        for tensor, weights, move in zip(self.tensors, version.parameters, moves, strict=True):
+            if move is None:
+                unmoved.append((tensor, weights))
+            else:
+                move.write(weights, steps, tensor)
+        foreach_copy_([tensor for tensor, _ in unmoved], [weights for _, weights in unmoved])
         self.flags = version.flags
 
 

@@ -7,6 +7,7 @@ for SGD with momentum at a constant rate the first and the last are the same, bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Moves
+from lightning_hetpipe.pipeline.stage_messages import Move
 from lightning_hetpipe.run.around_step import AroundStep, check_hooks
+from lightning_hetpipe.torch_private.tensors import foreach_copy_
 
-Rule = Callable[[dict[str, Any], dict[str, Any]], Tensor | None]
+Rule = Callable[[dict[str, Any], dict[str, Any]], Move | None]
 """Gives the expected change of a parameter, by its group and its state; None for no change."""
 
 
@@ -32,13 +35,12 @@ class Prediction(AroundStep):
 
     def moves(self) -> Moves:
         """Expected change of each parameter by the next step; of none before the first one."""
-        found: dict[nn.Parameter, Tensor] = {}
-        with torch.no_grad():
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = self._optimizer.state.get(parameter)
-                    if state and (move := self._rule(group, state)) is not None:
-                        found[parameter] = move
+        found: dict[nn.Parameter, Move] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter)
+                if state and (move := self._rule(group, state)) is not None:
+                    found[parameter] = move
         return found
 
     def saved(self) -> Sequence[Tensor | None]:
@@ -51,49 +53,64 @@ class LastStep(Prediction):
 
     Args:
         optimizer: The optimizer.
-        moves: What the last step before a checkpoint has changed, of a run that is resumed there.
+        changes: Those by the last step before a checkpoint, of a run that is resumed there.
     """
 
-    def __init__(self, optimizer: Optimizer, moves: Sequence[Tensor | None] = ()) -> None:
+    def __init__(self, optimizer: Optimizer, changes: Sequence[Tensor | None] = ()) -> None:
         super().__init__(optimizer, lambda group, state: None)
-        given = zip(self._parameters(), moves, strict=False)
-        self._moves: Moves = {parameter: move for parameter, move in given if move is not None}
+        given = zip(self._parameters(), changes, strict=False)
+        self._changes = {parameter: change for parameter, change in given if change is not None}
+        self._room = self._changes
 
     def moves(self) -> Moves:
-        return self._moves
+        return {parameter: Move(change) for parameter, change in self._changes.items()}
 
     def saved(self) -> Sequence[Tensor | None]:
-        return [self._moves.get(parameter) for parameter in self._parameters()] if self._moves else ()
+        return [self._changes.get(parameter) for parameter in self._parameters()] if self._changes else ()
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        before = self._moves
+        before = self._changes
         yield
-        if self._moves is before:
-            self._moves = {}
+        if self._changes is before:
+            self._changes = {}
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        parameters = self._parameters()
-        before = [each.detach().clone() for each in parameters]
+        room = {parameter: self._room_for(parameter) for parameter in self._parameters()}
+        self._changes, self._room = {}, room  # nothing to predict by, should the step fail
+        with torch.no_grad():
+            foreach_copy_([*room.values()], [*room])
         yield
-        for parameter, tensor in zip(parameters, before, strict=True):
-            tensor.neg_().add_(parameter.detach())
-        self._moves = dict(zip(parameters, before, strict=True))
+        with torch.no_grad():
+            for parameter, before in room.items():
+                torch.sub(parameter, before, out=before)
+        self._changes = room
+
+    def _room_for(self, parameter: nn.Parameter) -> Tensor:
+        """Memory for the change of ``parameter``, which is kept, as new memory takes longer than what is done in it."""
+        room = self._room.get(parameter)
+        if room is None or (room.shape, room.dtype, room.device) != (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        ):
+            room = torch.empty_like(parameter, requires_grad=False)
+        return room
 
     def _parameters(self) -> list[nn.Parameter]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
-def prediction_of(policy: str, optimizer: Optimizer, moves: Sequence[Tensor | None] = ()) -> Prediction:
-    """The prediction of the weight policy of that name; ``moves`` are those of a checkpoint.
+def prediction_of(policy: str, optimizer: Optimizer, changes: Sequence[Tensor | None] = ()) -> Prediction:
+    """The prediction of the weight policy of that name; ``changes`` are those that a checkpoint has.
 
     Raises:
         SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
     """
     check_hooks(optimizer, f"weights='{policy}'")
     if policy == "pipeoptim":
-        return LastStep(optimizer, moves)
+        return LastStep(optimizer, changes)
     kinds, rule, groups = _RULES[policy]
     name = type(optimizer).__name__
     if not isinstance(optimizer, kinds):
@@ -112,19 +129,20 @@ def prediction_of(policy: str, optimizer: Optimizer, moves: Sequence[Tensor | No
     return Prediction(optimizer, rule)
 
 
-def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:
+def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
     momentum: Tensor | None = state.get("momentum_buffer")
-    return None if momentum is None else momentum * -group["lr"]
+    return None if momentum is None else Move(momentum, -float(group["lr"]))
 
 
-def _by_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:
+def _by_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
+    """Adam's step, its bias corrections in the other order (Kingma and Ba, section 2)."""
     if "step" not in state:
         return None
     (beta, gamma), steps = group["betas"], float(state["step"])
-    second: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-    spread = (second / (1 - gamma**steps)).sqrt() + group["eps"]
-    move: Tensor = state["exp_avg"] / spread * (-group["lr"] / (1 - beta**steps))
-    return move
+    correction = math.sqrt(1 - gamma**steps)
+    scale = -float(group["lr"]) * correction / (1 - beta**steps)
+    second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    return Move(state["exp_avg"], scale, second, group["eps"] * correction)
 
 
 _RULES: Mapping[str, tuple[tuple[type[Optimizer], ...], Rule, Mapping[str, Callable[[Any], bool]]]] = {

@@ -23,6 +23,7 @@ from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.pipeline.host import Wire, main
 from tests.support.marks import slow_except
+from tests.support.models import ADAMW, Learner
 
 
 class Process:
@@ -182,3 +183,17 @@ def test_a_stage_in_another_process(name: str, index: int, host: type[Process | 
     assert_equal(expected, fit(made(name), loader, strategy=even(layers, 2, 2)))
     assert made_remote
     assert all(stage.process.ended() for stage in made_remote)
+
+
+def test_weights_are_predicted_in_another_process(remote: Remote) -> None:
+    _, loader, layers = CASES["views"]
+
+    def adam() -> Learner:
+        task = made("views")
+        task.recipe = ADAMW
+        return task
+
+    expected = expect(adam(), loader, 3, weights="xpipe")
+    made_remote = remote(1, Thread)
+    assert_equal(expected, fit(adam(), loader, strategy=even(layers, 2, 3, weights="xpipe")))
+    assert made_remote

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.rules.versions import POLICIES, SYNC
-from lightning_hetpipe.run.prediction import prediction_of
+from lightning_hetpipe.run.prediction import LastStep, Prediction, prediction_of
 from tests.exact.pipelines import even
 from tests.exact.running import after, assert_equal, expect, fit
 from tests.oracle import Recipe
@@ -169,12 +170,20 @@ def test_a_run_that_is_resumed(policy: str, p: int, tmp_path: Path) -> None:
 # Predictions by themselves.
 
 
+def after_steps(prediction: Prediction, weight: nn.Parameter, steps: int) -> torch.Tensor:
+    """``weight`` after so many steps, as expected."""
+    after = torch.empty_like(weight, requires_grad=False)
+    with torch.no_grad():
+        prediction.moves()[weight].write(weight, steps, after)
+    return after
+
+
 def test_on_a_linear_loss_the_momentum_buffer_predicts_exactly() -> None:
     """Each gradient is g, so that a buffer at g / (1 - mu) stays there, and each step is the same."""
     weight, g = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)), torch.tensor([0.5, 0.25]).double()
     optimizer = torch.optim.SGD([weight], 0.125, momentum=0.5)
     optimizer.state[weight]["momentum_buffer"] = g / 0.5
-    predicted = weight.detach() + 3 * prediction_of("spectrain", optimizer).moves()[weight]
+    predicted = after_steps(prediction_of("spectrain", optimizer), weight, 3)
     for _ in range(3):
         weight.grad = g.clone()
         optimizer.step()
@@ -192,10 +201,50 @@ def test_on_a_quadratic_the_prediction_has_its_closed_form() -> None:
     with last.stepping():
         optimizer.step()
     for prediction in (last, prediction_of("spectrain", optimizer)):
-        assert prediction.moves()[weight].item() == pytest.approx(-0.1 * 3.0 * 2.0, rel=1e-15)
+        changed = after_steps(prediction, weight, 1) - weight.detach()
+        assert changed.item() == pytest.approx(-0.1 * 3.0 * 2.0, rel=1e-14)
     with last.asked():  # and skipped
         pass
     assert not last.moves()
+
+
+def test_the_change_of_each_step_lies_in_the_same_memory() -> None:
+    """Unless the weight has another type since, as a checkpoint's change may have."""
+    weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    last, addresses = LastStep(optimizer, [torch.ones(2, dtype=torch.float64)]), []
+    assert after_steps(last, weight, 2).tolist() == [4.0, 5.0]
+    for _ in range(3):
+        weight.grad = before = weight.detach().clone()
+        with last.asked(), last.stepping():
+            optimizer.step()
+        change = last.moves()[weight].first
+        assert torch.equal(change, weight.detach() - before)
+        addresses.append(change.data_ptr())
+    assert len(set(addresses)) == 1
+
+
+def test_a_step_that_fails_predicts_nothing() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    last = LastStep(torch.optim.SGD([weight], 0.1), [torch.ones(2)])
+    with pytest.raises(ZeroDivisionError), last.asked(), last.stepping():
+        raise ZeroDivisionError
+    assert not last.moves()
+    assert not last.saved()
+
+
+def test_nothing_is_predicted_where_no_step_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in flight, four to a step: the fifth and the ninth minibatch miss one."""
+    asked, moves = [], Prediction.moves
+
+    def counted(prediction: Prediction) -> Moves:
+        asked.append(prediction)
+        return moves(prediction)
+
+    monkeypatch.setattr(Prediction, "moves", counted)
+    strategy = even(7, 2, 2, weights="spectrain")
+    fit(mlp(MOMENTUM), vectors(40, 4), strategy=strategy, max_epochs=1, accumulate_grad_batches=4)
+    assert len(asked) == 2
 
 
 # Refusals.
