@@ -6,7 +6,7 @@ READY := .venv/.ready
 PARALLEL := -n 2 --dist worksteal
 CODE := lightning_hetpipe tests benchmarks examples
 
-.PHONY: demo test test-all check bench docs clean
+.PHONY: demo test test-all check bench experiments docs clean
 
 demo: $(READY)  ## Train the digits experiment.
 	$(BIN)/hetpipe-train
@@ -25,6 +25,9 @@ check: $(READY)  ## Format, lint, types.
 bench: $(READY)  ## The benchmarks; they write benchmarks/results.md, which the README cites.
 	$(BIN)/python -m benchmarks --table benchmarks/results.md
 	$(BIN)/python -m benchmarks --readme
+
+experiments: $(READY)  ## Weight policies on four small tasks; ARGS="full=true" is the whole grid, and goes on where it stopped.
+	$(BIN)/python -m benchmarks.experiments $(ARGS)
 
 docs: $(READY)  ## The documentation as a site, into site/; a warning is an error.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

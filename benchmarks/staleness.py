@@ -71,19 +71,21 @@ Runs = Mapping[tuple[Recipe, int], Sequence[float]]
 """Accuracies, by recipe and number in flight; one for each seed."""
 
 
-def largest_stable(momentum: float, steps: int, nesterov: bool = False) -> float:
+def largest_stable(momentum: float, steps: int, nesterov: bool = False, predicted: bool = False) -> float:
     """The largest lr * h at which gradient descent on a curvature h, with gradients ``steps`` old, does not diverge.
 
     That is where the spectral radius of w(t + 1) = (1 + mu) w(t) - mu w(t - 1) - lr h w(t - s) reaches 1; Nesterov's
-    takes (1 + mu) w(t - s) - mu w(t - s - 1) for w(t - s).
+    takes (1 + mu) w(t - s) - mu w(t - s - 1) for w(t - s), and a prediction (1 + s) w(t - s) - s w(t - s - 1).
     """
+    used = np.convolve(
+        [1 + momentum, -momentum] if nesterov else [1.0], [1.0 + steps, -steps] if predicted else [1.0, 0.0]
+    )
     low, high = 0.0, 8.0
     for _ in range(60):
         rate = (low + high) / 2
-        terms = np.zeros(steps + 3)
+        terms = np.zeros(steps + 4)
         terms[:3] = 1, -(1 + momentum), momentum
-        terms[1 + steps] += rate * (1 + momentum * nesterov)
-        terms[2 + steps] -= rate * momentum * nesterov
+        terms[1 + steps : 1 + steps + len(used)] += rate * used
         low, high = (rate, high) if max(abs(np.roots(terms))) <= 1 + 1e-9 else (low, rate)
     return low
 

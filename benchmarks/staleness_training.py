@@ -79,21 +79,26 @@ class Recipe:
         return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **options)
 
 
+def convolutions() -> nn.Sequential:
+    """Four 3x3 convolutions with BatchNorm, and a linear layer."""
+    layers: list[nn.Module] = []
+    channels = 1
+    for index, width in enumerate((16, 16, 32, 32)):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (index % 2)
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * channels, CLASSES))
+
+
 class Net(L.LightningModule):
-    """Four 3x3 convolutions with BatchNorm, a linear layer, and cross-entropy."""
+    """The convolutions, and cross-entropy."""
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         super().__init__()
         self.recipe = recipe
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layers: list[nn.Module] = []
-            channels = 1
-            for index, width in enumerate((16, 16, 32, 32)):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-                layers += [nn.MaxPool2d(2)] * (index % 2)
-                channels = width
-            self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * channels, CLASSES))
+            self.net = convolutions()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch

@@ -83,6 +83,19 @@ def test_the_docs_name_the_bounds() -> None:
     assert f"({LIMIT:g}; {NORMALISED:g} for RMSprop)" in docs
 
 
+def test_the_docs_say_where_a_prediction_is_more_stable() -> None:
+    docs = " ".join(staleness.DOCS.read_text().split())
+    stable = {
+        (momentum, predicted): f"{staleness.largest_stable(momentum, 3, predicted=predicted):.2g}"
+        for momentum in (0.0, 0.5, 0.9, 0.99)
+        for predicted in (False, True)
+    }
+    for momentum, way in ((0.9, "at momentum 0.9"), (0.99, "at momentum 0.99"), (0.0, "without momentum")):
+        where = f"from {stable[momentum, False]} to {stable[momentum, True]}"
+        assert f"{where} {way}" in docs or f"{way} {where}" in docs
+    assert f"at momentum 0.5 it lowers it from {stable[0.5, False]} to {stable[0.5, True]}" in docs
+
+
 def test_the_warning_agrees_with_what_was_measured() -> None:
     """Fits of recipes that momentum makes fail begin with the warning; the remedies that it names are enough."""
     plain = {recipe: min(found) for (recipe, number), found in RUNS.items() if number == 1}
