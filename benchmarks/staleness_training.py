@@ -17,7 +17,7 @@ from lightning_hetpipe.demo.digits import CLASSES, load, split
 from lightning_hetpipe.pipeline.live import NO_MOVES, Moves
 from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
 from lightning_hetpipe.run.around_step import AroundStep, around_step
-from lightning_hetpipe.run.lr_correction import RateCorrection
+from lightning_hetpipe.run.lr_correction import Correction, RateCorrection
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 
 BATCH = 32
@@ -146,7 +146,7 @@ def updates(
     prediction = prediction_of(policy.name, optimizer) if policy.predicts else None
     correction = AroundStep()
     if recipe.correction:
-        correction = RateCorrection(optimizer, recipe.correction, lambda: versions.most_steps, lambda: done)
+        correction = RateCorrection(optimizer, Correction(recipe.correction), lambda: versions.most_steps, lambda: done)
     around = [correction] if prediction is None else [prediction, correction]
     p = 0
     for _ in range(epochs):

@@ -133,7 +133,7 @@ def train(
     restarts: Collection[int] = (),
     stop_after: int | None = None,
     weights: str = "stash",
-    lr_correction: int | None = None,
+    lr_correction: int | tuple[int, int] | None = None,
     edit: Callable[[int, M], None] | None = None,
 ) -> Run:
     """Trains a copy of ``model``.
@@ -183,7 +183,7 @@ def minibatches(
     virtual_worker: int = 0,
     resumed: tuple[int, State] | None = None,
     weights: str = "stash",
-    lr_correction: int | None = None,
+    lr_correction: int | tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, M]]:
     """Trains a copy of ``model``, as ``train`` says, and writes ``run``; yields (p, the copy) when minibatch p is done.
 
@@ -193,7 +193,8 @@ def minibatches(
         virtual_worker: whose random numbers it draws.
         resumed: how many minibatches came before, and the state that they left: ``run`` begins there.
         weights: the weight policy.
-        lr_correction: after how many updates rates are the recipe's; before, update t has tau^(1 - t / K) of them less.
+        lr_correction: after how many updates rates are the recipe's; before, update t has tau^(1 - t / K) of them less;
+            and the least tau.
     """
     model = copy.deepcopy(model).train()
     optimizer = recipe.optimizer(model)
@@ -359,9 +360,12 @@ def train_together(
 
 
 @contextlib.contextmanager
-def corrected(optimizer: Optimizer, t: int, updates: int | None, missed: int) -> Iterator[None]:
-    """Within, rates are those of update ``t``, of the first ``updates`` that have lower ones."""
-    factor = 1.0 if updates is None else (1 + missed) ** -(1 - min(t / updates, 1.0))
+def corrected(optimizer: Optimizer, t: int, correction: int | tuple[int, int] | None, missed: int) -> Iterator[None]:
+    """Within, rates are those of update ``t``, of the first ones that have lower rates."""
+    factor = 1.0
+    if correction is not None and missed > 0:
+        updates, least = correction if isinstance(correction, tuple) else (correction, 1)
+        factor = max(1 + missed, least) ** -(1 - min(t / updates, 1.0))
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] *= factor

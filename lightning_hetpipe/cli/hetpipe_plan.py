@@ -23,6 +23,7 @@ from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
+from lightning_hetpipe.run.automatic import planned_policies
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -63,7 +64,11 @@ def run(config: DictConfig) -> float | None:
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    choice = best_plan(profile, cluster, optimizer=optimizer, **asked)
+    policy = asked.pop("weights")
+    for weights in planned_policies(optimizer) if policy is None else [policy]:
+        choice = best_plan(profile, cluster, optimizer=optimizer, weights=weights, **asked)
+        if choice.fits:
+            break
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
     given = asked["stages"] is not None

@@ -199,6 +199,6 @@ def wanted(config: DictConfig) -> dict[str, Any]:
         "recompute": switch("recompute", of_strategy(config, "recompute", False)),
         "ordered": config.ordered,
         "synchronise": seconds_of(str(config.synchronise), "synchronise"),
-        "weights": weight_policy(of_strategy(config, "weights", "stash")),
+        "weights": weight_policy(of_strategy(config, "weights", "auto")),
         "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
     }

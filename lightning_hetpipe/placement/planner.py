@@ -59,6 +59,7 @@ class Decision:
         names: Of each stage's device, where others were declared than torch's.
         emulated: Whether stages take as long as the devices ``names``, which are not here.
         planned: Memory of each stage; none where nothing was planned, or devices are emulated.
+        weights: The weight policy.
     """
 
     split_points: tuple[int, ...]
@@ -69,10 +70,12 @@ class Decision:
     names: Sequence[str] | None = None
     emulated: bool = False
     planned: Sequence[PlannedMemory] = ()
+    weights: WeightPolicy = STASH
 
 
-Decide = Callable[[ProfilingInput], Decision]
-"""Function that makes the decision once the first minibatch has shown the layers."""
+Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
+"""Function that makes the decision once the first minibatch has shown the layers, for the first of these weight
+policies that devices have room for."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,9 @@ class Planner:
         even: Whether devices are taken to be all the same, and without a memory limit.
         choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
         reported: Whether one stage is measured, too, as there is a logger to be told.
-        weights: The weight policy.
         every: Minibatches of an optimizer step.
+        weights: The weight policy.
+        must_fit: Whether another one is tried where there is no room for it.
     """
 
     placement: DevicePlacement
@@ -110,25 +114,34 @@ class Planner:
     even: bool = False
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
-    weights: WeightPolicy = STASH
     every: int = 1
+    weights: WeightPolicy = STASH
+    must_fit: bool = False
 
     @property
     def before_pass(self) -> BeforePass | None:
         """Padding of stages that are emulated; None where their devices are here."""
         return self.emulation if self.placement.emulated else None
 
-    def __call__(self, profiling: ProfilingInput) -> Decision:
-        """Decide.
+    def __call__(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
+        """Decide, for the first of ``policies`` that devices have room for.
 
         Raises:
             SettingError: where the plan is one for another model, where what was asked for does not fit, or for more
                 stages than there are layers.
         """
+        for policy in policies:
+            try:
+                return replace(self, weights=policy, must_fit=policy is not policies[-1])._decide(profiling)
+            except _Unfit as error:
+                unfit = error
+        rank_zero_info(f"The plan that lacks the least:\n\n{unfit.plan}\n")
+        raise SettingError(str(unfit))
+
+    def _decide(self, profiling: ProfilingInput) -> Decision:
         if not self.recompute and any(layer.recompute for piece in profiling.pieces for layer in piece.layers):
-            return replace(self, recompute=True)(
-                profiling
-            )  # a stage with a checkpointed layer computes all of it again
+            # A stage with a checkpointed layer computes all of it again.
+            return replace(self, recompute=True)._decide(profiling)
         if self.plan is not None:
             return self._follow(self.plan, profiling)
         if self.even:
@@ -200,6 +213,8 @@ class Planner:
         profile = Profile(self.model, samples, profiling.sizes(), named, {}, calls=calls, user=user)
         found = self._estimate(profile, slots, decision.split_points, decision.in_flight, profiling)
         if lacks := _lacking(found.stages):
+            if self.must_fit:
+                raise self._unfit(found, (), profile)
             fewer = range(decision.in_flight - 1, 0, -1)
             fits = (
                 f"in_flight={each}"
@@ -278,12 +293,12 @@ class Planner:
             profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute, versions=versions
         )
 
-    def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> SettingError:
+    def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> _Unfit:
         lacks = _lacking(found.stages)
         lacking = [f"{self.placement.name(slot)} lacks {in_bytes(more)}" for slot, more in lacks.items()]
-        rank_zero_info(f"The plan that lacks the least:\n\n{self._table(found, profile)}\n")
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
-        return SettingError(f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}")
+        message = f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}"
+        return _Unfit(message, self._table(found, profile))
 
     def _table(self, found: Estimate, profile: Profile) -> Plan:
         names = [layer.name for layer in profile.layers]
@@ -336,7 +351,16 @@ class Planner:
             [f"HetPipe: stages on {stages}; {self.weights.told(in_flight)}", *why],
             where if placement.declared else None,
             placement.emulated,
+            weights=self.weights,
         )
+
+
+class _Unfit(SettingError):
+    """Devices lack memory; ``plan`` is the one that lacks the least."""
+
+    def __init__(self, message: str, plan: Plan) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 def _names(profiling: ProfilingInput) -> list[str]:

@@ -169,7 +169,8 @@ class FirstMinibatch(Extension):
         """
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         return self._settings.decide(
-            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called, watch.user)
+            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called, watch.user),
+            self._settings.weights,
         )
 
     def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
@@ -192,7 +193,7 @@ class FirstMinibatch(Extension):
         settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
         every = self._trainer.accumulate_grad_batches
         in_flight = self._synchroniser.agree(decision.in_flight, every)
-        versions = Versions(settings.weights, in_flight, every)
+        versions = Versions(decision.weights, in_flight, every)
         versions.check(self._synchroniser.wave)
         check_resumed(settings.resumed, in_flight)
         if self._waited is not None and in_flight > 1:
@@ -201,15 +202,18 @@ class FirstMinibatch(Extension):
             rank_zero_info(line)
         if decision.explanation and in_flight != decision.in_flight:
             rank_zero_info(
-                f"but {settings.weights.told(in_flight)}: the most that any virtual worker has, as all have as many"
+                f"but {decision.weights.told(in_flight)}: the most that any virtual worker has, as all have as many"
             )
         if any(layer.recompute for layer in layers):
             rank_zero_info(
                 "gradient checkpointing is enabled: stages with such layers, but the last, compute forwards again for"
                 " the backward, as recompute=True does, and not by torch.utils.checkpoint"
             )
-        behind = self._synchroniser.staleness(settings.weights.behind(versions))
-        check_staleness(self._trainer, in_flight, *behind)
+        if in_flight > 1 and settings.automatic is not None:
+            rank_zero_info(settings.automatic.told(decision.weights))
+        behind = self._synchroniser.staleness(decision.weights.behind(versions))
+        corrected = settings.lr_correction is not None
+        check_staleness(self._trainer, in_flight, *behind, predicted=decision.weights.predicts, corrected=corrected)
         if settings.recompute and len(decision.split_points) == len(watch.called) == 1:
             nothing_to_recompute()
         return in_flight

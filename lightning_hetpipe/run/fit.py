@@ -41,7 +41,7 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
 from lightning_hetpipe.run.around_step import AroundStep
 from lightning_hetpipe.run.clipping import clip_by_norm
@@ -235,10 +235,9 @@ class Fit(TrainerRun):
         if settings.is_spread:
             self._looks_ahead = False
             return self._spread_run(settings)
-        if settings.weights.predicts:
-            self._prediction = prediction_of(
-                settings.weights.name, self._trainer.optimizers[0], settings.resumed_changes
-            )
+        if (preferred := settings.weights[0]).predicts:
+            optimizer = self._trainer.optimizers[0]
+            self._prediction = prediction_of(preferred.name, optimizer, settings.resumed_changes)
             self._around.append(self._prediction)
         if settings.lr_correction is not None:
             self._correction = RateCorrection(
@@ -270,6 +269,7 @@ class Fit(TrainerRun):
         """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on."""
         root: torch.device = self._trainer.strategy.root_device
         self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
+        self._around.clear()
         run = self._spread_run(replace(self._settings, stages=1))
         self._driver.extensions.replace(self._inline, run)
 
@@ -280,7 +280,12 @@ class Fit(TrainerRun):
         add, context = driver.extensions.add, self._precision.train_step_context
         layout = Layout.of(pieces, decision)
         self._lacking = partial(layout.lacking, in_flight, settings.recompute)
-        versions = partial(self._versions, in_flight)
+        versions = partial(self._versions, decision.weights, in_flight)
+        if in_flight == 1 or not decision.weights.predicts:
+            self._prediction = None
+        self._around[:] = [
+            each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
+        ]
         moved = self._move(layout)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
@@ -294,7 +299,7 @@ class Fit(TrainerRun):
                 settings.before_pass,
                 settings.recompute,
                 settings.compile,
-                settings.weights.buffers(versions(number - 1)),
+                decision.weights.buffers(versions(number - 1)),
             ),
             settings.timeout,
             self._module,
@@ -350,11 +355,11 @@ class Fit(TrainerRun):
         with self._correction.stepping():
             return self._prediction.moves()
 
-    def _versions(self, in_flight: int, version: int) -> Versions:
+    def _versions(self, policy: WeightPolicy, in_flight: int, version: int) -> Versions:
         """The versions from ``version`` on, at which the pipeline starts empty."""
         begun, in_epoch = begun_minibatches(self._trainer)
         every = self._trainer.accumulate_grad_batches
-        versions = Versions(self._settings.weights, in_flight, every, version, begun - in_epoch)
+        versions = Versions(policy, in_flight, every, version, begun - in_epoch)
         versions.check(self._synchroniser.wave)
         return versions
 

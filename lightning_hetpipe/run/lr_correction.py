@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch.optim import Optimizer
 
 from lightning_hetpipe.run.around_step import AroundStep, check_hooks
+
+
+class Correction(NamedTuple):
+    """Setting of a correction.
+
+    Attributes:
+        updates: K, after how many updates the rates are the user's own.
+        least: Least tau.
+    """
+
+    updates: int
+    least: int = 1
 
 
 class RateCorrection(AroundStep):
@@ -17,7 +30,7 @@ class RateCorrection(AroundStep):
 
     Args:
         optimizer: The optimizer.
-        updates: K, after how many updates the rates are the user's own.
+        setting: K, and the least tau.
         steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
         update: Gives t, the number of updates so far.
 
@@ -25,18 +38,20 @@ class RateCorrection(AroundStep):
         SettingError: for an optimizer that takes no hooks.
     """
 
-    def __init__(self, optimizer: Optimizer, updates: int, steps: Callable[[], int], update: Callable[[], int]) -> None:
-        check_hooks(optimizer, f"lr_correction={updates}")
+    def __init__(
+        self, optimizer: Optimizer, setting: Correction, steps: Callable[[], int], update: Callable[[], int]
+    ) -> None:
+        check_hooks(optimizer, f"lr_correction={setting.updates}")
         self._optimizer = optimizer
-        self._updates = updates
+        self._setting = setting
         self._steps = steps
         self._update = update
 
     @property
     def factor(self) -> float:
         """Factor of the next update's rates."""
-        left: float = 1 - min(self._update() / self._updates, 1.0)
-        return float((1 + self._steps()) ** -left)
+        left, steps = 1 - min(self._update() / self._setting.updates, 1.0), self._steps()
+        return float(max(1 + steps, self._setting.least) ** -left) if steps else 1.0
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

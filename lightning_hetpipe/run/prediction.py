@@ -129,6 +129,11 @@ def prediction_of(policy: str, optimizer: Optimizer, changes: Sequence[Tensor | 
     return Prediction(optimizer, rule)
 
 
+PREFERRED = ("spectrain", "xpipe", "pipeoptim")
+"""Predicting policies, in the order in which one is looked for that has a rule for an optimizer: the last one suits
+any, and keeps one copy of the weights more."""
+
+
 def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
     momentum: Tensor | None = state.get("momentum_buffer")
     return None if momentum is None else Move(momentum, -float(group["lr"]))

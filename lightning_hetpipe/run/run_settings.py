@@ -21,6 +21,8 @@ from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.planner import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
+from lightning_hetpipe.run.automatic import Automatic
+from lightning_hetpipe.run.lr_correction import Correction
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,14 @@ class RunSettings:
     """Bytes of those of the devices that have a limit."""
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
-    lr_correction: int | None = None
-    """Number of updates after which learning rates are the user's own."""
+    lr_correction: Correction | None = None
+    """How learning rates are lower at the beginning."""
     resumed_changes: Sequence[Tensor | None] = ()
     """Changes by the last step before that checkpoint, where weights were predicted by it."""
-    weights: WeightPolicy = STASH
+    weights: Sequence[WeightPolicy] = (STASH,)
+    """Weight policies, of which the first is taken that devices have room for."""
+    automatic: Automatic | None = None
+    """Choice of the policy and the correction of rates, unless the user has made it."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 

@@ -41,10 +41,14 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings, together
+from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
+from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
+from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
@@ -67,12 +71,14 @@ class HetPipeStrategy(VirtualWorkers):
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
             processes, each of those is one, and this is to be left out.
-        weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "stash" keeps
-            those after minibatch p - Nm (HetPipe, PipeDream); "sync" drains the pipeline before each optimizer step, so
-            that there is no staleness, and minibatches of one step (``accumulate_grad_batches``) fill it (GPipe); "2bw"
-            is one step behind, with at least Nm minibatches to a step, and keeps two versions (PipeDream-2BW);
-            "spectrain" (SGD with momentum), "xpipe" (Adam, AdamW) and "pipeoptim" (any optimizer) move the stashed
-            weights on by as many steps as are missing.
+        weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "auto" predicts
+            weights where there is a rule for the optimizer and room for the prediction, and stashes otherwise; a line
+            at the start of a fit says which, and never is it a reason to refuse a model. "stash" keeps those after
+            minibatch p - Nm (HetPipe, PipeDream); "sync" drains the pipeline before each optimizer step, so that there
+            is no staleness, and minibatches of one step (``accumulate_grad_batches``) fill it (GPipe); "2bw" is one
+            step behind, with at least Nm minibatches to a step, and keeps two versions (PipeDream-2BW); "spectrain"
+            (SGD with momentum), "xpipe" (Adam, AdamW) and "pipeoptim" (any optimizer) move the stashed weights on by as
+            many steps as are missing.
         module: Name or names of the modules to pipeline; by default every one with trainable parameters that
             ``training_step`` calls.
         timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
@@ -110,7 +116,7 @@ class HetPipeStrategy(VirtualWorkers):
         lr_correction: K, the number of updates at the beginning with a lower learning rate, as stale gradients do most
             harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
             of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers and checkpoints see the
-            user's rate.
+            user's rate. "auto" corrects rates only where weights="auto" does.
         start_method: For a later release.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
@@ -133,7 +139,7 @@ class HetPipeStrategy(VirtualWorkers):
         stages: int | Literal["auto"] | Sequence[int] = "auto",
         in_flight: int | Literal["auto"] = "auto",
         virtual_workers: int = 1,
-        weights: str = "stash",
+        weights: str = "auto",
         module: str | Sequence[str] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         cluster: Cluster | None = None,
@@ -141,7 +147,7 @@ class HetPipeStrategy(VirtualWorkers):
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
         timeline: bool | Sequence[int] = False,
-        lr_correction: int | None = None,
+        lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
         start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
@@ -241,6 +247,8 @@ class HetPipeStrategy(VirtualWorkers):
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         super().setup(trainer)
+        if fitting and not wanted.is_spread:
+            self._wanted = wanted = self._with_policy(wanted)
         seed, self._resumed, self._resumed_changes = self.run_seed, None, []
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
@@ -385,7 +393,6 @@ class HetPipeStrategy(VirtualWorkers):
             even,
             self._choose_split_points,
             bool(trainer.loggers),
-            self._policy,
             trainer.accumulate_grad_batches,
         )
 
@@ -407,7 +414,6 @@ class HetPipeStrategy(VirtualWorkers):
             chosen=self.in_flight == "auto" and not planner.even,
             spread=self._provisional_devices(),
             memory=planner.placement.limits,
-            weights=self._policy,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,
@@ -416,8 +422,20 @@ class HetPipeStrategy(VirtualWorkers):
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
             resumed_changes=self._resumed_changes,
-            lr_correction=self.lr_correction,
         )
+
+    def _with_policy(self, wanted: run_settings.RunSettings) -> run_settings.RunSettings:
+        """Settle the weight policy, and how long learning rates are lower, by the optimizer where neither is given."""
+        given = self.lr_correction
+        correction = Correction(given) if isinstance(given, int) else None
+        if self._policy is not None:
+            return replace(wanted, weights=(self._policy,), lr_correction=correction)
+        assert self.lightning_module is not None
+        chosen = automatic_policy(self.optimizers[0], clipped=is_clipped(self.lightning_module.trainer))
+        if given != "auto":
+            chosen = replace(chosen, lr_correction=correction)
+        weights = dict.fromkeys([chosen.policy, STASH])
+        return replace(wanted, weights=tuple(weights), lr_correction=chosen.lr_correction, automatic=chosen)
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         """Give the first layer of each stage; tests put their own in its place."""

@@ -18,6 +18,7 @@ from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.rules.versions import WeightPolicy
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
@@ -52,7 +53,7 @@ class ProfilingStrategy(HetPipeStrategy):
     def _fit_settings(self) -> RunSettings:
         return replace(super()._fit_settings(), decide=self._measure)
 
-    def _measure(self, profiling: ProfilingInput) -> Decision:
+    def _measure(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         assert self.lightning_module is not None
         devices = dict.fromkeys(self.parallel_devices or [torch.device("cpu")])
         found = {slot.device: device for device in devices for slot in discovered_cluster([device]).slots}

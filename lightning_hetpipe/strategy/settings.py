@@ -43,17 +43,19 @@ def check_later(name: str, value: Any) -> None:
         )
 
 
-def weight_policy(value: Any) -> WeightPolicy:
-    """The policy of that name."""
-    if not isinstance(value, str) or value not in POLICIES:
-        known = ", ".join(map(repr, POLICIES))
-        raise SettingError(f"weights={value!r} must be one of {known}{nearest(str(value), POLICIES)}")
-    return POLICIES[value]
+def weight_policy(value: Any) -> WeightPolicy | None:
+    """The policy of that name; None for "auto"."""
+    names = ["auto", *POLICIES]
+    if not isinstance(value, str) or value not in names:
+        raise SettingError(
+            f"weights={value!r} must be one of {', '.join(map(repr, names))}{nearest(str(value), names)}"
+        )
+    return POLICIES.get(value)
 
 
-def updates(value: Any) -> int | None:
+def updates(value: Any) -> int | Literal["auto"] | None:
     """The number of updates with lower learning rates."""
-    return None if value is None else whole("lr_correction", value, other=", or None")
+    return value if value in (None, "auto") else whole("lr_correction", value, other=", 'auto', or None")
 
 
 def count(name: str, value: int | str) -> int | Literal["auto"]:

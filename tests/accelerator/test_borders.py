@@ -25,6 +25,7 @@ from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.calling_models import Checkpoints
 from tests.support.equality import assert_same
 from tests.support.models import ADAMW, CLASSES, Learner, vectors
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 
@@ -114,7 +115,7 @@ def test_user_code_around_pieces(accelerator: TestAccelerator) -> None:
 
 def check(task: Learner, loader: DataLoader[Any], accelerator: TestAccelerator, stages: int, in_flight: int) -> None:
     expected = expect(task, loader, in_flight, max_epochs=1)
-    trainer = quiet_trainer(HetPipeStrategy(stages, in_flight), accelerator=accelerator, devices=4, max_epochs=1)
+    trainer = quiet_trainer(stashing(stages, in_flight), accelerator=accelerator, devices=4, max_epochs=1)
     trainer.fit(task, loader)
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
 

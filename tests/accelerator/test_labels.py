@@ -10,12 +10,12 @@ import torch
 import transformers as hf
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe import HetPipeStrategy
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
 from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, WORDS, Learner
+from tests.support.strategies import stashing
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {
 def test_a_model_that_is_given_labels(accelerator: TestAccelerator, name: str) -> None:
     make, key, one_for_each = MODELS[name]
     data = loader(key, one_for_each=one_for_each)
-    strategy = HetPipeStrategy(stages=3, in_flight=3)
+    strategy = stashing(stages=3, in_flight=3)
     record = fit(Labelled(make, key), data, strategy=strategy, accelerator=accelerator, devices=3)
     assert not strategy.last_run.taken_apart
     assert len(strategy.last_run.stages) == 3

@@ -21,8 +21,10 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
+from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
 from lightning_hetpipe.planning.model.cluster import Device, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.run.automatic import CORRECTED
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
@@ -31,6 +33,7 @@ from tests.support.captured_models import GPT, Bottleneck, CrossBlock, Whole, Wo
 from tests.support.equality import assert_same
 from tests.support.marks import quick
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, words
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 DEVICES = 4
@@ -179,11 +182,11 @@ def test_in_a_pipeline(
     tmp_path: Path,
 ) -> None:
     task, loader = make()
-    trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))).fit(task, loader)
+    trainer_on(accelerator, stashing(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))).fit(task, loader)
     room = int(sum(stage.memory.total for stage in planned[-1].stages) / SHARE)
 
     def strategy() -> HetPipeStrategy:
-        return HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*[room] * DEVICES))
+        return stashing(stages=4, in_flight=in_flight, cluster=cluster(*[room] * DEVICES))
 
     task, loader = make()
     expected = expect(task, loader, in_flight, max_epochs=2)
@@ -210,13 +213,13 @@ def test_no_device_has_more_than_its_plan_says(planned: list[Estimate], accelera
 
     loader, in_flight = words(20, 2), 4
     declared = cluster(*LARGE)
-    trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=in_flight, cluster=declared)).fit(small(), loader)
+    trainer_on(accelerator, stashing(stages=4, in_flight=in_flight, cluster=declared)).fit(small(), loader)
     said = {stage.slot.number: stage.memory.total for stage in planned[-1].stages}
     room = [said[number] for number in range(DEVICES)]
     task = small()
     expected = expect(task, loader, in_flight, max_epochs=2)
     limit(*room)
-    strategy = HetPipeStrategy(stages=4, in_flight=in_flight, cluster=cluster(*room))
+    strategy = stashing(stages=4, in_flight=in_flight, cluster=cluster(*room))
     trainer = trainer_on(accelerator, strategy, max_epochs=2, val_check_interval=4)
     trainer.fit(task, loader, loader)
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
@@ -231,7 +234,7 @@ def test_two_buffers_fit_where_stashing_does_not(planned: list[Estimate], accele
         return Writes(GPT(blocks=9, width=64), ADAMW)
 
     def strategy(weights: str, memory: Sequence[int]) -> HetPipeStrategy:
-        return HetPipeStrategy(stages=4, in_flight=4, weights=weights, cluster=cluster(*memory))
+        return stashing(stages=4, in_flight=4, weights=weights, cluster=cluster(*memory))
 
     loader, buffered = words(20, 2), {"accumulate_grad_batches": 4}
     trainer_on(accelerator, strategy("2bw", LARGE), **buffered).fit(small(), loader)
@@ -244,6 +247,39 @@ def test_two_buffers_fit_where_stashing_does_not(planned: list[Estimate], accele
     trainer = trainer_on(accelerator, strategy("2bw", room), **buffered)
     trainer.fit(task, loader)
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_weights_are_stashed_where_a_prediction_lacks_room(
+    declared: bool, planned: list[Estimate], accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; a prediction takes a copy of the weights more."""
+
+    def small() -> Learner:
+        torch.manual_seed(7)
+        return Writes(GPT(blocks=9, width=64), ADAMW)
+
+    told = list[str]()
+    monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
+    loader, estimate = words(20, 2), Planner._estimate
+
+    def noting(*args: Any) -> Estimate:
+        planned.append(estimate(*args))
+        return planned[-1]
+
+    monkeypatch.setattr(Planner, "_estimate", noting)
+    stashed = stashing(stages=4, in_flight=4, cluster=cluster(*LARGE) if declared else None)
+    trainer_on(accelerator, stashed).fit(small(), loader)
+    room = [max(stage.memory.total for stage in planned[-1].stages)] * DEVICES
+    task = small()
+    expected = expect(task, loader, 4, max_epochs=1, weights="stash", lr_correction=CORRECTED)
+    for index, each in enumerate(room):
+        set_limit(index, int((MARGIN if declared else 1 / (1 - FRAGMENTED)) * each) + 4096)
+    strategy = HetPipeStrategy(stages=4, in_flight=4, cluster=cluster(*room) if declared else None)
+    trainer = trainer_on(accelerator, strategy)
+    trainer.fit(task, loader)
+    assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
+    assert any("is 'stash', as devices have no room for what 'xpipe' predicts" in line for line in told)
 
 
 class Distils(Evaluated):
@@ -270,9 +306,7 @@ def test_user_code_counts_on_the_last_device(
     torch.manual_seed(7)
     task = Distils()
     expected = expect(task, loader, 3, max_epochs=1)
-    trainer = trainer_on(
-        accelerator, HetPipeStrategy(stages=4, in_flight=3, cluster=cluster(*LARGE) if declared else None)
-    )
+    trainer = trainer_on(accelerator, stashing(stages=4, in_flight=3, cluster=cluster(*LARGE) if declared else None))
     said = list[PlannedMemory | None]()
     begin = Engine.begin
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.run.clipping import total_norm
 from tests.exact.running import expect
@@ -19,6 +18,7 @@ from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.equality import assert_same
 from tests.support.models import ADAMW, CLASSES, Learner, vectors
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -226,7 +226,7 @@ def test_parameters_outside_of_the_layers(in_flight: int, accelerator: TestAccel
     """To be moved counted as a change by training_step."""
     loader = vectors(20, 4)
     expected, task = expect(Outside(), loader, in_flight, max_epochs=1), Outside()
-    strategy = HetPipeStrategy(stages=3, in_flight=in_flight)
+    strategy = stashing(stages=3, in_flight=in_flight)
     trainer = quiet_trainer(strategy, accelerator=accelerator, devices=4)
     trainer.fit(task, loader)
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))

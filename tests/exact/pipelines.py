@@ -18,10 +18,11 @@ class Pinned(HetPipeStrategy):
     Args:
         cuts: the first layer of each stage.
         in_flight: Nm.
+        settings: Others; weights are stashed by default, as the oracle has it.
     """
 
     def __init__(self, cuts: Sequence[int], in_flight: int, **settings: Any) -> None:
-        super().__init__(stages=len(cuts), in_flight=in_flight, **settings)
+        super().__init__(stages=len(cuts), in_flight=in_flight, **{"weights": "stash", **settings})
         self.cuts = tuple(cuts)
 
     def _fit_settings(self) -> RunSettings:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import even
@@ -23,6 +22,7 @@ from tests.oracle import Batch, Outputs
 from tests.support.calling_models import Caches, Checkpoints, Generates, Rebinds, Scaled
 from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, WORDS, Learner, vectors
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 
@@ -105,7 +105,7 @@ class Demonstrates(Learner):
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_lightnings_transformer(in_flight: int) -> None:
     expected = expect(made(Demonstrates), words(), in_flight)
-    assert_equal(expected, fit(made(Demonstrates), words(), strategy=HetPipeStrategy(stages=2, in_flight=in_flight)))
+    assert_equal(expected, fit(made(Demonstrates), words(), strategy=stashing(stages=2, in_flight=in_flight)))
 
 
 class Adapts(Learner):
@@ -125,7 +125,7 @@ class Adapts(Learner):
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_lora(in_flight: int) -> None:
     expected = expect(made(Adapts), words(), in_flight)
-    assert_equal(expected, fit(made(Adapts), words(), strategy=HetPipeStrategy(stages=2, in_flight=in_flight)))
+    assert_equal(expected, fit(made(Adapts), words(), strategy=stashing(stages=2, in_flight=in_flight)))
 
 
 @quick("3")
@@ -158,7 +158,7 @@ def test_checkpoints_with_keywords_run_without() -> None:
 def test_gradient_checkpointing_is_recompute(in_flight: int, caplog: pytest.LogCaptureFixture) -> None:
     """Validation, without it, has a cache, and with it a constant that no graph of training has."""
     expected = expect(made(Checkpoints), words(), in_flight)
-    strategy = HetPipeStrategy(stages=2, in_flight=in_flight)
+    strategy = stashing(stages=2, in_flight=in_flight)
     with caplog.at_level("INFO", "lightning.pytorch"):
         record = fit(made(Checkpoints), words(), strategy=strategy, val_loader=words())
     assert_equal(expected, record)

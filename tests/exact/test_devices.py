@@ -17,6 +17,7 @@ from tests.exact.test_direct import Penalty
 from tests.oracle import Batch, Outputs
 from tests.support.marks import slow_except
 from tests.support.models import Learner, vectors
+from tests.support.strategies import stashing
 
 
 class Evaluates(Learner):
@@ -35,9 +36,7 @@ class Evaluates(Learner):
 
 
 def two(in_flight: int) -> HetPipeStrategy:
-    return HetPipeStrategy(
-        stages=2, in_flight=in_flight, parallel_devices=[torch.device("cpu"), torch.device("cpu", 0)]
-    )
+    return stashing(stages=2, in_flight=in_flight, parallel_devices=[torch.device("cpu"), torch.device("cpu", 0)])
 
 
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])

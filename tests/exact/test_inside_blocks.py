@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 
-from lightning_hetpipe import HetPipeStrategy
 from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
@@ -20,6 +19,7 @@ from tests.support.equality import assert_same
 from tests.support.marks import quick, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Attention, Task, images, sentences, vectors
 from tests.support.models import Words as Embedding
+from tests.support.strategies import stashing
 
 RESNET = ["net.0", "net.1", "net.3.conv1", "net.3.bn1", "net.3.conv2", "net.3.bn2", "net.4"]
 RESNET += ["net.5.downsample", "net.5.conv1", "net.5.bn1", "net.5.conv2", "net.5.bn2", "net.6", "net.7", "net.8"]
@@ -138,7 +138,7 @@ def small(block: type[nn.Module]) -> Task:
 
 def run(block: type[nn.Module], caplog: pytest.LogCaptureFixture, *callbacks: Any, **settings: Any) -> tuple[Any, Any]:
     """The record of a fit, and what its strategy tells of it."""
-    strategy = HetPipeStrategy(stages=2, in_flight=3)
+    strategy = stashing(stages=2, in_flight=3)
     with caplog.at_level("INFO", "lightning.pytorch"):
         record = fit(small(block), vectors(18, 4), callbacks, strategy=strategy, **settings)
     return record, [layer for stage in strategy.last_run.stages for layer in stage.layers]

@@ -32,6 +32,7 @@ from tests.support.models import (
     two_groups,
     vectors,
 )
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 
@@ -160,7 +161,7 @@ def test_one_batch_per_epoch() -> None:
 def test_the_default_partition() -> None:
     task, loader = resnet(), images(18, 4)
     expected = expect(task, loader, 3)
-    assert_equal(expected, fit(task, loader, strategy=HetPipeStrategy(stages=2, in_flight=3)))
+    assert_equal(expected, fit(task, loader, strategy=stashing(stages=2, in_flight=3)))
 
 
 def test_everything_by_default() -> None:

@@ -26,6 +26,7 @@ from tests.oracle import Batch, Outputs
 from tests.support import models
 from tests.support.models import SGD, Task, mlp, vectors
 from tests.support.small import Learner, assert_refused, refused
+from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:stage . computed for longer than it is to take")
@@ -95,13 +96,13 @@ def trained(strategy: HetPipeStrategy) -> list[tuple[str, list[str]]]:
 def test_a_plan_is_run_as_it_says(as_file: bool, tmp_path: Path) -> None:
     plan = planned(0, 1, 4, in_flight=5)
     plan.save(tmp_path / "plan.json")
-    strategy = HetPipeStrategy(plan=tmp_path / "plan.json" if as_file else plan)
+    strategy = stashing(plan=tmp_path / "plan.json" if as_file else plan)
     assert [layers for _, layers in trained(strategy)] == [list(LAYERS[:1]), list(LAYERS[1:4]), list(LAYERS[4:])]
     assert strategy.last_run.in_flight == 5
 
 
 def test_a_plans_devices_are_taken_in_its_order() -> None:
-    strategy = HetPipeStrategy(plan=planned(0, 2), parallel_devices=TWO)
+    strategy = stashing(plan=planned(0, 2), parallel_devices=TWO)
     assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu"]
 
 
@@ -114,19 +115,19 @@ def test_the_stages_of_a_plan_are_measured_on_their_own_devices(monkeypatch: pyt
     first, second = plan.virtual_workers[0].stages
     stages = (replace(first, device="slow:1"), replace(second, device="fast:0"))
     plan = replace(plan, virtual_workers=(replace(plan.virtual_workers[0], stages=stages),))
-    strategy = HetPipeStrategy(plan=plan, parallel_devices=TWO)
+    strategy = stashing(plan=plan, parallel_devices=TWO)
     trained(strategy)
     assert [stage.time_s for stage in strategy.last_run.stages] == pytest.approx([2 * 0.1, 5 * 0.001])
 
 
 def test_what_the_plan_says_may_be_said_again() -> None:
-    strategy = HetPipeStrategy(plan=planned(0, 2), stages=2, in_flight=3)
+    strategy = stashing(plan=planned(0, 2), stages=2, in_flight=3)
     assert (strategy.stages, strategy.in_flight) == (2, 3)
 
 
 @pytest.mark.parametrize(("said", "asked"), [(True, False), (False, True), (False, False)])
 def test_forwards_are_computed_again_where_the_plan_or_the_user_says_so(said: bool, asked: bool) -> None:
-    strategy = HetPipeStrategy(plan=replace(planned(0, 4), recompute=said), recompute=asked)
+    strategy = stashing(plan=replace(planned(0, 4), recompute=said), recompute=asked)
     assert strategy.recompute is (said or asked)
     trained(strategy)
 
@@ -197,21 +198,21 @@ def test_a_plan_for_another_model(tmp_path: Path) -> None:
 
 def test_devices_that_are_not_there() -> None:
     said = "the plan for MLP cannot be run here: virtual_workers[0].stages[0].device is 'T4:1', where box has a cpu"
-    strategy = HetPipeStrategy(plan=planned(0, 2, device="T4"))
+    strategy = stashing(plan=planned(0, 2, device="T4"))
     assert_refused(mlp(), said, "give the cluster that it was made for", strategy=strategy, loader=LOADER)
-    strategy = HetPipeStrategy(plan=planned(0, 2, device="T4"), cluster=box("T4"))
+    strategy = stashing(plan=planned(0, 2, device="T4"), cluster=box("T4"))
     assert_refused(mlp(), "is 'T4:1', and box has 1, from 0 on", strategy=strategy, loader=LOADER)
 
 
 def test_a_plan_that_takes_more_memory_than_is_declared() -> None:
     cluster = box(Device("cpu", 4 * MIB), Device("cpu", 9 * MIB))
-    strategy = HetPipeStrategy(plan=planned(0, 2, memory=5 * MIB), cluster=cluster)
+    strategy = stashing(plan=planned(0, 2, memory=5 * MIB), cluster=cluster)
     said = "virtual_workers[0].stages[1].memory_bytes is 5.0 MiB, 1.0 MiB more than cpu:0 has"
     assert_refused(mlp(), said, strategy=strategy, loader=LOADER)
 
 
 def test_evaluation_without_a_fit_has_the_plans_stages() -> None:
-    strategy = HetPipeStrategy(plan=planned(0, 5, in_flight=2))
+    strategy = stashing(plan=planned(0, 5, in_flight=2))
     trainer = quiet_trainer(strategy)
     assert strategy._choose_split_points([1.0] * 7, 2) == (0, 5)
     assert strategy._choose_split_points([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
@@ -223,7 +224,7 @@ def test_evaluation_without_a_fit_has_the_plans_stages() -> None:
 
 def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
     measured(cpu=0.2)
-    strategy = HetPipeStrategy(cluster=box("RTX-3090", Device("Quadro-RTX-4000", "7.5 GiB")))
+    strategy = stashing(cluster=box("RTX-3090", Device("Quadro-RTX-4000", "7.5 GiB")))
     stages = trained(strategy)
     assert sorted(device for device, _ in stages) == ["Quadro-RTX-4000:1 (emulated)", "RTX-3090:0 (emulated)"]
     layers = {device.partition(":")[0]: len(layers) for device, layers in stages}
@@ -234,7 +235,7 @@ def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
 
 def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> None:
     measured({"T4": 1.5, "A100-40": 0.5}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), in_flight=2)
+    strategy = stashing(cluster=box("T4", "A100-40"), in_flight=2)
     stages = {device.partition(":")[0]: len(layers) for device, layers in trained(strategy)}
     times = {stage.device.partition(":")[0]: stage.time_s for stage in strategy.last_run.stages}
     assert times == pytest.approx({"T4": 1.5e-3 * stages["T4"], "A100-40": 0.5e-3 * stages["A100-40"]})
@@ -246,7 +247,7 @@ def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> 
 def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -> None:
     """A test of the trained model, as hetpipe-train has it, asked for pads that only a fit's plan could give."""
     measured(cpu=1.0)
-    strategy = HetPipeStrategy(cluster=box("RTX-3090", "Quadro-RTX-4000"), in_flight=3)
+    strategy = stashing(cluster=box("RTX-3090", "Quadro-RTX-4000"), in_flight=3)
     trainer, task = quiet_trainer(strategy), mlp(SGD)
     trainer.fit(task, LOADER)
     (found,) = trainer.test(task, LOADER, verbose=False)
@@ -255,7 +256,7 @@ def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -
 
 def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
     measured({"T4": 0.3}, cpu=0.01)
-    strategy = HetPipeStrategy(plan=planned(0, 3, device="T4"), cluster=box("T4", "T4"))
+    strategy = stashing(plan=planned(0, 3, device="T4"), cluster=box("T4", "T4"))
     assert [(device, len(layers)) for device, layers in trained(strategy)] == [
         ("T4:1 (emulated)", 3),
         ("T4:0 (emulated)", 4),
@@ -265,7 +266,7 @@ def test_a_plan_is_run_on_emulated_devices(measured: Says) -> None:
 def test_a_plan_that_does_not_fit_what_is_emulated_is_refused(measured: Says) -> None:
     """Its own numbers were believed, whatever the batch that it was made for."""
     measured({"T4": 0.3}, cpu=0.01)
-    strategy = HetPipeStrategy(plan=planned(0, 3, device="T4"), cluster=box(Device("T4", 16 * MIB), "T4"))
+    strategy = stashing(plan=planned(0, 3, device="T4"), cluster=box(Device("T4", 16 * MIB), "T4"))
     said = ["Task does not fit into the memory of its devices: T4:0 lacks", "a plan for what is trained here"]
     assert_refused(mlp(SGD), *said, strategy=strategy, loader=LOADER)
 
@@ -273,7 +274,7 @@ def test_a_plan_that_does_not_fit_what_is_emulated_is_refused(measured: Says) ->
 def test_stages_that_were_asked_for_lie_on_the_devices_that_are_best(measured: Says) -> None:
     """They lay on the first ones in their order, of which one was slow. A plan of its own would have three."""
     measured({"T4": 0.3, "A100-40": 0.2, "V100-16": 0.2}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box("T4", "A100-40", "V100-16"), stages=2)
+    strategy = stashing(cluster=box("T4", "A100-40", "V100-16"), stages=2)
     stages = dict(trained(strategy))
     assert {name: len(layers) for name, layers in stages.items()} in (
         {"A100-40:1 (emulated)": 3, "V100-16:2 (emulated)": 4},
@@ -294,7 +295,7 @@ def test_devices_that_are_of_no_use_are_named(
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     measured({"A100-40": 0.5, "T4": 500.0}, cpu=0.01)
-    trained(HetPipeStrategy(cluster=box("A100-40", *["T4"] * idle)))
+    trained(stashing(cluster=box("A100-40", *["T4"] * idle)))
     assert told[0] == "HetPipe: stages on A100-40:0 from net.0; 1 minibatch in flight"
     assert told[1].startswith("because all layers on A100-40 take 3.5 ms for each minibatch; ")
     assert told[1].endswith(f"; {said}")
@@ -303,7 +304,7 @@ def test_devices_that_are_of_no_use_are_named(
 def test_stages_that_were_asked_for_have_all_the_devices_they_need(measured: Says) -> None:
     """A plan of its own would leave the slow one out."""
     measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box("T4", "A100-40"), stages=2)
+    strategy = stashing(cluster=box("T4", "A100-40"), stages=2)
     assert {name: len(layers) for name, layers in trained(strategy)} == {
         "T4:0 (emulated)": 1,
         "A100-40:1 (emulated)": 6,
@@ -313,7 +314,7 @@ def test_stages_that_were_asked_for_have_all_the_devices_they_need(measured: Say
 def test_one_device_has_one_minibatch_in_flight(measured: Says) -> None:
     """As where one is found: two would make weights stale for nothing."""
     measured({"T4": 0.3}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box("T4"))
+    strategy = stashing(cluster=box("T4"))
     assert trained(strategy) == [("T4:0 (emulated)", [*LAYERS])]
     assert strategy.last_run.in_flight == 1
 
@@ -357,7 +358,7 @@ def test_gradient_checkpointing_is_planned_as_recompute(measured: Says) -> None:
 
     def stages(checkpoints: bool, recompute: bool) -> list[tuple[str, list[str], float]]:
         measured({"T4": 0.3}, cpu=0.01)
-        strategy = HetPipeStrategy(cluster=box("T4", "T4"), stages=2, in_flight=3, recompute=recompute)
+        strategy = stashing(cluster=box("T4", "T4"), stages=2, in_flight=3, recompute=recompute)
         fit(Checkpointed(checkpoints), vectors(14, 4), strategy=strategy, max_epochs=1)
         return [(stage.device, stage.layers, stage.time_s) for stage in strategy.last_run.stages]
 
@@ -368,7 +369,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monk
     measured(cpu=0.2)
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.placement.planner.rank_zero_info", told.append)
-    strategy = HetPipeStrategy(cluster=box(Device("T4", 30 * MIB), Device("T4", 30 * MIB)), in_flight=6)
+    strategy = stashing(cluster=box(Device("T4", 30 * MIB), Device("T4", 30 * MIB)), in_flight=6)
     said = ["Task does not fit into the memory of its devices: T4:", "; it would fit with in_flight=", " on T4:"]
     assert_refused(mlp(), *said, strategy=strategy, loader=LOADER)
     (table,) = told
@@ -379,7 +380,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(measured: Says, monk
 def test_a_model_that_none_of_its_devices_could_hold(measured: Says) -> None:
     """Seven layers with a MiB of weights each, whose first minibatch alone takes 29 MiB."""
     measured(cpu=0.2)
-    strategy = HetPipeStrategy(cluster=box(*[Device("T4", 24 * MIB)] * 3), in_flight=2)
+    strategy = stashing(cluster=box(*[Device("T4", 24 * MIB)] * 3), in_flight=2)
     assert sorted(device for device, _ in trained(strategy)) == [f"T4:{number} (emulated)" for number in range(3)]
 
 
@@ -392,7 +393,7 @@ def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
     said = "the plan for MLP has stages on several nodes (other, box), and this release runs those of one; plan for"
     assert_refused(mlp(), said, strategy=HetPipeStrategy(plan=plan), loader=LOADER)
     both = Cluster([Node("box", ["T4"]), Node("other", ["T4"])])
-    assert [device for device, _ in trained(HetPipeStrategy(plan=plan, cluster=both))] == [
+    assert [device for device, _ in trained(stashing(plan=plan, cluster=both))] == [
         "other T4:0 (emulated)",
         "box T4:0 (emulated)",
     ]
@@ -440,7 +441,7 @@ def test_memory_that_ends_in_the_first_minibatch_is_explained(where: str) -> Non
 
 def test_stages_that_were_asked_for_and_do_not_fit(measured: Says) -> None:
     measured({"T4": 0.3, "A100-40": 0.003}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box(Device("T4", MIB), "A100-40"), stages=2)
+    strategy = stashing(cluster=box(Device("T4", MIB), "A100-40"), stages=2)
     assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "with stages='auto', or", strategy=strategy, loader=LOADER)
 
 
@@ -450,7 +451,7 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
 ) -> None:
     """Two of three stages on two devices share one, and what they take together counts."""
     measured({"T4": 0.3}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box(Device("T4", memory), "T4"), stages=3)
+    strategy = stashing(cluster=box(Device("T4", memory), "T4"), stages=3)
     assert [device for device, _ in trained(strategy)] == [f"T4:{n} (emulated)" for n in (0, 0, 1)]
     assert strategy._emulation is not None
     first, second, third = strategy._emulation._devices
@@ -460,13 +461,13 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
 
 def test_stages_that_share_a_device_and_do_not_fit(measured: Says) -> None:
     measured({"T4": 0.3}, cpu=0.01)
-    strategy = HetPipeStrategy(cluster=box(Device("T4", 28 * MIB), "T4"), stages=3, in_flight=4)
+    strategy = stashing(cluster=box(Device("T4", 28 * MIB), "T4"), stages=3, in_flight=4)
     assert_refused(mlp(), "Task does not fit", "T4:0 lacks", "fewer in_flight", strategy=strategy, loader=LOADER)
 
 
 def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
     measured(cpu=0.2)
-    strategy = HetPipeStrategy(cluster=box(Device("cpu", "1 GiB"), Device("cpu", "1 GiB")))
+    strategy = stashing(cluster=box(Device("cpu", "1 GiB"), Device("cpu", "1 GiB")))
     assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu:1"]
     assert not strategy.last_run.emulated
 
@@ -484,7 +485,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
     measured(fast=0.1, slow=0.2)
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    stages = trained(HetPipeStrategy(parallel_devices=TWO))
+    stages = trained(stashing(parallel_devices=TWO))
     assert sorted((device, len(layers)) for device, layers in stages) == [("cpu", 5), ("cpu:0", 2)]
     what, why = told
     assert what.startswith("HetPipe: stages on ")
@@ -509,7 +510,7 @@ def test_equal_devices_are_told_of_in_two_lines(
     """A given Nm was not told to the user, although the cuts were decided all the same."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    trained(HetPipeStrategy(stages=2, in_flight=asked, recompute=asked == 1))
+    trained(stashing(stages=2, in_flight=asked, recompute=asked == 1))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: stages on cpu:0 from net.0, cpu:0 from net.")
     assert told[0].endswith(f"; {minibatches}")
@@ -521,7 +522,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight, every: in_flight + 2)
-    strategy = HetPipeStrategy(stages=2)
+    strategy = stashing(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5
     assert [line.partition(",")[0] for line in told[2:]] == ["but 5 minibatches in flight"]
@@ -542,5 +543,5 @@ def test_the_last_stage_may_lie_elsewhere_than_the_module_did(measured: Says, mo
             return super().compute(batch)
 
     task = Seen()
-    fit(task, LOADER, strategy=HetPipeStrategy(parallel_devices=TWO, in_flight=2), max_epochs=1)
+    fit(task, LOADER, strategy=stashing(parallel_devices=TWO, in_flight=2), max_epochs=1)
     assert task.seen == [(TWO[1], TWO[1]), *[(TWO[0], TWO[0])] * (len(LOADER) - 1)]

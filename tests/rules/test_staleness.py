@@ -89,7 +89,7 @@ def test_gradients_that_are_accumulated_are_fewer_steps_stale(minibatches: int, 
     ],
 )
 def test_where_a_fit_warns(group: Momentum, steps: int, workers: int, clipped: bool, most: float | None) -> None:
-    found = bearable_rate(group, steps, workers, clipped)
+    found = bearable_rate(group, steps, workers, clipped=clipped)
     assert found == (None if most is None else pytest.approx(most))
 
 

@@ -52,10 +52,10 @@ def rmsprop(momentum: float) -> Make:
     return lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, momentum=momentum)
 
 
-def said(module: Learner, in_flight: int, **settings: Any) -> list[str]:
+def said(module: Learner, in_flight: int, asked: dict[str, Any] | None = None, **settings: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet_trainer(pipeline(in_flight), **settings).fit(module, batches())
+        quiet_trainer(pipeline(in_flight, **(asked or {})), **settings).fit(module, batches())
     return [str(each.message) for each in caught if SAID in str(each.message)]
 
 
@@ -68,13 +68,16 @@ def said(module: Learner, in_flight: int, **settings: Any) -> list[str]:
             [
                 "momentum=0.9 may keep this model from learning: with 4 in flight, gradients are up to 3 steps old",
                 "lr=0.05 acts like 0.5; lower lr to 0.003 or less, or the momentum, clip gradients"
-                " (gradient_clip_val=1), set accumulate_grad_batches, another weight policy (weights), or a smaller"
-                " in_flight",
+                " (gradient_clip_val=1), set weights='auto', accumulate_grad_batches, or a smaller in_flight",
             ],
         ),
         (sgd(nesterov=True), 3, ["up to 2 steps old", "lower lr to 0.005 or less"]),
         (some_groups, 4, ["momentum=0.95", "lr=0.02 acts like 0.4"]),
-        (rmsprop(0.9), 4, ["lr=0.001 acts like 0.01; lower lr to 0.0003 or less, or the momentum, set accumulate"]),
+        (
+            rmsprop(0.9),
+            4,
+            ["lr=0.001 acts like 0.01; lower lr to 0.0003 or less, or the momentum, set weights='auto', accumulate"],
+        ),
     ],
 )
 def test_a_fit_says_so_once(make: Make, in_flight: int, parts: list[str]) -> None:
@@ -108,9 +111,32 @@ def test_nothing_is_said_where_it_is_mended(module: Learner, in_flight: int, set
     assert said(module, in_flight, **settings) == []
 
 
+@pytest.mark.parametrize(
+    ("lr", "asked", "settings", "part"),
+    [
+        (0.05, {"weights": "auto"}, {}, None),
+        (0.005, {"weights": "spectrain"}, {}, None),
+        (0.05, {"weights": "spectrain"}, {"gradient_clip_val": 1.0}, None),
+        (0.05, {"weights": "pipeoptim", "lr_correction": 100}, {}, None),
+        (0.05, {"weights": "sync"}, {"accumulate_grad_batches": 4}, None),
+        (0.05, {"weights": "spectrain"}, {}, "lower lr to 0.006 or less, or the momentum, clip gradients"),
+        (0.05, {"weights": "spectrain"}, {}, "set lr_correction, accumulate_grad_batches"),
+        (0.1, {"weights": "auto"}, {}, "lower lr to 0.05 or less, or the momentum, clip"),
+        (0.1, {"weights": "auto"}, {}, "set accumulate_grad_batches, or a smaller in_flight"),
+        (0.05, {"weights": "stash", "lr_correction": 100}, {}, "set weights='auto', accumulate_grad_batches"),
+    ],
+)
+def test_policies_bear_different_rates(
+    lr: float, asked: dict[str, Any], settings: dict[str, Any], part: str | None
+) -> None:
+    found = said(Trained(sgd(lr)), 4, asked, **settings)
+    assert (part is None) == (not found)
+    assert part is None or part in found[0]
+
+
 def test_clipping_is_not_enough_for_many_in_flight() -> None:
     (found,) = said(Trained(sgd()), 6, gradient_clip_val=1.0)
-    assert "lower lr to 0.002 or less, or the momentum, set accumulate_grad_batches" in found
+    assert "lower lr to 0.002 or less, or the momentum, set weights='auto', accumulate_grad_batches" in found
 
 
 def test_it_can_be_silenced_as_the_docs_say() -> None:

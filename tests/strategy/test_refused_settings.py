@@ -72,13 +72,15 @@ def test_a_module_that_is_no_name(value: Any) -> None:
 @pytest.mark.parametrize("value", ["stach", None, 3])
 def test_weight_policies_that_there_are_not(value: Any) -> None:
     near = "; did you mean 'stash'?" if value == "stach" else ""
-    with refused(f"weights={value!r} must be one of 'stash', 'sync', '2bw', 'spectrain', 'xpipe', 'pipeoptim'{near}"):
+    with refused(
+        f"weights={value!r} must be one of 'auto', 'stash', 'sync', '2bw', 'spectrain', 'xpipe', 'pipeoptim'{near}"
+    ):
         HetPipeStrategy(weights=value)
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, "theorem"])
 def test_numbers_of_updates_with_lower_rates(value: Any) -> None:
-    with refused(f"lr_correction={value!r} must be a whole number of at least 1, or None"):
+    with refused(f"lr_correction={value!r} must be a whole number of at least 1, 'auto', or None"):
         HetPipeStrategy(lr_correction=value)
 
 

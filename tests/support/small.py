@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.support.models import labelled
+from tests.support.strategies import stashing
 from tests.support.traces import ours_in
 from tests.support.trainers import quiet_trainer
 
@@ -81,7 +82,7 @@ def batches(count: int = 5) -> DataLoader[Any]:
 
 def pipeline(in_flight: int, **settings: Any) -> HetPipeStrategy:
     """Two stages, which with one minibatch in flight have something to do only where they compute forwards again."""
-    return HetPipeStrategy(**{"stages": 2, "in_flight": in_flight, "recompute": in_flight == 1, **settings})
+    return stashing(**{"stages": 2, "in_flight": in_flight, "recompute": in_flight == 1, **settings})
 
 
 @contextmanager
