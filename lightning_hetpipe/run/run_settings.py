@@ -57,7 +57,7 @@ class RunSettings:
     resumed: int | None = None
     """Nm of the checkpoint that is resumed, where none was asked for."""
     lr_correction: Correction | None = None
-    """How learning rates are lower at the beginning."""
+    """Lower learning rates at the beginning; None for none."""
     resumed_changes: Sequence[Tensor | None] = ()
     """Changes by the last step before that checkpoint, where weights were predicted by it."""
     weights: Sequence[WeightPolicy] = (STASH,)
