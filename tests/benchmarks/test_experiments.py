@@ -50,11 +50,11 @@ def test_a_run_of_sync_is_plain_training(name: str, monkeypatch: pytest.MonkeyPa
     task = TASKS[name]
     run = Run(name, replace(task.recipe, weights="sync"), 1, seed=1)
     train, validation = task.data()
-    net = task.seeded(1).train()
+    net = task.seeded(1)
     optimizer = task.recipe.make(net.parameters())
     wanted = []
     for number, batch in zip(range(1, 5), batches(train, 1), strict=False):
-        loss(net, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss(net.train(), batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
         if number % 2 == 0:
