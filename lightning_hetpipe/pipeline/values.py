@@ -119,13 +119,18 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return True if both tensors of each pair are :func:`equal`; all lie on one device, which is waited for once."""
-    if pairs and _waits(pairs[0][0]) and all(one.shape == other.shape for one, other in pairs):
-        differ = torch.stack([(one != other).any() for one, other in pairs]).any()
-        if not differ:  # what differs may be NaN
-            return True
-    return all(equal(one, other) for one, other in pairs)
+def all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Return True if both tensors of each pair are :func:`equal`.
+
+    All lie on one device, which is waited for once; of an iterator's pairs one is held at a time.
+    """
+    differ = []
+    for one, other in pairs:
+        if one.shape != other.shape or not (_waits(one) or equal(one, other)):
+            return False
+        if _waits(one):
+            differ.append(((one != other) & ((one == one) | (other == other))).any())
+    return not (differ and torch.stack(differ).any())
 
 
 def _waits(tensor: Tensor) -> bool:

@@ -3,8 +3,8 @@
 A version is tensors: the layers themselves exist once for each stage, as a copy of the live ones, and a pass binds the
 tensors of its version to their parameters. Version buffers are allocated once, as many as the weight policy needs where
 only optimizer steps change weights; publishing a version copies the live weights into a free one in one fused call, if
-any minibatch will use them. A version whose weights did not change shares its predecessor's buffer, unless weights are
-predicted: then a buffer holds what one minibatch uses.
+any minibatch will use them, moved on where weights are predicted. A version whose weights did not change shares its
+predecessor's buffer, where that is moved on by as many steps.
 
 Parameters are bound through ``.data``: whoever holds a parameter (an RNN's list of its weights, a plain list, the graph
 of a forward whose backward is still to come) sees the version that is bound last. A backward therefore binds its
@@ -15,7 +15,7 @@ stage with Nm = 1 never binds anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.stage_messages import Flags, Version
+from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import all_equal
 from lightning_hetpipe.rules.versions import Reading
@@ -46,19 +46,26 @@ class VersionBuffer:
 
     def fill(self, version: Version, steps: int) -> None:
         """Take the live weights, moved on by so many ``steps`` of an optimizer, and the flags."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.fill(version, steps)
-            return
-        moves = version.moves if steps and version.moves else [None] * len(self.tensors)
         unmoved: list[tuple[Tensor, Tensor]] = []
-        for tensor, weights, move in zip(self.tensors, version.parameters, moves, strict=True):
+        for tensor, weights, move in self._beside(version, steps):
             if move is None:
                 unmoved.append((tensor, weights))
             else:
                 move.write(weights, steps, tensor)
         foreach_copy_([tensor for tensor, _ in unmoved], [weights for _, weights in unmoved])
         self.flags = version.flags
+
+    def holds(self, version: Version, steps: int) -> bool:
+        """Return True if :meth:`fill` would change nothing."""
+        return self.flags == version.flags and all_equal(
+            (tensor, weights.to(tensor.device) if move is None else _moved(weights, move, steps, tensor))
+            for tensor, weights, move in self._beside(version, steps)
+        )
+
+    def _beside(self, version: Version, steps: int) -> Iterator[tuple[Tensor, Tensor, Move | None]]:
+        """Each tensor with its live weights, and how these are expected to change."""
+        moves = version.moves if steps and version.moves else [None] * len(self.tensors)
+        return zip(self.tensors, version.parameters, moves, strict=True)
 
 
 class WeightStash:
@@ -79,7 +86,7 @@ class WeightStash:
         self.bytes = [parameter.nbytes for parameter in self.parameters]
         self._total_bytes = sum(self.bytes)
         self._held: dict[Reading, VersionBuffer] = {}
-        self._newest: VersionBuffer | None = None
+        self._newest: dict[int, VersionBuffer] = {}  # by steps; of weights that may still be the live ones
         self._counters: list[int] = []
         self._bound = self.buffers[0]
         self._bound_flags = self._bound.flags
@@ -92,7 +99,7 @@ class WeightStash:
     def begin(self, version: Version) -> None:
         """Forget every version and publish ``version``: the pipeline starts empty."""
         self._held.clear()
-        self._newest = None
+        self._newest.clear()
         self.publish(version)
 
     def publish(self, version: Version) -> None:
@@ -103,14 +110,17 @@ class WeightStash:
         if not new:
             return
         counters = [version_counter(each) for each in version.parameters]
-        last = self._newest
-        if last is not None and not version.moves and self._same(last, version, counters):
-            self._held[new[0]] = last
-            return
-        for reading in new:
-            self._newest = self._held[reading] = self._free()
-            self._newest.fill(version, reading.steps)
+        if counters != self._counters:
+            self._newest.clear()
         self._counters = counters
+        with torch.no_grad():
+            for reading in new:
+                last = self._newest.get(reading.steps)
+                # Counters miss changes through ``.data``.
+                if last is None or last not in self._held.values() or not last.holds(version, reading.steps):
+                    last = self._newest[reading.steps] = self._free()
+                    last.fill(version, reading.steps)
+                self._held[reading] = last
 
     def _free(self) -> VersionBuffer:
         """A buffer that no minibatch needs; a new one where others than the optimizer change weights, too."""
@@ -152,12 +162,12 @@ class WeightStash:
         buffer = self._held[weights]
         return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
 
-    def _same(self, last: VersionBuffer, version: Version, counters: list[int]) -> bool:
-        """Return True if ``last`` still equals the live weights. Counters miss changes through ``.data``."""
-        if last.flags != version.flags or counters != self._counters or last not in self._held.values():
-            return False
-        pairs = zip(last.tensors, version.parameters, strict=True)
-        return all_equal([(held, now.detach().to(held.device)) for held, now in pairs])
+
+def _moved(weights: Tensor, move: Move, steps: int, like: Tensor) -> Tensor:
+    """The ``weights`` after so many ``steps``, in new memory."""
+    moved = torch.empty_like(like)
+    move.write(weights, steps, moved)
+    return moved
 
 
 M = TypeVar("M", bound=nn.Module)

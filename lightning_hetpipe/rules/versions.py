@@ -46,6 +46,7 @@ class WeightPolicy:
         staleness: Gives how stale gradients are at an Nm above 1, for people.
         least_window: Gives the fewest minibatches of an optimizer step that will do at Nm.
         predicts: Whether the version is moved on.
+        keeps_change: Whether what the last step has changed is kept, too.
         by_window: Whether all minibatches of a window use the same weights.
     """
 
@@ -56,6 +57,7 @@ class WeightPolicy:
     staleness: Callable[[int], str]
     least_window: Callable[[int], int] = lambda in_flight: 1
     predicts: bool = False
+    keeps_change: bool = False
     by_window: bool = False
 
     def told(self, in_flight: int) -> str:
@@ -93,8 +95,8 @@ class Versions:
 
     @property
     def copies(self) -> int:
-        """Copies of the weights that are held, with the one that predictions are made by."""
-        return self.policy.buffers(self) + int(self.policy.predicts)
+        """Copies of the weights that are held, with the change that predictions are made by where that is kept."""
+        return self.policy.buffers(self) + int(self.policy.keeps_change)
 
     @property
     def period(self) -> int:
@@ -174,8 +176,10 @@ def _of_steps(versions: Versions) -> int:
     return 1 - (1 - versions.in_flight) // versions.every
 
 
-def _in_flight(versions: Versions) -> int:
-    return versions.in_flight
+def _of_predictions(versions: Versions) -> int:
+    """Predictions that differ: the next one comes with each window, and again Nm - 1 minibatches later."""
+    windows, left = divmod(versions.in_flight - 1, versions.every)
+    return 2 * (1 + windows) + (versions.every - left < left) if left else 1 + windows
 
 
 def _others(versions: Versions) -> int:
@@ -210,10 +214,11 @@ PREDICTING = [
     WeightPolicy(
         name,
         _stashed,
-        _in_flight,
+        _of_predictions,
         _others,
         lambda in_flight: f"weights predicted {_many(in_flight)} ahead",
         predicts=True,
+        keeps_change=name == "pipeoptim",
     )
     for name in ("spectrain", "xpipe", "pipeoptim")
 ]

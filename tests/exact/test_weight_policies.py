@@ -129,7 +129,17 @@ def test_sync_equals_plain_training(every: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "every", "buffers"), [("stash", 1, 4), ("stash", 4, 2), ("stash", 2, 3), ("sync", 4, 1), ("2bw", 4, 2)]
+    ("policy", "every", "buffers"),
+    [
+        ("stash", 1, 4),
+        ("stash", 4, 2),
+        ("stash", 2, 3),
+        ("sync", 4, 1),
+        ("2bw", 4, 2),
+        ("spectrain", 1, 4),
+        ("spectrain", 3, 2),
+        ("pipeoptim", 4, 3),
+    ],
 )
 def test_versions_take_no_more_memory_than_the_policy_says(policy: str, every: int, buffers: int) -> None:
     task, loader = mlp(MOMENTUM), vectors(44, 4)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.stage_messages import Version
+from lightning_hetpipe.pipeline.stage_messages import Move, Version
 from lightning_hetpipe.pipeline.weight_stash import WeightStash
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -134,6 +134,31 @@ def test_a_version_without_a_change_shares_the_buffer() -> None:
     step(live)
     publish(stash, live, 10)
     assert stash.buffer(Reading(10)) is not stash.buffer(Reading(9))
+
+
+@pytest.mark.parametrize("changed", ["nothing", "data", "momentum", "rate", "steps"])
+def test_predictions_that_are_equal_share_a_buffer(changed: str) -> None:
+    live = nn.ModuleList([nn.Linear(2, 1)])
+    stash = WeightStash(live, 1, CPU)
+    momenta = {parameter: torch.ones_like(parameter, requires_grad=False) for parameter in live.parameters()}
+    readings = [Reading(0, 2), Reading(1, 3 if changed == "steps" else 2)]
+
+    def version(number: int, rate: float) -> Version:
+        moves = {parameter: Move(momentum, -rate) for parameter, momentum in momenta.items()}
+        return Live([list(live)]).version(number, readings[: number + 1], moves)
+
+    stash.begin(version(0, 0.5))
+    before = copies(live)
+    if changed == "data":
+        live[0].get_parameter("bias").data.add_(1.0)
+    elif changed == "momentum":
+        next(iter(momenta.values())).add_(1.0)
+    stash.publish(version(1, 0.25 if changed == "rate" else 0.5))
+    assert (stash.buffer(readings[0]) is stash.buffer(readings[1])) == (changed == "nothing")
+    assert_same(stash.buffer(readings[0]).tensors, [weights - 1.0 for weights in before])
+    rate, steps = (0.25 if changed == "rate" else 0.5), readings[1].steps
+    expected = [each.detach() - steps * rate * momenta[each] for each in live.parameters()]
+    torch.testing.assert_close(stash.buffer(readings[1]).tensors, expected)
 
 
 def test_changes_through_data_are_noticed() -> None:

@@ -41,7 +41,15 @@ PROFILE = Profile("six", 1, [LayerBytes(str(n), 100, 20, 1) for n in range(6)], 
 
 @pytest.mark.parametrize(
     ("policy", "every", "copies"),
-    [("stash", 1, 4), ("stash", 2, 3), ("sync", 4, 1), ("2bw", 4, 2), ("spectrain", 1, 5), ("pipeoptim", 4, 5)],
+    [
+        ("stash", 1, 4),
+        ("stash", 2, 3),
+        ("sync", 4, 1),
+        ("2bw", 4, 2),
+        ("spectrain", 1, 4),
+        ("xpipe", 4, 3),
+        ("pipeoptim", 4, 4),
+    ],
 )
 def test_copies_of_the_weights(policy: str, every: int, copies: int) -> None:
     devices = cluster(1 << 30)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +80,7 @@ def test_few_buffers_are_enough(in_flight: int, epochs: list[int], policy: str, 
     version = resumed
     for length in epochs:
         used = Versions(POLICIES[policy], in_flight, every, version, version - resumed)
-        kept: dict[Reading, int] = dict.fromkeys(used.needed(version), 0)  # by how many steps came before
+        kept: dict[Reading, int] = dict.fromkeys(used.needed(version), 0)  # with how many steps came before
         taken = 0
         for minibatch in range(version + 1, version + length + 1):
             for flying in range(minibatch, min(minibatch + used.ahead(version), minibatch + length)):
@@ -88,9 +91,22 @@ def test_few_buffers_are_enough(in_flight: int, epochs: list[int], policy: str, 
             kept = {reading: before for reading, before in kept.items() if reading in needed}
             kept.update((reading, taken) for reading in needed if reading not in kept)
             assert all(reading.version == version for reading in needed if reading not in kept)
-            buffers = len(kept) if used.policy.predicts else len(set(kept.values()))
-            assert buffers <= used.policy.buffers(used)
+            assert _distinct(kept) <= used.policy.buffers(used)
         resumed = 0
+
+
+def _distinct(kept: Mapping[Reading, int]) -> int:
+    """Number of weights that differ, as versions with as many steps before them are equal."""
+    return len({(before, reading.steps) for reading, before in kept.items()})
+
+
+@pytest.mark.parametrize("policy", ["stash", "spectrain"])
+def test_all_buffers_are_used(policy: str) -> None:
+    for in_flight, every in itertools.product(range(1, 14), range(1, 14)):
+        used = Versions(POLICIES[policy], in_flight, every)
+        held = [used.needed(version) for version in range(in_flight + every, in_flight + 3 * every)]
+        most = max(_distinct({each: each.version // every for each in needed}) for needed in held)
+        assert most == used.policy.buffers(used), (in_flight, every)
 
 
 def test_no_more_are_in_flight_than_there_are_weights_for() -> None:
