@@ -215,7 +215,7 @@ def minibatches(
         for epoch, batches in enumerate(epochs):
             every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
             nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
-            missed = {"sync": 0, "2bw": 1}.get(weights, -(-(nm - 1) // every))  # optimizer steps, in the long run
+            missed = {"sync": 0, "2bw": nm > 1}.get(weights, -(-(nm - 1) // every))  # optimizer steps, in the long run
             empty_at = begin = p
             for index, batch in enumerate(batches):
                 if p in restarts:
@@ -223,7 +223,7 @@ def minibatches(
                 p += 1
                 minibatch_is(p)
                 before = begin + index // every * every  # the version before its window
-                version = max(empty_at, {"sync": before, "2bw": before - every}.get(weights, p - nm))
+                version = max(empty_at, {"sync": before, "2bw": before - every * (nm > 1)}.get(weights, p - nm))
                 steps = index // every - (version - begin) // every
                 predicted = run.states[version - start].weights
                 if steps and weights in ("spectrain", "xpipe", "pipeoptim"):

@@ -190,8 +190,10 @@ class Planner:
         times = stage_times(seconds, first)
         in_flight, why = self.in_flight, f"in_flight={self.in_flight} was asked for"
         if in_flight == "auto":
-            in_flight = stages + 1 if stages > 1 else 1
+            in_flight = self._most_in_flight(stages)
             why = "one more in flight than there are stages keeps all of them busy"
+            if stages > 1 and in_flight <= stages:
+                why = f"weights='{self.weights.name}' allows no more with accumulate_grad_batches={self.every}"
         slowest = max(range(stages), key=times.__getitem__)
         why = (
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
@@ -201,6 +203,10 @@ class Planner:
         if stages > 1 and self.placement.limits:
             return replace(decision, planned=self._memory_of(decision, seconds, profiling))
         return decision if stages > 1 else replace(decision, explanation=())
+
+    def _most_in_flight(self, stages: int) -> int:
+        """As many in flight as are of use for so many stages, and as the weight policy can have."""
+        return Versions(self.weights, stages + 1 if stages > 1 else 1, self.every).most_in_flight
 
     def _memory_of(
         self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput
@@ -272,7 +278,7 @@ class Planner:
         """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
         slots = place(stages, self.placement.cluster.slots)
         first = split_points_in_order(profile, self.placement.cluster, slots, self.recompute)
-        most = stages + 1 if self.in_flight == "auto" else self.in_flight
+        most = self._most_in_flight(stages) if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
             found = self._estimate(profile, slots, first, in_flight, profiling)
             if not _lacking(found.stages):

@@ -12,7 +12,8 @@ policy        version                                     source
 ``2bw``       the one before the window before p's        PipeDream-2BW 2020
 ============  ==========================================  =================================================
 
-and never an older one than v_e, at which the pipeline last started empty. ``spectrain``, ``xpipe`` and ``pipeoptim``
+and never an older one than v_e, at which the pipeline last started empty; with one in flight (Nm = 1) all use the
+newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim``
 use the version of ``stash``, moved on by as many optimizer steps as p misses: a *prediction*.
 
 ``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle.py`` has the same formulas as a plain loop.
@@ -182,6 +183,10 @@ def _of_predictions(versions: Versions) -> int:
     return 2 * (1 + windows) + (versions.every - left < left) if left else 1 + windows
 
 
+def _behind_window(versions: Versions) -> int:
+    return versions.every if versions.in_flight > 1 else 0
+
+
 def _others(versions: Versions) -> int:
     return versions.in_flight - 1
 
@@ -203,9 +208,9 @@ SYNC = WeightPolicy(
 )
 TWO_BUFFERS = WeightPolicy(
     "2bw",
-    lambda versions, minibatch: versions.before_window(minibatch) - versions.every,
-    lambda versions: 2,
-    lambda versions: versions.every,
+    lambda versions, minibatch: versions.before_window(minibatch) - _behind_window(versions),
+    lambda versions: 1 + (versions.in_flight > 1),
+    _behind_window,
     lambda in_flight: "so gradients one optimizer step stale",
     least_window=lambda in_flight: in_flight,
     by_window=True,

@@ -43,7 +43,7 @@ MOMENTUM = Recipe(lambda model: torch.optim.SGD(model.parameters(), 0.05, moment
 AMSGRAD = Recipe(lambda model: torch.optim.Adam(model.parameters(), 0.01, amsgrad=True, maximize=True))
 PREDICTING = ["spectrain", "xpipe", "pipeoptim"]
 RECIPES = {"xpipe": ADAMW, "pipeoptim": ADAMW}
-GRID = [("stash", 3, 2), ("sync", 3, 1), ("sync", 3, 4), ("2bw", 2, 2), ("2bw", 3, 4)]
+GRID = [("stash", 3, 2), ("sync", 3, 1), ("sync", 3, 4), ("2bw", 1, 1), ("2bw", 2, 2), ("2bw", 3, 4)]
 GRID += [(name, in_flight, every) for name in PREDICTING for in_flight, every in ((3, 1), (4, 3))]
 
 
@@ -126,6 +126,13 @@ def test_sync_equals_plain_training(every: int) -> None:
     expected = fit(plain, loader, accumulate_grad_batches=every)
     found = fit(piped, loader, strategy=even(7, 2, 4, weights=SYNC.name), accumulate_grad_batches=every)
     assert_equal(expected, found)
+
+
+def test_two_buffers_with_one_in_flight_equal_plain_training() -> None:
+    plain, loader = mlp(MOMENTUM), vectors(44, 4)
+    piped = copy.deepcopy(plain)
+    expected = fit(plain, loader)
+    assert_equal(expected, fit(piped, loader, strategy=even(7, 2, 1, weights="2bw")))
 
 
 @pytest.mark.parametrize(

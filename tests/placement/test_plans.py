@@ -79,13 +79,14 @@ def box(*devices: Device | str) -> Cluster:
     return Cluster([Node("box", devices)])
 
 
-def trained(strategy: HetPipeStrategy) -> list[tuple[str, list[str]]]:
+def trained(strategy: HetPipeStrategy, every: int = 1, weights: str = "stash") -> list[tuple[str, list[str]]]:
     """Each stage's device and its layers; what was trained is what the oracle says at the run's Nm."""
     task: Task = mlp(SGD)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    record = fit(task, LOADER, strategy=strategy, max_epochs=1)
+    record = fit(task, LOADER, strategy=strategy, max_epochs=1, accumulate_grad_batches=every)
     task.load_state_dict(before)
-    assert_equal(expect(task, LOADER, strategy.last_run.in_flight, max_epochs=1), record)
+    in_flight = strategy.last_run.in_flight
+    assert_equal(expect(task, LOADER, in_flight, max_epochs=1, accumulate=every, weights=weights), record)
     return [(stage.device, stage.layers) for stage in strategy.last_run.stages]
 
 
@@ -459,6 +460,17 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
     assert strategy.last_run.in_flight == in_flight
 
 
+@pytest.mark.parametrize(("every", "in_flight"), [(1, 1), (2, 2), (8, 4)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_buffers_have_no_more_in_flight_than_there_are_to_a_step(
+    shared: bool, every: int, in_flight: int, measured: Says
+) -> None:
+    measured({"T4": 0.3}, cpu=0.01)
+    strategy = HetPipeStrategy(cluster=box("T4", "T4") if shared else None, stages=3, weights="2bw")
+    assert len(trained(strategy, every, "2bw")) == 3
+    assert strategy.last_run.in_flight == in_flight
+
+
 def test_stages_that_share_a_device_and_do_not_fit(measured: Says) -> None:
     measured({"T4": 0.3}, cpu=0.01)
     strategy = stashing(cluster=box(Device("T4", 28 * MIB), "T4"), stages=3, in_flight=4)
@@ -502,6 +514,7 @@ def test_devices_that_differ_are_planned_for(measured: Says, monkeypatch: pytest
             "one more in flight than there are stages keeps all of them busy",
         ),
         (1, "1 minibatch in flight", "in_flight=1 was asked for"),
+        ("2bw", "1 minibatch in flight", "weights='2bw' allows no more with accumulate_grad_batches=1"),
     ],
 )
 def test_equal_devices_are_told_of_in_two_lines(
@@ -510,7 +523,8 @@ def test_equal_devices_are_told_of_in_two_lines(
     """A given Nm was not told to the user, although the cuts were decided all the same."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    trained(stashing(stages=2, in_flight=asked, recompute=asked == 1))
+    policy = {"weights": asked} if asked == "2bw" else {"in_flight": asked}
+    trained(stashing(stages=2, recompute=asked == 1, **policy))
     assert len(told) == 2
     assert told[0].startswith("HetPipe: stages on cpu:0 from net.0, cpu:0 from net.")
     assert told[0].endswith(f"; {minibatches}")
