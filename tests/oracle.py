@@ -3,8 +3,9 @@
 Minibatches are numbered p = 1, 2, ... over the whole run. Version v is what minibatch v left: the weights after its
 optimizer step, or unchanged where gradients are still being accumulated. Minibatch p computes its gradient on version
 max(v_e, p - Nm), where v_e is the version at which the pipeline last started empty: at the start of every epoch, and
-where a run was resumed; other weight policies have other versions, and predictions (``weights``). Buffers (BatchNorm's
-statistics) are not stale: minibatch p starts from what p - 1 left, also where both call the same module several times.
+where a run was resumed; other weight policies have other versions, and predictions (``tests/oracle_policies.py``).
+Buffers (BatchNorm's statistics) are not stale: minibatch p starts from what p - 1 left, also where both call the same
+module several times.
 
 Each gradient is that of one plain ``backward``, so that its sums associate as autograd's: the uses of a tensor or of a
 weight are added one by one, the latest first, with no partial sum for a pass, a stage or a pipelined module.
@@ -14,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from tests.oracle_policies import corrected, missed, predictions_of, version_of
 
 Batch = Any
 Outputs = dict[str, Tensor]
@@ -67,36 +67,6 @@ def copy_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copy_of(each) for key, each in value.items()}
     return [copy_of(each) for each in value] if isinstance(value, list) else value
-
-
-Predict = Callable[[Tensor, int], Tensor]
-"""Gives weights, so many optimizer steps later, as a prediction has them."""
-
-
-def spectrain(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Predict | None:
-    """By its momentum buffer (SpecTrain, 2018)."""
-    momentum = optimizer.state[weight].get("momentum_buffer") if weight in optimizer.state else None
-    if momentum is None:
-        return None
-    u, rate = momentum.clone(), group["lr"]
-    return lambda w, s: w.add(u, alpha=s * -rate)
-
-
-def xpipe(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Predict | None:
-    """By Adam's moments, bias-corrected (XPipe, 2019)."""
-    if weight not in optimizer.state or not optimizer.state[weight]:
-        return None
-    state, (beta, gamma) = optimizer.state[weight], group["betas"]
-    t = state["step"].item()
-    correction = math.sqrt(1 - gamma**t)  # of sqrt(v), here multiplied with lr and eps
-    rate, eps = group["lr"] * correction / (1 - beta**t), group["eps"] * correction
-    m, v = state["exp_avg"].clone(), state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].clone()
-    return lambda w, s: w.addcdiv(m, v.sqrt() + eps, value=s * -rate)
-
-
-def pipeoptim(moved: Tensor, w: Tensor, s: int) -> Tensor:
-    """By what the last step has changed (PipeOptim, 2023)."""
-    return w.add(moved, alpha=s)
 
 
 @dataclass(repr=False)
@@ -209,24 +179,23 @@ def minibatches(
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     run.scales.append(scaler.get_scale())
     moved: dict[str, Tensor] = {}  # by the last step, for ``pipeoptim``
-    predictions = [_predictions(weights, model, optimizer, moved)]
+    predictions = [predictions_of(weights, model, optimizer, moved)]
     p, updates = start, 0
     with own_dropouts(model, virtual_worker) as minibatch_is:
         for epoch, batches in enumerate(epochs):
             every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
             nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
-            missed = {"sync": 0, "2bw": nm > 1}.get(weights, -(-(nm - 1) // every))  # optimizer steps, in the long run
+            lacks = missed(weights, nm, every)
             empty_at = begin = p
             for index, batch in enumerate(batches):
                 if p in restarts:
                     empty_at = p
                 p += 1
                 minibatch_is(p)
-                before = begin + index // every * every  # the version before its window
-                version = max(empty_at, {"sync": before, "2bw": before - every * (nm > 1)}.get(weights, p - nm))
+                version = max(empty_at, version_of(weights, p, nm, begin, every))
                 steps = index // every - (version - begin) // every
                 predicted = run.states[version - start].weights
-                if steps and weights in ("spectrain", "xpipe", "pipeoptim"):
+                if steps:
                     by = predictions[version - start]
                     predicted = {n: by[n](w, steps) if n in by else w for n, w in predicted.items()}
                 scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
@@ -252,7 +221,7 @@ def minibatches(
                     if clip_value is not None:
                         nn.utils.clip_grad_value_(stepped, clip_value)
                     there = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-                    with corrected(optimizer, updates, lr_correction, missed):
+                    with corrected(optimizer, updates, lr_correction, lacks):
                         scaler.step(optimizer)
                     updates += 1
                     moved = {name: weight.detach() - there[name] for name, weight in model.named_parameters()}
@@ -265,8 +234,8 @@ def minibatches(
                 yield p, model
                 run.states.append(State.of(model, optimizer))
                 run.scales.append(scaler.get_scale())
-                with corrected(optimizer, updates, lr_correction, missed):
-                    predictions.append(_predictions(weights, model, optimizer, moved))
+                with corrected(optimizer, updates, lr_correction, lacks):
+                    predictions.append(predictions_of(weights, model, optimizer, moved))
                 if p == stop_after:
                     return
 
@@ -357,31 +326,6 @@ def train_together(
     for worker in workers:
         assert next(worker, None) is None  # which records the last version
     return runs
-
-
-@contextlib.contextmanager
-def corrected(optimizer: Optimizer, t: int, correction: int | tuple[int, int] | None, missed: int) -> Iterator[None]:
-    """Within, rates are those of update ``t``, of the first ones that have lower rates."""
-    factor = 1.0
-    if correction is not None and missed > 0:
-        updates, least = correction if isinstance(correction, tuple) else (correction, 1)
-        factor = max(1 + missed, least) ** -(1 - min(t / updates, 1.0))
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
-    yield
-    for group, rate in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = rate
-
-
-def _predictions(policy: str, model: nn.Module, optimizer: Optimizer, moved: dict[str, Tensor]) -> dict[str, Predict]:
-    """Prediction of each parameter, as of now."""
-    names = {weight: name for name, weight in model.named_parameters()}
-    rule = {"spectrain": spectrain, "xpipe": xpipe}.get(policy)
-    if rule is None:
-        return {name: partial(pipeoptim, move) for name, move in moved.items()}
-    found = {names[each]: rule(optimizer, group, each) for group in optimizer.param_groups for each in group["params"]}
-    return {name: predict for name, predict in found.items() if predict is not None}
 
 
 @contextlib.contextmanager

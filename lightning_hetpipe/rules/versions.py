@@ -16,7 +16,7 @@ and never an older one than v_e, at which the pipeline last started empty; with 
 newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim``
 use the version of ``stash``, moved on by as many optimizer steps as p misses: a *prediction*.
 
-``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle.py`` has the same formulas as a plain loop.
+``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle_policies.py`` has the same formulas.
 """
 
 from __future__ import annotations
