@@ -24,7 +24,6 @@ from lightning_hetpipe.demo.gpt import GPT
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.rules.versions import SYNC
@@ -45,13 +44,7 @@ SETS: Sequence[Sequence[str]] = (
     ("2xRTX-3090", "2xRTX-2080-Ti"),
 )
 
-STATE = optimizer_state("adamw")
-SPREAD = STATE - 2
-"""State for plans of spread runs: these have neither the version nor the waiting gradients that a plan counts.
-
-With it a plan at Nm = 1 has room for weights, gradients and moments beside activations, or for these and what the
-optimizer's step makes.
-"""
+OPTIMIZER = "adamw"
 
 ACCUMULATED = 8
 """Minibatches of an optimizer step where all of a step's minibatches use the same weights."""
@@ -61,21 +54,22 @@ Fits = Callable[[Profile, Cluster], bool]
 
 def fits_alone(profile: Profile, cluster: Cluster) -> bool:
     """True where one of the devices has room for the whole model."""
-    return any(
-        best_plan(profile, cluster, [slot], optimizer=SPREAD, in_flight=1, stages=1).fits for slot in cluster.slots
+    plans = (
+        best_plan(profile, cluster, [slot], optimizer=OPTIMIZER, in_flight=1, spread=True) for slot in cluster.slots
     )
+    return any(plan.fits for plan in plans)
 
 
 def fits_spread(profile: Profile, cluster: Cluster) -> bool:
     """True where the devices together have room for the model, one minibatch at a time."""
-    return best_plan(profile, cluster, optimizer=SPREAD, in_flight=1).fits
+    return best_plan(profile, cluster, optimizer=OPTIMIZER, in_flight=1, spread=True).fits
 
 
 def fits_pipeline(profile: Profile, cluster: Cluster, **given: Any) -> bool:
     """True where all devices are stages of a pipeline, by default with one minibatch in flight more than stages."""
     stages = len(cluster.slots)
     given = {"in_flight": stages + 1, **given}
-    return best_plan(profile, cluster, optimizer=STATE, stages=stages, **given).fits
+    return best_plan(profile, cluster, optimizer=OPTIMIZER, stages=stages, **given).fits
 
 
 WAYS: Mapping[str, Fits] = {

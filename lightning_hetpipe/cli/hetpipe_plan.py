@@ -101,7 +101,8 @@ def run(config: DictConfig) -> float | None:
 def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_given: bool) -> list[str]:
     """Remarks below the table: reasons, assumed links, unused devices, estimates."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
-    why = "strategy.stages leaves it out" if stages_given else "no plan with it is faster"
+    why = "no layer is left for it" if choice.spread else "no plan with it is faster"
+    why = "strategy.stages leaves it out" if stages_given else why
     lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)

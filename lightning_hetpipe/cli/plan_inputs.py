@@ -201,4 +201,5 @@ def wanted(config: DictConfig) -> dict[str, Any]:
         "synchronise": seconds_of(str(config.synchronise), "synchronise"),
         "weights": weight_policy(of_strategy(config, "weights", "auto")),
         "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
+        "spread": not of_strategy(config, "compile", False),
     }

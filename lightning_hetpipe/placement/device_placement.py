@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, fragmented
 from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.spread_plan import roomiest
 
 CPU = torch.device("cpu")
 
@@ -98,9 +98,7 @@ class DevicePlacement:
 
     def roomiest(self, count: int) -> list[torch.device]:
         """Those ``count`` devices that have the most memory, in their order; of equal ones the first."""
-        memory = [math.inf if slot.device.memory is None else slot.device.memory for slot in self.cluster.slots]
-        chosen = sorted(range(len(memory)), key=lambda index: -memory[index])[:count]
-        return [self.devices[index] for index in sorted(chosen)]
+        return [self.devices[index] for index in roomiest([slot.device.memory for slot in self.cluster.slots], count)]
 
     def room(self, stages: Sequence[torch.device]) -> list[float]:
         """Bytes of memory for each of ``stages``, given by their devices; where no limit is known, all the same."""

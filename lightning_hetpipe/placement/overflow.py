@@ -18,9 +18,7 @@ from lightning_hetpipe.placement.measuring import known_optimizer
 from lightning_hetpipe.placement.optimizer_states import follow_parameters
 from lightning_hetpipe.placement.spread import move_live
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-
-FULL = 0.85
-"""Part of a device's bytes from which on it takes no more weights: what they make of their inputs comes on top."""
+from lightning_hetpipe.planning.search.spread_plan import FULL
 
 
 class Overflow:

@@ -36,6 +36,7 @@ from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile, Times
+from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
@@ -96,6 +97,7 @@ class Planner:
         choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
         reported: Whether one stage is measured, too, as there is a logger to be told.
         every: Minibatches of an optimizer step.
+        spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are computed again.
         weights: The weight policy.
         must_fit: Whether another one is tried where there is no room for it.
     """
@@ -115,6 +117,7 @@ class Planner:
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
     reported: bool = False
     every: int = 1
+    spread: bool = False
     weights: WeightPolicy = STASH
     must_fit: bool = False
 
@@ -163,7 +166,7 @@ class Planner:
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
             profile, factor = self._profile(profiling)
-            found = self._estimate(profile, slots, first, plan.in_flight, profiling)
+            found = replace(self, spread=plan.spread)._estimate(profile, slots, first, plan.in_flight, profiling)
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             return self._estimated(found, profile, factor, why)
@@ -267,6 +270,7 @@ class Planner:
             recompute=self.recompute,
             weights=self.weights,
             every=self.every,
+            spread=self.spread,
         )
         choice = plan(stages=stages)
         if not choice.fits:
@@ -293,10 +297,18 @@ class Planner:
         in_flight: int,
         profiling: ProfilingInput,
     ) -> Estimate:
-        state, cluster = optimizer_state(_optimizer(profiling)), self.placement.cluster
-        versions = Versions(self.weights, in_flight, self.every)
+        optimizer = _optimizer(profiling)
+        is_spread = self.spread and in_flight == 1 and not (self.recompute and len(slots) > 1)
         return estimate(
-            profile, cluster, slots, first, in_flight, state=state, recompute=self.recompute, versions=versions
+            profile,
+            self.placement.cluster,
+            slots,
+            first,
+            in_flight,
+            state=optimizer_state(optimizer),
+            recompute=self.recompute,
+            versions=Versions(self.weights, in_flight, self.every),
+            spread=SpreadMemory.of(optimizer) if is_spread else None,
         )
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> _Unfit:

@@ -6,17 +6,13 @@ calls. What holds none, such as metrics with their states, lies on the root devi
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.torch_private.modules import without_tensors
-
-STEPS = 50
-"""Halvings of the interval in which the smallest sufficient share of each device's room is searched."""
 
 
 def spread(module: nn.Module, devices: Sequence[torch.device], room: Sequence[float]) -> None:
@@ -50,26 +46,6 @@ def move_apart(module: nn.Module, places: Mapping[int, torch.device], root: torc
                 device = places.get(id(tensor), root)
                 if tensor.device != device:
                     move_live(tensor, target or device)
-
-
-def divided(sizes: Sequence[int], room: Sequence[float]) -> list[int]:
-    """The stage of each of ``sizes``, in order, so that the largest of the stages' sums, as a share of its ``room``, is
-    as small as it can be."""
-    ends = [0, *accumulate(sizes)]
-
-    def stages(share: float) -> list[int]:
-        """The end of each stage, where each takes as much as it may."""
-        found = [0]
-        for each in room:
-            found.append(max(found[-1], bisect_left(ends, ends[found[-1]] + share * each + 0.5) - 1))
-        return found[1:]
-
-    low, high = 0.0, ends[-1] / min(room)
-    for _ in range(STEPS):
-        share = (low + high) / 2
-        low, high = (low, share) if stages(share)[-1] == len(sizes) else (share, high)
-    found = stages(high)
-    return [next(stage for stage, end in enumerate(found) if place < end) for place in range(len(sizes))]
 
 
 def move_live(tensor: Tensor, device: torch.device) -> None:

@@ -47,7 +47,7 @@ class RunSettings:
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     planned: bool = False
-    """True if stages are those of a plan, or emulated."""
+    """True if stages are those of a plan of a pipeline, or emulated."""
     chosen: bool = False
     """True if stages and Nm are to be chosen among devices that differ."""
     spread: Sequence[torch.device] = ()

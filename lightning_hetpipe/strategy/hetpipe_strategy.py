@@ -191,6 +191,8 @@ class HetPipeStrategy(VirtualWorkers):
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
         self.compile = compile_setting.options(compile)
+        if self.plan is not None:
+            settings.check_spread(self.plan, recompute=self.recompute, compile=self.compile is not None)
         self._timeline = settings.timeline(timeline)
         self.last_run = RunReport()
         self._run = TrainerRun()
@@ -229,7 +231,10 @@ class HetPipeStrategy(VirtualWorkers):
         """Spreads the model over the devices of provisional stages."""
         assert self.model is not None
         devices = self._provisional_devices()
-        spread(self.model, devices, self._placement().room(devices))
+        room = self._placement().room(devices)
+        if self.plan is not None and self.plan.spread:
+            room = [max(1.0, stage.weights_bytes) for stage in self.plan.virtual_workers[0].stages]
+        spread(self.model, devices, room)
 
     # The life of a run.
 
@@ -394,6 +399,7 @@ class HetPipeStrategy(VirtualWorkers):
             self._choose_split_points,
             bool(trainer.loggers),
             trainer.accumulate_grad_batches,
+            self.world_size == 1 and self.compile is None,
         )
 
     def _fit_settings(self) -> run_settings.RunSettings:
@@ -410,10 +416,10 @@ class HetPipeStrategy(VirtualWorkers):
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.before_pass,
             decide=planner,
-            planned=planner.plan is not None or planner.placement.emulated,
-            chosen=self.in_flight == "auto" and not planner.even,
+            planned=planner.placement.emulated or (self.plan is not None and not self.plan.spread),
+            chosen=self.in_flight == "auto" and not planner.even and len(planner.placement.devices) > 1,
             spread=self._provisional_devices(),
-            memory=planner.placement.limits,
+            memory={} if self.plan is not None and self.plan.spread else planner.placement.limits,
             recompute=self.recompute,
             compile=self.compile,
             virtual_worker=self.global_rank,

@@ -102,6 +102,16 @@ def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
     return planned
 
 
+def check_spread(plan: Plan, **settings: bool) -> None:
+    """Refuses ``settings`` that are the work of a pipeline's stages with a ``plan`` of a spread run."""
+    for name, is_set in settings.items():
+        if plan.spread and is_set:
+            raise SettingError(
+                f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
+                f" less memory; leave {name} out, or plan with it"
+            )
+
+
 def check_single(name: str, virtual_workers: int) -> None:
     """Refuses several virtual workers with what is for one: ``name``."""
     if virtual_workers > 1:

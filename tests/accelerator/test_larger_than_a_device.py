@@ -22,9 +22,13 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
-from lightning_hetpipe.planning.model.cluster import Device, Node
+from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, Device, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.run.automatic import CORRECTED
+from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
+from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
@@ -397,6 +401,44 @@ def test_with_one_in_flight(
     assert_same(dict(plain.named_parameters()), dict(again.named_parameters()))
     assert_same(dict(plain.named_buffers()), dict(again.named_buffers()))
     assert len(strategy.last_run.stages) == DEVICES
+
+
+@quick("gpt-plan", "resnet-in_flight")
+@pytest.mark.parametrize("following", ["plan", "in_flight"])
+@pytest.mark.parametrize("make", MODELS)
+def test_a_spread_run_takes_what_its_plan_says(
+    make: Callable[[], tuple[Learner, DataLoader[Any]]], following: str, accelerator: TestAccelerator
+) -> None:
+    """On devices that have less than a pipeline of one minibatch takes; bytes are those that a CPU has shown."""
+    task, loader = make()
+    if make is resnet:
+        loader = images(120, 60)
+    profile, optimizer = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
+    assert optimizer is not None
+
+    def planned_for(memory: Sequence[int], spread: bool = True) -> Choice:
+        return best_plan(profile, cluster(*memory), optimizer=optimizer, in_flight=1, stages=DEVICES, spread=spread)
+
+    room = [max(LEAST_MEMORY, stage.memory.total) for stage in planned_for(LARGE).stages]
+    if following == "in_flight":
+        room = [max(room)] * DEVICES
+    choice = planned_for(room)
+    assert choice.fits
+    assert choice.spread
+    assert not planned_for(room, spread=False).fits
+    names = [layer.name for layer in profile.layers]
+    plan = Plan.of(choice, profile.model, names, cluster(*room))
+    plain, _ = make()
+    quiet_trainer(max_epochs=2).fit(plain, loader)
+    task, _ = make()
+    limit(*room)
+    given: Any = {"plan": plan} if following == "plan" else {"in_flight": 1, "cluster": cluster(*room)}
+    strategy = HetPipeStrategy(**given)
+    trainer_on(accelerator, strategy, max_epochs=2).fit(task, loader)
+    assert_same(dict(plain.named_parameters()), dict(task.named_parameters()))
+    assert len(strategy.last_run.stages) == DEVICES
+    for peak, stage in zip(peaks(), choice.stages, strict=True):
+        assert peak <= MARGIN * stage.memory.total, str(stage.slot)
 
 
 class Heads(Decoder):

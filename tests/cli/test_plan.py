@@ -201,6 +201,23 @@ def test_nothing_fits(plan: Run, folder: Path) -> None:
     assert not (folder / "run" / "plan.json").exists()
 
 
+def test_one_minibatch_in_flight_is_a_spread_run(plan: Run, folder: Path) -> None:
+    """A pipeline of one minibatch would take another copy of the weights, and more gradients."""
+    given = ["profile=p.json", "devices=[{name:RTX-3090,memory:550MiB},{name:RTX-3090,memory:550MiB}]"]
+    said, _ = plan(*given, "strategy.in_flight=1", "hydra.run.dir=run")
+    assert said.startswith("twelve: a spread run, 1 minibatch in flight, ")
+    assert "bottleneck" not in said
+    assert "- devices compute one after another, 360 ms for each minibatch, as one is in flight" in said
+    found = Plan.load(folder / "run" / "plan.json")
+    assert found.spread
+    assert [stage.weights_bytes for stage in found.virtual_workers[0].stages] == [60 * MIB] * 2
+    for pipeline in ("compile", "recompute"):
+        said, _ = plan(*given, "strategy.in_flight=1", f"strategy.{pipeline}=true", code=1)
+        assert said.startswith("twelve: 1 minibatch in flight, ")
+    said, _ = plan(*given, "strategy.in_flight=2", code=1)
+    assert "- strategy.in_flight=1\n" in said
+
+
 @pytest.mark.usefixtures("drawn")
 def test_without_matplotlib_there_is_a_plan_and_no_picture(
     plan: Run, folder: Path, monkeypatch: pytest.MonkeyPatch

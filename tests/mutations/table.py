@@ -583,6 +583,14 @@ MUTATIONS = (
     ),
     Mutation(
         "planning",
+        "the memory of a spread run leaves the optimizer's step out",
+        "planning/model/spread_memory.py",
+        "workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)",
+        "workspace = sizes.largest",
+        ("tests/planning/test_spread_plan.py", "-k", "TestMemory"),
+    ),
+    Mutation(
+        "planning",
         "the bottleneck leaves transfers out",
         "planning/model/simulate.py",
         "return self.receive + self.forward + self.loss + self.receive_gradient + self.backward",

@@ -385,6 +385,27 @@ def test_a_model_that_none_of_its_devices_could_hold(measured: Says) -> None:
     assert sorted(device for device, _ in trained(strategy)) == [f"T4:{number} (emulated)" for number in range(3)]
 
 
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_one_in_flight_takes_what_the_spread_run_would_that_is_emulated(measured: Says, with_plan: bool) -> None:
+    """Four layers of a MiB, with gradients, momentum and activations, a MiB to compute; a pipeline has versions."""
+    measured({"T4": 0.3}, cpu=0.01)
+    small = box(*[Device("T4", 18 * MIB)] * 2)
+    plan = planned(0, 3, device="T4", in_flight=1)
+    given: dict[str, Any] = {"plan": replace(plan, spread=True)} if with_plan else {"in_flight": 1}
+    strategy = HetPipeStrategy(**given, cluster=small)
+    assert sorted(len(layers) for _, layers in trained(strategy)) == [3, 4]
+    pipeline: dict[str, Any] = {"plan": plan} if with_plan else {"in_flight": 1, "recompute": True}
+    strategy = HetPipeStrategy(**pipeline, cluster=small)
+    assert_refused(mlp(SGD), "does not fit into the memory of its devices", strategy=strategy, loader=LOADER)
+
+
+@pytest.mark.parametrize("settings", [{"compile": "eager"}, {"recompute": True}])
+def test_a_plan_of_a_spread_run_has_no_stages_for_settings(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with refused(f"{name} is for the stages of a pipeline", "is of a spread run", f"leave {name} out"):
+        HetPipeStrategy(plan=replace(planned(0, 3, in_flight=1), spread=True), **settings)
+
+
 def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
     """A run said that a node of that name is not there."""
     measured({"T4": 0.3}, cpu=0.01)

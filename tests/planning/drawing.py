@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
             device = f"{draw(NAMES)}:{10 * worker + number}{draw(st.sampled_from(['', ' (estimated)']))}"
             used = draw(COUNT)
             limit = draw(st.none() | st.integers(max(1, used), 2**60))
-            stages.append(PlannedStage("box", device, first, after - 1, draw(SECONDS), used, limit))
+            stages.append(PlannedStage("box", device, first, after - 1, draw(SECONDS), used, limit, draw(COUNT)))
         workers.append(PlannedWorker(draw(SECONDS), tuple(stages)))
     bottleneck = max(stage.time_s for worker in workers for stage in worker.stages)
     rate = sum(worker.minibatches_per_second for worker in workers)
@@ -55,5 +55,6 @@ def plans(draw: st.DrawFn) -> Plan:
         rate,
         tuple(workers),
         tuple(layers),
+        draw(st.booleans()),
         draw(st.booleans()),
     )

@@ -71,6 +71,7 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "virtual_workers",
         "layers",
         "recompute",
+        "spread",
     ]
     (worker,) = value["virtual_workers"]
     assert list(worker) == ["minibatches_per_second", "stages"]
@@ -82,6 +83,7 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "time_s": 0.25,
         "memory_bytes": 1 << 30,
         "memory_limit_bytes": 24 << 30,
+        "weights_bytes": 0,
     }
 
 

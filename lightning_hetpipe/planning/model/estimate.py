@@ -9,6 +9,7 @@ from typing import Any
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
+from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
@@ -65,6 +66,7 @@ class Estimate:
         recompute: Whether forwards are computed again for their backwards.
         rate: Minibatches per second, simulated.
         simulation: The run that said so.
+        spread: Whether it is of a spread run, in which the stages are devices with one minibatch among them.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -72,6 +74,7 @@ class Estimate:
     recompute: bool
     rate: float
     simulation: Simulation
+    spread: bool
 
     @property
     def fits(self) -> bool:
@@ -106,6 +109,7 @@ def estimate(
     recompute: bool = False,
     synchronise: float = 0.0,
     versions: Versions | None = None,
+    spread: SpreadMemory | None = None,
 ) -> Estimate:
     """Estimate stages on ``slots`` that start at the layers ``splits``.
 
@@ -122,6 +126,7 @@ def estimate(
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         versions: Those that minibatches use; by default those of weight stashing.
+        spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
 
     Raises:
         SettingError: where the profile has no times of a device.
@@ -141,20 +146,24 @@ def estimate(
     stages = []
     for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
-        user = profile.user.total(in_flight, state) if index + 1 == len(slots) else 0
-        taken = {
-            load: stage_memory(
-                sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
-            )
-            for load in sorted({load for _, load in run.loads(index)})
-        }
+        last = index + 1 == len(slots)
+        if spread is not None:
+            taken = {StageLoad(1, 0): spread.stage(sizes, profile.user if last else None)}
+        else:
+            user = profile.user.total(in_flight, state) if last else 0
+            taken = {
+                load: stage_memory(
+                    sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
+                )
+                for load in sorted({load for _, load in run.loads(index)})
+            }
         most = max(taken, key=lambda load: taken[load].total)
         stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most))
     begin, end = waves // 3 * period, (waves - 1) * period
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
     rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-    return Estimate(tuple(stages), in_flight, recompute, rate, run)
+    return Estimate(tuple(stages), in_flight, recompute, rate, run, spread is not None)
 
 
 def stage_times_on(

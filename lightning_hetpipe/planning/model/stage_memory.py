@@ -23,7 +23,8 @@ User code
     What ``training_step`` takes beside the layers, on the last stage's device: modules that are not pipelined, the
     minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
 
-The first minibatch of a fit, of which there are no versions yet, is spread over all devices, and takes less.
+The first minibatch of a fit, of which there are no versions yet, is spread over all devices, and takes less; so does a
+run with one minibatch in flight (:mod:`lightning_hetpipe.planning.model.spread_memory`).
 
 Gradients and activations are those of the moment at which they are most together. More gradients than these wait where
 Lightning's thread is slower than was simulated, or evaluates between two steps: on the host, where the device has no
@@ -65,6 +66,11 @@ STEP = 1
 """Bytes that a step makes for each byte of the weights, but SGD's: the root of the second moment, say."""
 
 
+def step_bytes(optimizer: str | float) -> float:
+    """Bytes that a step makes for a while, of those of :func:`optimizer_state`; of a number none."""
+    return 0 if not isinstance(optimizer, str) or optimizer.lower().startswith("sgd") else STEP
+
+
 def optimizer_state(optimizer: str | float) -> float:
     """Bytes for each byte of the weights: of a name in :data:`OPTIMIZERS` and its step, or the number itself.
 
@@ -78,7 +84,7 @@ def optimizer_state(optimizer: str | float) -> float:
                 f"optimizer='{optimizer}' is not known; give one of {', '.join(OPTIMIZERS)}, or its"
                 " bytes of state for each byte of the weights"
             )
-        return known if optimizer.lower().startswith("sgd") else known + STEP
+        return known + step_bytes(optimizer)
     if not 0 <= optimizer < float("inf"):
         raise SettingError(f"optimizer={optimizer!r} must be the bytes of state for each byte of the weights")
     return optimizer

@@ -37,6 +37,7 @@ class PlannedStage:
         time_s: For one minibatch, forward and backward, with its transfers.
         memory_bytes: That it takes.
         memory_limit_bytes: That its device has; None where that is no limit.
+        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 in files of earlier releases.
     """
 
     node: str
@@ -46,6 +47,7 @@ class PlannedStage:
     time_s: float
     memory_bytes: int
     memory_limit_bytes: int | None
+    weights_bytes: int = 0
 
     @property
     def device_name(self) -> str:
@@ -116,6 +118,7 @@ class Plan:
         layers: Their names, in order.
         recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
             the plan says; files of earlier releases do not say it, and mean no.
+        spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
     """
 
     model: str
@@ -127,6 +130,7 @@ class Plan:
     virtual_workers: tuple[PlannedWorker, ...]
     layers: tuple[str, ...]
     recompute: bool = False
+    spread: bool = False
 
     @classmethod
     def of(
@@ -161,6 +165,7 @@ class Plan:
                 stage.times.total,
                 stage.memory.total,
                 stage.limit,
+                stage.memory.weights,
             )
             for stage in found.stages
         )
@@ -174,6 +179,7 @@ class Plan:
             (PlannedWorker(found.rate, stages),),
             tuple(layers),
             found.recompute,
+            found.spread,
         )
 
     @classmethod
@@ -196,6 +202,7 @@ class Plan:
             tuple(_worker(each) for each in document["virtual_workers"].entries()),
             tuple(each.text() for each in document["layers"].entries()),
             "recompute" in document and document["recompute"].truth(),
+            "spread" in document and document["spread"].truth(),
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -350,4 +357,5 @@ def _stage(document: Document) -> PlannedStage:
         document["time_s"].number(),
         document["memory_bytes"].whole(),
         None if limit.value is None else limit.whole(1),
+        document["weights_bytes"].whole() if "weights_bytes" in document else 0,
     )

@@ -63,7 +63,8 @@ def _headline(plan: Plan) -> str:
     guess = any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages)
     rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
     return (
-        f"{plan.model}: {together}{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
+        f"{plan.model}: {together}{'a spread run, ' if plan.spread else ''}"
+        f"{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
         f"{' forwards recomputed,' if plan.recompute else ''} {rate} minibatches per second, simulated"
     )
 
@@ -82,7 +83,7 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
         "no limit" if limit is None else f"{nominal}{in_bytes(limit)}",
     ]
     cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
-    return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s else cells
+    return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s and not plan.spread else cells
 
 
 def span(layers: Sequence[str]) -> str:

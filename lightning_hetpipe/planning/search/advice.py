@@ -18,9 +18,10 @@ def ways_out(choice: Choice, cli: bool = False) -> list[str]:
     prefix, true = ("strategy.", "true") if cli else ("", "True")
     lines = []
     if found.in_flight is not None:
-        lines.append(f"{prefix}in_flight={found.in_flight} or fewer")
+        lines.append(f"{prefix}in_flight={found.in_flight}{' or fewer' if found.in_flight > 1 else ''}")
     if found.recompute is not None:
-        lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute} or fewer")
+        fewer = " or fewer" if found.recompute > 1 else ""
+        lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
     if found.lacking:
         slots = {stage: choice.stages[stage].slot for stage in sorted(found.lacking)}
         each = [f"{in_bytes(found.lacking[n])} on {slot.device.name}:{slot.number}" for n, slot in slots.items()]

@@ -9,6 +9,8 @@ For each Nm = 1, 2, ... the search goes like this:
 3. Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There,
    and where no division was found, search locally (``local_search``).
 
+A spread run, which ``in_flight=1`` may ask for, is not searched (``spread``).
+
 Of all Nm the smallest within 1% of the best throughput is chosen. So:
 
 - a plan that is found fits as simulated (a last stage holds one minibatch, the others Nm at the most, whatever the
@@ -30,11 +32,13 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
 from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider, Division
 from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
 from lightning_hetpipe.planning.search.problem import PlanningProblem
+from lightning_hetpipe.planning.search.spread_plan import spread_plan
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 ENOUGH = 0.99
@@ -105,6 +109,7 @@ def best_plan(
     stages: int | None = None,
     weights: WeightPolicy = STASH,
     every: int = 1,
+    spread: bool = False,
 ) -> Choice:
     """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
 
@@ -123,6 +128,8 @@ def best_plan(
         stages: k, where it is not to be chosen.
         weights: The weight policy.
         every: Minibatches of an optimizer step.
+        spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
+            virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
 
     Raises:
         SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
@@ -134,9 +141,14 @@ def best_plan(
             f"stages={stages} cannot be planned for {len(slots)} devices and {len(profile.layers)} layers: each stage"
             f" needs one of both; set at most {most}"
         )
-    state = optimizer_state(optimizer)
-    problem = PlanningProblem(profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every)
+    state, alone = optimizer_state(optimizer), (stages or len(slots)) == 1
+    memory = SpreadMemory.of(optimizer) if spread and (alone or not recompute) else None
+    problem = PlanningProblem(
+        profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every, memory
+    )
     search = _Search(problem)
+    if memory is not None and (in_flight == 1 or (in_flight is None and len(slots) == 1)):
+        return search.spread(memory)
     return search.choose() if in_flight is None else search.at(in_flight)
 
 
@@ -201,6 +213,15 @@ class _Search:
         if found.rate * found.bottleneck < ENOUGH or len(self._seen[in_flight]) > 1:
             found = self._locally(in_flight)
         return self._choice(found, [in_flight], [_slowest(found)])
+
+    def spread(self, memory: SpreadMemory) -> Choice:
+        """Plan a spread run, whose devices hold what ``memory`` says."""
+        found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
+        if found.fits:
+            return self._choice(found, [1], [_one_after_another(found)])
+        again = None if self._problem.recompute else self._with_recompute().most(1)
+        reasons = ["even with one minibatch in flight the model does not fit"]
+        return self._choice(found, [1], reasons, Help(None, again, _lacking(found)))
 
     def plan(self, in_flight: int) -> Estimate:
         """Plan with the least T_max that fits; where none was found, the best of a local search, which may not fit."""
@@ -277,12 +298,14 @@ class _Search:
                 again = other.most(in_flight)
             elif (choice := other.choose()).fits:
                 again = choice.in_flight
-        lacking = {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
         reasons = [f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"]
-        return self._choice(found, [in_flight], reasons, Help(self.most(in_flight - 1), again, lacking))
+        fewer, memory = self.most(in_flight - 1), self._problem.spread
+        if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
+            fewer = 1
+        return self._choice(found, [in_flight], reasons, Help(fewer, again, _lacking(found)))
 
     def _with_recompute(self) -> _Search:
-        return _Search(replace(self._problem, recompute=True))
+        return _Search(replace(self._problem, recompute=True, spread=None))
 
     def _choice(
         self, found: Estimate, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
@@ -296,6 +319,7 @@ class _Search:
             found.recompute,
             found.rate,
             found.simulation,
+            found.spread,
             idle=tuple(slot for slot in self._problem.slots if slot not in used),
             tried=tuple(self._tried(in_flight) for in_flight in tried),
             reasons=tuple(reasons),
@@ -305,6 +329,17 @@ class _Search:
     def _tried(self, in_flight: int) -> Tried:
         found = self._found[in_flight]
         return Tried(in_flight, found.rate, found.bottleneck) if found.fits else Tried(in_flight, None, None)
+
+
+def _lacking(found: Estimate) -> dict[int, int]:
+    return {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
+
+
+def _one_after_another(found: Estimate) -> str:
+    took = in_seconds(sum(stage.times.total for stage in found.stages))
+    if len(found.stages) == 1:
+        return f"all layers on {found.stages[0].slot.device.name} take {took} for each minibatch"
+    return f"devices compute one after another, {took} for each minibatch, as one is in flight"
 
 
 def _slowest(found: Estimate) -> str:

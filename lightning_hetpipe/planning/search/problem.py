@@ -10,6 +10,7 @@ from lightning_hetpipe.planning.model.costs import Costs, MemoryBound, kinds_of
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
@@ -28,6 +29,7 @@ class PlanningProblem:
         synchronise: Seconds that a wave's end waits for the parameter servers.
         weights: The weight policy.
         every: Minibatches of an optimizer step.
+        spread: What devices hold with one minibatch in flight, where that is a spread run; None where it is a pipeline.
     """
 
     profile: Profile
@@ -40,6 +42,7 @@ class PlanningProblem:
     synchronise: float = 0.0
     weights: WeightPolicy = STASH
     every: int = 1
+    spread: SpreadMemory | None = None
 
     def versions(self, in_flight: int) -> Versions:
         """The versions that minibatches use at Nm = ``in_flight``."""
@@ -57,8 +60,14 @@ class PlanningProblem:
         buffers = self.versions(in_flight).copies
         return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, user, buffers, limited)
 
-    def estimate(self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int) -> Estimate:
-        """Simulate stages on ``slots`` that start at the layers ``splits``."""
+    def estimate(
+        self,
+        slots: Sequence[DeviceSlot],
+        splits: Sequence[int],
+        in_flight: int,
+        spread: SpreadMemory | None = None,
+    ) -> Estimate:
+        """Simulate stages on ``slots`` that start at the layers ``splits``; ``spread`` is a spread run's memory."""
         return estimate(
             self.profile,
             self.cluster,
@@ -69,4 +78,5 @@ class PlanningProblem:
             recompute=self.recompute,
             synchronise=self.synchronise,
             versions=self.versions(in_flight),
+            spread=spread,
         )
