@@ -16,6 +16,7 @@ NOTHING = (
 )
 NONE = "–"  # where nothing was measured: one stage need not be balanced, and a run of one minibatch only watches it
 _MEASURED = "ms per minibatch: forward and backward of the stage's layers alone, measured before training"
+_WHOLE = "ms per minibatch: forward, loss and backward, in training"
 _EMULATED = (
     "ms per minibatch: what the stage takes on its emulated device, with what it receives; it computes for less and"
     " sleeps for the rest"
@@ -69,7 +70,7 @@ class RunReport:
 
     Attributes:
         in_flight: Nm.
-        minibatches: Minibatches trained through the pipeline: all but the first, which is watched.
+        minibatches: Minibatches trained, but for the first, which is watched.
         samples_per_second: Over the time of those minibatches, without validation.
         stages: In order; empty where no fit has had any.
         timeline: What took place when, if it was asked for.
@@ -78,6 +79,7 @@ class RunReport:
         virtual_workers: N.
         taken_apart: Why modules do not run in stages as a whole, by their paths: their own code runs as user code,
             around the pipelined modules in them. Empty where all that ``training_step`` calls is pipelined.
+        spread: Whether it was a spread run: with one minibatch in flight, and without a pipeline.
     """
 
     in_flight: int = 1
@@ -89,6 +91,7 @@ class RunReport:
     virtual_worker: int = 0
     virtual_workers: int = 1
     taken_apart: Mapping[str, str] = field(default_factory=dict)
+    spread: bool = False
 
     def __str__(self) -> str:
         if not self.stages:
@@ -109,8 +112,13 @@ class RunReport:
             for number, stage in enumerate(self.stages)
             if stage.host_bytes
         ]
-        notes = [_EMULATED if self.emulated else _MEASURED, _COUNTED, *moved, *apart]
-        return "\n".join([self._headline(), "", *self._rows(), "", *notes])
+        timed = _WHOLE if self.spread else _EMULATED if self.emulated else _MEASURED
+        columns = {
+            timed: any(stage.time_s for stage in self.stages),
+            _COUNTED: any(stage.memory_bytes is not None for stage in self.stages),
+        }
+        notes = [*(note for note, is_filled in columns.items() if is_filled), *moved, *apart]
+        return "\n".join([self._headline(), "", *self._rows(), *([""] if notes else []), *notes])
 
     @property
     def throughput(self) -> str:
@@ -123,7 +131,8 @@ class RunReport:
         minibatches = f"{self.in_flight} minibatch{'' if self.in_flight == 1 else 'es'}"
         which = f", as virtual worker {self.virtual_worker} of {self.virtual_workers}"
         which = "" if self.virtual_workers == 1 else which
-        return f"Trained as a pipeline of {stages}, {minibatches} in flight{which}"
+        kind = "spread run" if self.spread else "pipeline"
+        return f"Trained as a {kind} of {stages}, {minibatches} in flight{which}"
 
     def _rows(self) -> list[str]:
         header = ["stage", "device", "layers", "", "parameters", "ms per minibatch", "busy", "memory"]

@@ -110,6 +110,7 @@ class SpreadRun(Extension):
                 )
                 for device, layers in stages
             ],
+            spread=True,
         )
 
     def _begin(self) -> None:

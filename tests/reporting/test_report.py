@@ -50,6 +50,18 @@ def test_a_dash_stands_where_nothing_was_measured() -> None:
     assert lines[-1] == "samples per second   –"
 
 
+def test_columns_without_figures_have_no_note() -> None:
+    """A spread run on several devices knows neither times nor bytes of each."""
+    empty = stage(["net.0"], ["Linear"], time_s=0.0, busy=None, memory_bytes=None)
+    text = str(run(empty, empty, spread=True))
+    assert text.startswith("Trained as a spread run of 2 stages, 1 minibatch in flight\n")
+    assert "ms per minibatch:" not in text
+    assert "memory:" not in text
+    assert "\n\n\n" not in text
+    text = str(run(stage(["net.0"], ["Linear"], memory_bytes=None), spread=True))
+    assert "ms per minibatch: forward, loss and backward, in training" in text
+
+
 def test_what_print_shows_a_notebook_shows_too() -> None:
     report = run(stage(["net.0"], ["Linear"]))
     assert repr(report) == str(report)
