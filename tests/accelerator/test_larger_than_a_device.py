@@ -31,7 +31,7 @@ from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
-from tests.oracle import Batch, Outputs, State
+from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.captured_models import GPT, Bottleneck, CrossBlock, Whole, Words
 from tests.support.equality import assert_same
@@ -253,15 +253,18 @@ def test_two_buffers_fit_where_stashing_does_not(planned: list[Estimate], accele
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
 
 
+NADAM = Recipe(lambda model: torch.optim.NAdam(model.parameters(), 1e-3, foreach=False))
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_weights_are_stashed_where_a_prediction_lacks_room(
     declared: bool, planned: list[Estimate], accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default; a prediction takes a copy of the weights more."""
+    """By default; what the last step has changed is a copy of the weights more."""
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=9, width=64), ADAMW)
+        return Writes(GPT(blocks=9, width=64), NADAM)
 
     told = list[str]()
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
@@ -271,10 +274,15 @@ def test_weights_are_stashed_where_a_prediction_lacks_room(
         planned.append(estimate(*args))
         return planned[-1]
 
+    def even(strategy: HetPipeStrategy, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        return tuple([len(times) * stage // stages for stage in range(stages)])
+
     monkeypatch.setattr(Planner, "_estimate", noting)
+    monkeypatch.setattr(HetPipeStrategy, "_choose_split_points", even)  # as measured times differ from fit to fit
     stashed = stashing(stages=4, in_flight=4, cluster=cluster(*LARGE) if declared else None)
     trainer_on(accelerator, stashed).fit(small(), loader)
-    room = [max(stage.memory.total for stage in planned[-1].stages)] * DEVICES
+    # With half a copy to spare, of the four that are stashed: plans know nothing of what an optimizer makes meanwhile.
+    room = [max(stage.memory.total + stage.memory.versions // 8 for stage in planned[-1].stages)] * DEVICES
     task = small()
     expected = expect(task, loader, 4, max_epochs=1, weights="stash", lr_correction=CORRECTED)
     for index, each in enumerate(room):
@@ -283,7 +291,7 @@ def test_weights_are_stashed_where_a_prediction_lacks_room(
     trainer = trainer_on(accelerator, strategy)
     trainer.fit(task, loader)
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
-    assert any("is 'stash', as devices have no room for what 'xpipe' predicts" in line for line in told)
+    assert any("is 'stash', as devices have no room for what 'pipeoptim' predicts" in line for line in told)
 
 
 class Distils(Evaluated):
