@@ -78,9 +78,9 @@ def block(comparison: Comparison, measured: str) -> str:
             "A cell says after how many updates the validation loss is first at its target, as a multiple of those of"
             f" `sync`, and the final loss (median of the last validations). {seeds}."
             f" Targets, nats: {targets}. *K* is `lr_correction={CORRECTION}`, *clip* `gradient_clip_val=1`, *M = Nm*"
-            f" `accumulate_grad_batches` of Nm; runs have {UPDATES} updates, those with M = Nm {LONGER} times as"
-            " many minibatches. *Plain* is the task's own learning rate, *tuned* that which reaches the target"
-            " first, for `sync`, too.",
+            f" `accumulate_grad_batches` of Nm; *auto* is the default; runs have {UPDATES} updates, those with"
+            f" M = Nm {LONGER} times as many minibatches. *Plain* is the task's own learning rate, *tuned* that which"
+            " reaches the target first, for `sync`, too.",
             table(comparison),
             measured,
             END,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ def survival(comparison: Comparison) -> str:
             ratios = [1.0]
             for number in numbers:
                 recipe = _variants(TASKS[name], number)[label]
-                sync = of(name, replace(recipe, weights="sync", correction=0, clip=None), number)
+                sync = of(name, TASKS[name].sync(recipe), number)
                 ratios.append(min(relative(of(name, recipe, number), sync), NEVER))
             shift = 1 + 0.02 * (place - 2)  # lines that lie on each other can be told apart
             axes.plot([1, *numbers], [each * shift for each in ratios], "o-", color=COLOURS[label], label=label)
@@ -84,7 +83,7 @@ def curves(comparison: Comparison) -> str:
 
 def _variants(task: Task, in_flight: int) -> dict[str, Recipe]:
     """The variants that are drawn, the native prediction under that name."""
-    found = {"sync": replace(task.recipe, weights="sync"), **task.variants(in_flight)}
+    found = {"sync": task.sync(task.recipe), **task.variants(in_flight)}
     found[f"{task.native}, M = Nm"] = task.accumulating(in_flight)[task.native]
     return {label.replace(task.native, "prediction"): recipe for label, recipe in found.items()}
 

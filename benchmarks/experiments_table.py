@@ -100,7 +100,7 @@ def table(comparison: Comparison) -> str:
             cells = []
             for number in numbers:
                 recipe = recipes[number]
-                sync = replace(recipe, weights="sync", correction=0, clip=None)
+                sync = task.sync(recipe)
                 for of in (comparison.plain, comparison.tuned):
                     cells.append(_cell(of(name, recipe, number), of(name, sync, number)))
             rows.append([label, *cells])
@@ -110,7 +110,7 @@ def table(comparison: Comparison) -> str:
 def _rows(task: Task, numbers: Sequence[int]) -> Mapping[str, Mapping[int, Recipe]]:
     found: dict[str, dict[int, Recipe]] = {}
     for number in numbers:
-        plain = {"sync": replace(task.recipe, weights="sync"), **task.variants(number)}
+        plain = {"sync": task.sync(task.recipe), **task.variants(number)}
         accumulating = {f"{label}, M = Nm": each for label, each in task.accumulating(number).items()}
         for label, recipe in {**plain, **accumulating}.items():
             found.setdefault(label, {})[number] = recipe

@@ -55,21 +55,24 @@ class Task:
             torch.manual_seed(seed)
             return self.net()
 
+    def sync(self, recipe: Recipe) -> Recipe:
+        """Plain training with as many minibatches to an update: what ``recipe`` is compared with."""
+        return replace(self.recipe, weights="sync", accumulate=recipe.accumulate)
+
     def variants(self, in_flight: int) -> dict[str, Recipe]:
         """Recipes that are compared where so many minibatches are in flight, each with an update for each minibatch.
 
         With one in flight all weight policies are the same.
         """
-        sync = replace(self.recipe, weights="sync")
         if in_flight == 1:
-            return {"sync": sync}
+            return {"sync": self.sync(self.recipe)}
         found = {}
         for weights in ("stash", self.native, "pipeoptim"):
             found[weights] = replace(self.recipe, weights=weights)
             found[f"{weights}, K"] = replace(self.recipe, weights=weights, correction=CORRECTION)
             if weights != "pipeoptim":  # whose clipped runs are those of the native prediction
                 found[f"{weights}, clip"] = replace(self.recipe, weights=weights, clip=1.0)
-        return found
+        return {**found, "auto": replace(self.recipe, weights="auto").chosen}
 
     def accumulating(self, in_flight: int) -> dict[str, Recipe]:
         """The same with as many minibatches to an update as are in flight, as ``2bw`` needs it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -17,6 +17,7 @@ from lightning_hetpipe.demo.digits import CLASSES, load, split
 from lightning_hetpipe.pipeline.live import NO_MOVES, Moves
 from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
 from lightning_hetpipe.run.around_step import AroundStep, around_step
+from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.lr_correction import Correction, RateCorrection
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 
@@ -33,8 +34,9 @@ class Recipe:
     """An optimizer by its name, its arguments, what the Trainer does to gradients, and the strategy to their staleness.
 
     Attributes:
-        weights: The weight policy.
+        weights: The weight policy; ``auto``: that of ``chosen``.
         correction: ``lr_correction``; 0 for none.
+        least_tau: The least tau of the correction.
     """
 
     optimizer: str
@@ -48,6 +50,7 @@ class Recipe:
     dampening: float = 0.0
     weights: str = "stash"
     correction: int = 0
+    least_tau: int = 1
 
     def __str__(self) -> str:
         parts = [f"{self.optimizer} {self.lr:g}"]
@@ -65,6 +68,16 @@ class Recipe:
     def effective(self) -> float:
         """The learning rate with what momentum makes of it."""
         return self.lr / (1 - self.momentum)
+
+    @property
+    def chosen(self) -> Recipe:
+        """The same with the policy and the correction that ``weights="auto"`` takes."""
+        if self.weights != "auto":
+            return self
+        optimizer = self.make([nn.Parameter(torch.zeros(1))])
+        found = automatic_policy(optimizer, clipped=self.clip is not None)
+        updates, least = found.lr_correction or Correction(0)
+        return replace(self, weights=found.policy.name, correction=updates, least_tau=least)
 
     def make(self, parameters: Any) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"betas": (self.beta, 0.999)} if self.optimizer == "AdamW" else {}
@@ -138,6 +151,7 @@ def updates(
 ) -> Iterator[tuple[int, float]]:
     """Trains ``net`` by ``loss_of`` batches; yields after each update how many there were, and the last loss."""
     net.train()
+    recipe = recipe.chosen
     weights = list(net.parameters())
     optimizer = recipe.make(weights)
     policy, every, count = POLICIES[recipe.weights], recipe.accumulate, len(loader)
@@ -146,7 +160,8 @@ def updates(
     prediction = prediction_of(policy.name, optimizer) if policy.predicts else None
     correction = AroundStep()
     if recipe.correction:
-        correction = RateCorrection(optimizer, Correction(recipe.correction), lambda: versions.most_steps, lambda: done)
+        setting = Correction(recipe.correction, recipe.least_tau)
+        correction = RateCorrection(optimizer, setting, lambda: versions.most_steps, lambda: done)
     around = [correction] if prediction is None else [prediction, correction]
     p = 0
     for _ in range(epochs):
@@ -207,10 +222,9 @@ def _show(weights: list[nn.Parameter], values: list[Tensor]) -> None:
 def by_strategy(recipe: Recipe, in_flight: int, loader: DataLoader[Any], seed: int, epochs: int) -> Net:
     """The same by the Trainer, as a pipeline of three stages."""
     net = Net(recipe, seed)
+    correction: Any = "auto" if recipe.weights == "auto" else recipe.correction or None
     trainer = L.Trainer(
-        strategy=HetPipeStrategy(
-            stages=3, in_flight=in_flight, weights=recipe.weights, lr_correction=recipe.correction or None
-        ),
+        strategy=HetPipeStrategy(stages=3, in_flight=in_flight, weights=recipe.weights, lr_correction=correction),
         accelerator="cpu",
         max_epochs=epochs,
         gradient_clip_val=recipe.clip,

@@ -41,6 +41,8 @@ def test_every_policy_is_compared() -> None:
         assert {run.recipe.weights for run in runs_of(list(TASKS), grid)} == set(POLICIES)
     assert {run.in_flight for run in runs_of(["gpt"], FULL)} == {1, 2, 4, 8, 16, 32}
     assert {run.task for run in runs_of(["gpt"], FULL)} == {"gpt"}
+    for task in TASKS.values():
+        assert task.variants(4)["auto"] == replace(task.recipe, weights="auto").chosen
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -47,6 +47,17 @@ def test_the_loop_of_each_policy_trains_to_the_strategys_weights(weights: str) -
         assert staleness.is_exact(replace(recipe, accumulate=1), 4, seed=1, epochs=1)
 
 
+@quick("adam")
+@pytest.mark.parametrize(
+    "recipe", [FIRST, replace(FIRST, clip=1.0), Recipe("AdamW", 0.01)], ids=["sgd", "clip", "adam"]
+)
+def test_the_loop_by_default_trains_to_the_strategys_weights(recipe: Recipe) -> None:
+    recipe = replace(recipe, weights="auto")
+    assert recipe.chosen.weights != recipe.weights
+    assert bool(recipe.chosen.correction) == (recipe.clip is None)
+    assert staleness.is_exact(recipe, 4, seed=1, epochs=1)
+
+
 @pytest.mark.slow
 def test_a_first_impression(capsys: pytest.CaptureFixture[str]) -> None:
     assert staleness.main(["--quick"]) == 0
