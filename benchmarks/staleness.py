@@ -21,9 +21,10 @@ import torch
 from benchmarks.harness import ROOT
 from benchmarks.machine import describe_machine
 from benchmarks.results import block_in
-from benchmarks.staleness_training import Recipe, accuracy, batches, by_loop, by_strategy, digits, equal
+from benchmarks.staleness_training import Recipe, accuracy, batches, by_loop, by_strategy, convolutions, digits, equal
 from lightning_hetpipe.rules.staleness import bearable_rate, steps_behind
-from lightning_hetpipe.run.staleness_warning import momenta
+from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.run.staleness_warning import has_batch_norm, stepped
 
 RESULTS = ROOT / "benchmarks" / "staleness.json"
 DOCS = ROOT / "docs" / "staleness.md"
@@ -66,6 +67,33 @@ RECIPES = (
 )
 QUICK = (FIRST,)
 
+OPTIMIZERS = (
+    FIRST,
+    replace(FIRST, nesterov=True),
+    replace(sgd(1.0, 0.9), dampening=0.9),
+    Recipe("Adam", 0.003),
+    Recipe("AdamW", 0.003),
+    Recipe("AdamW", 0.003, clip=1.0),
+    Recipe("Adamax", 0.01),
+    Recipe("NAdam", 0.005),
+    Recipe("RAdam", 0.01),
+    Recipe("RMSprop", 0.001, 0.9),
+    Recipe("Rprop", 0.001),
+    sgd(0.1, 0.0),
+    sgd(0.1, 0.5),
+    Recipe("ASGD", 0.1),
+    Recipe("RMSprop", 0.001),
+    Recipe("Adagrad", 0.03),
+    Recipe("Adadelta", 1.0),
+    Recipe("Adafactor", 0.01),
+    *(replace(sgd(rate, 0.9), norm="GroupNorm") for rate in (0.5, 0.2, 0.1)),
+    replace(sgd(0.2, 0.9), clip=1.0, norm="GroupNorm"),
+    *(Recipe("AdamW", lr, norm="GroupNorm") for lr in (0.003, 0.001)),
+)
+"""For the table of what ``weights="auto"`` chooses: those with which it predicts, others, and another net."""
+CHOSEN_AT = (4, 8)
+"""Numbers in flight of that table."""
+
 STALENESS = (0, 1, 2, 3, 4, 7)
 Runs = Mapping[tuple[Recipe, int], Sequence[float]]
 """Accuracies, by recipe and number in flight; one for each seed."""
@@ -93,8 +121,14 @@ def largest_stable(momentum: float, steps: int, nesterov: bool = False, predicte
 def warned(recipe: Recipe, in_flight: int) -> bool:
     """True if a fit of one virtual worker begins with a warning."""
     steps = steps_behind(in_flight - 1, recipe.accumulate)
-    groups = momenta(recipe.make([torch.nn.Parameter(torch.zeros(1))]))
-    return any(bearable_rate(group, steps, clipped=recipe.clip is not None) is not None for group in groups)
+    bears = {
+        "clipped": recipe.clip is not None,
+        "predicted": POLICIES[recipe.weights].predicts,
+        "corrected": recipe.correction > 0,
+        "batch_norm": has_batch_norm(convolutions(recipe.norm)),
+    }
+    groups = stepped(recipe.make([torch.nn.Parameter(torch.zeros(1))]))
+    return any(bearable_rate(group, steps, **bears) is not None for group in groups)
 
 
 def measure(recipes: Sequence[Recipe], in_flight: Sequence[int], seeds: Sequence[int], epochs: int) -> Runs:
@@ -138,6 +172,12 @@ def tables(kept: Mapping[str, Any]) -> str:
                     for recipe in recipes
                 ],
             ),
+            'What `weights="auto"` chooses, with *K* where the first 100 updates have lower learning rates, beside'
+            " `stash`; *GroupNorm* stands in the place of BatchNorm in the last rows.",
+            _rows(
+                ["", "auto", "Nm = 1", *(f"Nm = {number}, {way}" for number in CHOSEN_AT for way in ("stash", "auto"))],
+                [_choice(runs, recipe) for recipe in OPTIMIZERS if (recipe, CHOSEN_AT[0]) in runs],
+            ),
             f"The largest lr / (1 - momentum) of {', '.join(f'{rate:g}' for rate in reversed(RATES))} at which each"
             f" seed reaches {GOOD:g}%, and, in brackets, its product with Nm - 1:",
             _rows(
@@ -164,6 +204,15 @@ def tables(kept: Mapping[str, Any]) -> str:
             END,
         ]
     )
+
+
+def _choice(runs: Runs, recipe: Recipe) -> list[str]:
+    chosen = replace(recipe, weights="auto").chosen
+    cells = [str(recipe), chosen.weights + ", K" * (chosen.correction > 0), _cell(runs[recipe, 1], False)]
+    for number in CHOSEN_AT:
+        cells.append(_cell(runs[recipe, number], warned(recipe, number)))
+        cells.append(_cell(runs[chosen, number], warned(chosen, number)) if chosen != recipe else "")
+    return cells
 
 
 def _cell(found: Sequence[float], is_warned: bool) -> str:
@@ -214,6 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     grid = [sgd(rate, momentum) for rate in RATES for momentum in MOMENTUMS]
     runs = measure(QUICK if given.quick else [*RECIPES, *grid], (1, 4) if given.quick else IN_FLIGHT, seeds, epochs)
+    if not given.quick:
+        chosen = [replace(recipe, weights="auto").chosen for recipe in OPTIMIZERS]
+        runs = {
+            **measure(OPTIMIZERS, (1, *CHOSEN_AT), seeds, epochs),
+            **measure(chosen, CHOSEN_AT, seeds, epochs),
+            **runs,
+        }
     kept = {
         "date": date.today().isoformat(),
         "machine": describe_machine(()),

@@ -22,21 +22,19 @@ from lightning_hetpipe.run.lr_correction import Correction, RateCorrection
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 
 BATCH = 32
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": torch.optim.SGD,
-    "AdamW": torch.optim.AdamW,
-    "RMSprop": torch.optim.RMSprop,
-}
+WITH_MOMENTUM = ("SGD", "RMSprop")
+"""Optimizers that have the setting."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer by its name, its arguments, what the Trainer does to gradients, and the strategy to their staleness.
+    """An optimizer by its name in torch.optim, its arguments, and what Trainer and strategy do to its gradients.
 
     Attributes:
         weights: The weight policy; ``auto``: that of ``chosen``.
         correction: ``lr_correction``; 0 for none.
         least_tau: The least tau of the correction.
+        norm: The net's: ``BatchNorm``, or ``GroupNorm``.
     """
 
     optimizer: str
@@ -51,15 +49,18 @@ class Recipe:
     weights: str = "stash"
     correction: int = 0
     least_tau: int = 1
+    norm: str = "BatchNorm"
 
     def __str__(self) -> str:
         parts = [f"{self.optimizer} {self.lr:g}"]
-        parts += [f"first beta {self.beta:g}"] if self.optimizer == "AdamW" else [f"momentum {self.momentum:g}"]
+        parts += [f"first beta {self.beta:g}"] * (self.optimizer == "AdamW")
+        parts += [f"momentum {self.momentum:g}"] * (self.optimizer in WITH_MOMENTUM)
         parts += ["Nesterov"] * self.nesterov
         parts += [f"dampening {self.dampening:g}"] * (self.dampening != 0)
         parts += [] if self.weight_decay is None else [f"weight decay {self.weight_decay:g}"]
         parts += [f"gradient_clip_val={self.clip:g}"] if self.clip else []
         parts += [f"accumulate_grad_batches={self.accumulate}"] if self.accumulate > 1 else []
+        parts += [self.norm] * (self.norm != "BatchNorm")
         parts += [self.weights] * (self.weights != "stash")
         parts += [f"lr_correction={self.correction}"] * (self.correction > 0)
         return ", ".join(parts)
@@ -81,7 +82,7 @@ class Recipe:
 
     def make(self, parameters: Any) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"betas": (self.beta, 0.999)} if self.optimizer == "AdamW" else {}
-        if self.optimizer != "AdamW":
+        if self.optimizer in WITH_MOMENTUM:
             options["momentum"] = self.momentum
         if self.nesterov:
             options["nesterov"] = True
@@ -89,15 +90,17 @@ class Recipe:
             options["dampening"] = self.dampening
         if self.weight_decay is not None:
             options["weight_decay"] = self.weight_decay
-        return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **options)
+        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(parameters, lr=self.lr, **options)
+        return made
 
 
-def convolutions() -> nn.Sequential:
-    """Four 3x3 convolutions with BatchNorm, and a linear layer."""
+def convolutions(norm: str = "BatchNorm") -> nn.Sequential:
+    """Four 3x3 convolutions with BatchNorm, or GroupNorm, and a linear layer."""
     layers: list[nn.Module] = []
     channels = 1
     for index, width in enumerate((16, 16, 32, 32)):
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        normed = nn.BatchNorm2d(width) if norm == "BatchNorm" else nn.GroupNorm(4, width)
+        layers += [nn.Conv2d(channels, width, 3, padding=1), normed, nn.ReLU()]
         layers += [nn.MaxPool2d(2)] * (index % 2)
         channels = width
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * channels, CLASSES))
@@ -111,7 +114,7 @@ class Net(L.LightningModule):
         self.recipe = recipe
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = convolutions()
+            self.net = convolutions(recipe.norm)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch

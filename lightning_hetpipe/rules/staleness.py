@@ -13,49 +13,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOMENTUM = 0.9
-"""Least momentum to warn of: the effective rate is ten times lr or more, so that recipes that train plainly fail."""
-
-STEPS = 2
-"""Least staleness to warn of: such recipes were seen to fail (docs/staleness.md); at 1 they lost little."""
-
-CLIPPED_STEPS = 4
-"""Least staleness where gradients are clipped: that was seen to be enough for three steps, and not for seven."""
-
 LIMIT = 0.1
-"""Bound of effective rate times staleness: enough for curvatures up to 10, with which plain gradient descent without
-momentum bears learning rates up to 0.2."""
+"""Bound of effective rate times staleness, for weights that are stashed: enough for curvatures up to 10. Above it nets
+without BatchNorm were seen to learn worse, with whatever momentum (docs/staleness.md)."""
 
-NORMALISED = 0.01
-"""Bound for RMSprop, whose steps are about as long as the rate, whatever the gradients: clipping changes nothing."""
+NORMALISED = 0.002
+"""The same where steps are about as long as the rate, whatever the gradients, as Adam's are: a GPT was seen to learn
+worse above it."""
 
+BATCH_NORM = 5.0
+"""Factor of these bounds in a model with BatchNorm, whose gradients become smaller where weights grow."""
 
-PREDICTED = 2.0
-"""Factor of these bounds where weights are predicted: on a quadratic it is 2.4 to 1.6 for two to seven steps."""
+PREDICTED = 3.0
+"""Factor where weights are predicted and learning rates are lower at the beginning, which Adam does without."""
 
-PREDICTED_AND_EASED = 15.0
-"""Factor where learning rates are lower at the beginning, or gradients are clipped, too: that was seen to be enough."""
+PREDICTED_AND_CLIPPED = 6.0
+"""Factor where weights are predicted and gradients are clipped, as long as steps are as long as gradients are large."""
 
 
 @dataclass(frozen=True)
-class Momentum:
-    """A parameter group with heavy-ball momentum.
+class Stepped:
+    """A parameter group, by what its steps are.
 
     Attributes:
         lr: Its learning rate, the largest where a schedule changes it.
-        momentum: mu.
+        momentum: mu of heavy-ball momentum; 0 for none.
         dampening: What a new gradient's weight in the momentum lacks to 1.
-        normalised: Whether gradients are divided by their size, as RMSprop does.
+        normalised: Whether gradients are divided by their size, as Adam and RMSprop do.
     """
 
     lr: float
-    momentum: float
+    momentum: float = 0.0
     dampening: float = 0.0
     normalised: bool = False
 
     @property
     def gain(self) -> float:
         """The effective rate over lr."""
+        if not self.momentum:
+            return 1.0
         return (1 - self.dampening) / (1 - self.momentum) if self.momentum < 1 else float("inf")
 
 
@@ -65,13 +61,14 @@ def steps_behind(minibatches: int, accumulate: int) -> int:
 
 
 def bearable_rate(
-    group: Momentum,
+    group: Stepped,
     steps: int,
     workers: int = 1,
     *,
     clipped: bool = False,
     predicted: bool = False,
     corrected: bool = False,
+    batch_norm: bool = False,
 ) -> float | None:
     """The learning rate that ``group`` should have at most, where its own is larger; None where there is no worry.
 
@@ -82,12 +79,14 @@ def bearable_rate(
         clipped: Whether gradients are clipped.
         predicted: Whether weights are predicted.
         corrected: Whether learning rates are lower at the beginning.
+        batch_norm: Whether the model has BatchNorm.
     """
-    enough = CLIPPED_STEPS if clipped and not group.normalised else STEPS
-    if round(group.momentum, 6) < MOMENTUM or steps < enough:  # rounded, as it may be of single precision
+    if not steps:
         return None
-    limit = NORMALISED if group.normalised else LIMIT
-    if predicted:
-        limit *= PREDICTED_AND_EASED if clipped or corrected else PREDICTED
+    limit = (NORMALISED if group.normalised else LIMIT) * (BATCH_NORM if batch_norm else 1)
+    if predicted and clipped and not group.normalised:
+        limit *= PREDICTED_AND_CLIPPED
+    elif predicted and (corrected or group.normalised):
+        limit *= PREDICTED
     most = limit / (steps * workers * group.gain) if group.gain else float("inf")
     return most if group.lr > most * (1 + 1e-6) else None

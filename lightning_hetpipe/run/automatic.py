@@ -3,14 +3,15 @@
 Predicted weights bear larger learning rates than stashed ones where the optimizer averages gradients over many steps,
 and smaller ones where it does not: on a quadratic of curvature h, with gradients one step stale, up to lr / (1 -
 momentum) * h = 2.7 instead of 1 at momentum 0.9, equal limits at 0.5, and 0.62 instead of 1 without momentum
-(*computed*). The figures in ``docs/staleness.md`` agree.
+(*computed*). A prediction by the last step can fail without the correction, and was not seen to fail with it; it is
+chosen for optimizers with which both were measured: ``docs/staleness.md`` has the figures.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks
@@ -21,17 +22,21 @@ from lightning_hetpipe.run.prediction import PREFERRED, prediction_of
 CORRECTED = Correction(updates=100, least=8)
 """Lower learning rates at the beginning, an eighth or less at first. The CNN of ``docs/staleness.md`` with SGD 0.05,
 momentum 0.9 and Nm = 4 then gets 98.3 to 99.7% of its test images right after 8 epochs; with a quarter at first (tau),
-94 to 98%, for whatever number of updates (*measured*). At lower rates, and with Adam, it makes no difference."""
+94 to 98%, for whatever number of updates (*measured*). Adam and AdamW need none: at usual rates they learn more slowly
+with lower ones at first."""
 
 AVERAGED = 0.5
 """Momentum, or first beta, above which prediction bears larger learning rates."""
+
+MEASURED = (SGD, RMSprop, Adam, Adamax, NAdam, RAdam, Muon, Rprop)
+"""Optimizers that were seen to learn no worse from predicted weights; Rprop learns nothing from stashed ones."""
 
 _BY_NAME = {
     "sgd_momentum": "spectrain",
     "adam": "xpipe",
     "adamw": "xpipe",
     "amsgrad": "xpipe",
-    **dict.fromkeys(("adamax", "muon", "nadam", "radam", "rmsprop_momentum"), "pipeoptim"),
+    **dict.fromkeys(("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rprop"), "pipeoptim"),
 }
 
 
@@ -50,23 +55,30 @@ class Automatic:
     lr_correction: Correction | None = None
 
     def told(self, taken: WeightPolicy) -> str:
-        """Say what was chosen, and why; ``taken`` is another policy where there was no room for it."""
+        """Say what was chosen, why, and how to choose otherwise; ``taken`` is another where there was no room."""
         why = self.why if taken is self.policy else f"devices have no room for what '{self.policy.name}' predicts"
-        line = f"weights='auto' is '{taken.name}', as {why}"
+        line, ways = f"weights='auto' is '{taken.name}', as {why}", ["weights='stash' to predict no weights"]
+        if taken is STASH:
+            ways.clear()
         if self.lr_correction is not None:
-            line += f", with lower learning rates in the first {self.lr_correction.updates} updates (lr_correction)"
-        return line if taken is STASH else f"{line}; set weights='stash' for weights that are not predicted"
+            line += f", with lower learning rates in the first {self.lr_correction.updates} updates"
+            ways.append("lr_correction=None to lower no rates")
+        return f"{line}; set {', '.join(ways)}" if ways else line
 
 
 def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
-    """Choose for ``optimizer``; ``clipped`` says whether gradients are clipped, which is as good as lower rates."""
+    """Choose for ``optimizer``; ``clipped`` says whether gradients are clipped."""
     name, most = type(optimizer).__name__, max(map(_averaged, optimizer.param_groups), default=0.0)
     if not has_step_hooks(optimizer):
         return Automatic(STASH, f"{name} takes no hooks, by which its steps could be predicted")
-    if most <= AVERAGED:
+    if most <= AVERAGED and not isinstance(optimizer, Rprop):
         return Automatic(STASH, f"{name} with little momentum, or none, learns no better from predicted weights")
+    if not isinstance(optimizer, MEASURED):
+        return Automatic(STASH, f"predictions were not measured with {name}; weights='pipeoptim' has one for any")
     policy = next(policy for policy in PREFERRED if _has_rule(policy, optimizer))
-    return Automatic(POLICIES[policy], f"the optimizer is {name}", None if clipped else CORRECTED)
+    short = clipped and isinstance(optimizer, SGD)  # whose steps are as long as gradients are large
+    corrected = None if short or policy == "xpipe" else CORRECTED
+    return Automatic(POLICIES[policy], f"the optimizer is {name}", corrected)
 
 
 def planned_policies(optimizer: str | float) -> list[WeightPolicy]:

@@ -29,13 +29,11 @@ from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
-from lightning_hetpipe.run.staleness_warning import check_staleness
+from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 SPREAD = "before stages are decided, a model is spread over its devices by the bytes of its weights"
 LACKING = (
@@ -157,7 +155,7 @@ class FirstMinibatch(Extension):
 
     def _changed_later(self, layer: nn.Module) -> str | None:
         """Tell what a callback will do to ``layer`` that no graph follows."""
-        if self._averaged and any(isinstance(part, _BATCH_NORMS) for part in layer.modules()):
+        if self._averaged and has_batch_norm(layer):
             return "has a BatchNorm, whose momentum StochasticWeightAveraging sets to None in the last epoch"
         return None
 
@@ -212,8 +210,14 @@ class FirstMinibatch(Extension):
         if in_flight > 1 and settings.automatic is not None:
             rank_zero_info(settings.automatic.told(decision.weights))
         behind = self._synchroniser.staleness(decision.weights.behind(versions))
-        corrected = settings.lr_correction is not None
-        check_staleness(self._trainer, in_flight, *behind, predicted=decision.weights.predicts, corrected=corrected)
+        check_staleness(
+            self._trainer,
+            in_flight,
+            *behind,
+            predicted=decision.weights.predicts,
+            corrected=settings.lr_correction is not None,
+            automatic=settings.automatic is not None,
+        )
         if settings.recompute and len(decision.split_points) == len(watch.called) == 1:
             nothing_to_recompute()
         return in_flight

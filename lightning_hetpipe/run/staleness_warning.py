@@ -1,4 +1,4 @@
-"""The warning of momentum with stale gradients, at the start of a fit."""
+"""The warning of learning rates that are too large for stale gradients, at the start of a fit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
-from lightning_hetpipe.rules.staleness import Momentum, bearable_rate, steps_behind
+from lightning_hetpipe.rules.staleness import Stepped, bearable_rate, steps_behind
+from lightning_hetpipe.run.automatic import automatic_policy
 
 DOWN = Context(prec=1, rounding=ROUND_DOWN)
 """Rounding by which a user who does as the warning says has done enough."""
 
-AVERAGING = (torch.optim.Muon,)
-"""Optimizers whose ``momentum`` averages gradients, as Adam's first beta does, and so does not add to the rate."""
+HEAVY_BALL = (torch.optim.SGD, torch.optim.ASGD)
+
+NORMALISED = (torch.optim.RMSprop, torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers that divide gradients by their size."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_staleness(
@@ -26,8 +32,9 @@ def check_staleness(
     *,
     predicted: bool = False,
     corrected: bool = False,
+    automatic: bool = False,
 ) -> None:
-    """Warns where momentum makes the learning rate larger than gradients so stale are likely to bear.
+    """Warns where the learning rate is larger than gradients so stale were seen to bear.
 
     Args:
         trainer: Before its first step.
@@ -36,23 +43,33 @@ def check_staleness(
         workers: Virtual workers whose updates are added.
         predicted: Whether weights are predicted.
         corrected: Whether learning rates are lower at the beginning.
+        automatic: Whether the weight policy was chosen by the optimizer.
     """
-    steps = steps_behind(minibatches, trainer.accumulate_grad_batches)
-    clipped = is_clipped(trainer)
-    for group in momenta(trainer.optimizers[0]):
-        most = bearable_rate(group, steps, workers, clipped=clipped, predicted=predicted, corrected=corrected)
-        if most is not None:
-            clip = "" if clipped or group.normalised else " clip gradients (gradient_clip_val=1),"
-            other = " lr_correction," * (not corrected) if predicted else " weights='auto',"
-            enough = f"{DOWN.create_decimal(most * (1 + 1e-9)):f}"
-            rank_zero_warn(
-                f"stale gradients and momentum={group.momentum:g} may keep this model from learning: with"
-                f" {in_flight} in flight, gradients are up to {steps} steps old, and lr={group.lr:g} acts like"
-                f" {group.lr * group.gain * workers:.3g}; lower lr to {enough} or less, or the momentum,{clip} set"
-                f"{other} accumulate_grad_batches, or a smaller in_flight; docs/staleness.md has the rule, and how to"
-                " silence this warning"
-            )
-            return
+    optimizer, steps = trainer.optimizers[0], steps_behind(minibatches, trainer.accumulate_grad_batches)
+    clipped, batch_norm = is_clipped(trainer), has_batch_norm(trainer.lightning_module)
+    for group in stepped(optimizer):
+        most = bearable_rate(
+            group, steps, workers, clipped=clipped, predicted=predicted, corrected=corrected, batch_norm=batch_norm
+        )
+        if most is None:
+            continue
+        acts = group.lr * group.gain * workers
+        local = minibatches == in_flight - 1  # and no other virtual worker's updates are missing
+        ways = ["accumulate_grad_batches" + f"={minibatches} for one step" * local] * (steps > 1)
+        ways += [f"lr to {DOWN.create_decimal(most * (1 + 1e-9)):f} or less"]
+        ways += ["a smaller in_flight"] * (steps > 1 and in_flight > 1)
+        if predicted and not group.normalised:
+            ways += ["gradient_clip_val=1"] * (not clipped) + ["lr_correction"] * (not clipped and not corrected)
+        if not predicted and not automatic and automatic_policy(optimizer, clipped=clipped).policy.predicts:
+            ways += ["weights='auto'"]
+        rank_zero_warn(
+            f"stale gradients may keep this model from learning: with {in_flight} in flight they are up to"
+            f" {steps} step{'s' * (steps > 1)} old, and lr={group.lr:g}"
+            + (f" with momentum={group.momentum:g}" if group.momentum else "")
+            + (f" acts like {acts:.3g}" if acts != group.lr else f" of {type(optimizer).__name__} is large for that")
+            + f"; set {', or '.join(ways)}; docs/staleness.md has the rule, and how to silence this warning"
+        )
+        return
 
 
 def is_clipped(trainer: L.Trainer) -> bool:
@@ -60,16 +77,22 @@ def is_clipped(trainer: L.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
-def momenta(optimizer: torch.optim.Optimizer) -> list[Momentum]:
-    """Heavy-ball momentum of each parameter group of ``optimizer``; none is 0."""
-    if isinstance(optimizer, AVERAGING):
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return True if any part of ``module`` is a BatchNorm."""
+    return any(isinstance(part, BATCH_NORMS) for part in module.modules())
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+    """Parameter groups of ``optimizer``; none of an optimizer whose steps are of another kind."""
+    normalised = isinstance(optimizer, NORMALISED)
+    if not normalised and not isinstance(optimizer, HEAVY_BALL):
         return []
     return [
-        Momentum(
+        Stepped(
             max((float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group), default=0.0),
             float(group.get("momentum") or 0.0),
             float(group.get("dampening") or 0.0),
-            normalised=isinstance(optimizer, torch.optim.RMSprop),
+            normalised=normalised,
         )
         for group in optimizer.param_groups
     ]

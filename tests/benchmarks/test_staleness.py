@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import Parameter
 
 from benchmarks import staleness
 from benchmarks.results import block_in
 from benchmarks.staleness import FIRST, GOOD, sgd, warned
 from benchmarks.staleness_training import Recipe, by_loop
-from lightning_hetpipe.rules.staleness import CLIPPED_STEPS, LIMIT, NORMALISED
+from lightning_hetpipe.rules.staleness import BATCH_NORM, LIMIT, NORMALISED, PREDICTED, PREDICTED_AND_CLIPPED
 from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.run.staleness_warning import stepped
 from tests.support.marks import quick
 
 KEPT: dict[str, Any] = json.loads(staleness.RESULTS.read_text())
@@ -54,7 +57,7 @@ def test_the_loop_of_each_policy_trains_to_the_strategys_weights(weights: str) -
 def test_the_loop_by_default_trains_to_the_strategys_weights(recipe: Recipe) -> None:
     recipe = replace(recipe, weights="auto")
     assert recipe.chosen.weights != recipe.weights
-    assert bool(recipe.chosen.correction) == (recipe.clip is None)
+    assert bool(recipe.chosen.correction) == (recipe.optimizer == "SGD" and recipe.clip is None)
     assert staleness.is_exact(recipe, 4, seed=1, epochs=1)
 
 
@@ -86,12 +89,11 @@ def test_a_loop_that_differs_from_the_strategy_is_no_evidence(
 
 def test_the_docs_name_the_bounds() -> None:
     docs = " ".join(staleness.DOCS.read_text().replace("\N{MINUS SIGN}", "-").split())
-    assert f"lr ≤ {LIMIT:g} × (1 - momentum) / (Nm - 1)" in docs
-    assert f"is enough with SGD up to {CLIPPED_STEPS - 1} steps" in docs
-    assert f"two steps stale or more ({CLIPPED_STEPS} with clipping), " in docs
-    assert f"lr ≤ {NORMALISED:g} × (1 - momentum) / (Nm - 1)" in docs
-    assert f"Keep lr at {NORMALISED:g} / (Nm - 1) or below" in docs
-    assert f"({LIMIT:g}; {NORMALISED:g} for RMSprop)" in docs
+    assert f"SGD: lr ≤ {LIMIT:g} × (1 - momentum) / (Nm - 1)" in docs
+    assert f"Adam: lr ≤ {NORMALISED:g} / (Nm - 1)" in docs
+    assert f"| a model with BatchNorm | {BATCH_NORM:g} |" in docs
+    assert f"as by default; Adam does without these | {PREDICTED:g} |" in docs
+    assert f"(`Trainer(gradient_clip_val=1)`) | {PREDICTED_AND_CLIPPED:g} instead of {PREDICTED:g} |" in docs
 
 
 def test_the_docs_say_where_a_prediction_is_more_stable() -> None:
@@ -108,12 +110,21 @@ def test_the_docs_say_where_a_prediction_is_more_stable() -> None:
 
 
 def test_the_warning_agrees_with_what_was_measured() -> None:
-    """Fits of recipes that momentum makes fail begin with the warning; the remedies that it names are enough."""
-    plain = {recipe: min(found) for (recipe, number), found in RUNS.items() if number == 1}
-    heavy = [key for key in RUNS if key[0].momentum >= 0.9 and plain[key[0]] >= GOOD]
-    lost = {key: sum(RUNS[key]) / len(RUNS[key]) for key in heavy}
-    assert all(warned(*key) for key in heavy if lost[key] < 90)
-    assert all(lost[key] > 90 for key in heavy if not warned(*key))
-    assert warned(FIRST, 4)
-    assert max(RUNS[FIRST, 4]) < 90
+    """Fits of recipes that staleness makes fail begin with the warning, if the optimizer's steps are of a known kind.
+
+    Not so with dampening, of which torch leaves the first step out.
+    """
+    plain: dict[Recipe, float] = {}
+    for recipe, number in RUNS:
+        if number == 1:
+            plain |= dict.fromkeys([recipe, replace(recipe, weights="auto").chosen], min(RUNS[recipe, 1]))
+    known = [key for key in RUNS if stepped(key[0].make([Parameter(torch.zeros(1))])) and not key[0].dampening]
+    lost = {key: sum(RUNS[key]) / len(RUNS[key]) for key in known if plain[key[0]] >= GOOD}
+    assert len(lost) > 100
+    assert all(warned(*key) for key in lost if lost[key] < 80)
+    assert sum(not warned(*key) for key in lost if lost[key] < 90) <= 3
+    by_default = replace(FIRST, weights="auto").chosen
+    assert min(RUNS[by_default, 4]) > 97
+    assert not warned(by_default, 4)
     assert not warned(sgd(0.02, 0.9), 4)
+    assert sum(warned(*key) for key in lost if lost[key] > 98) < 10

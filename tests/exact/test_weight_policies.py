@@ -311,9 +311,9 @@ def test_what_is_said_of_staleness(caplog: pytest.LogCaptureFixture, recwarn: py
 
     stashed = said("stash", 1)
     assert "3 minibatches in flight, so gradients up to 2 minibatches stale" in stashed
-    assert "stale gradients and momentum=0.9" in stashed
+    assert "stale gradients may keep this model from learning" in stashed
     synchronous = said("sync", 3)
     assert "3 minibatches in flight, and none across an optimizer step, so that no gradient is stale" in synchronous
-    assert "stale gradients and" not in synchronous
+    assert "stale gradients may" not in synchronous
     assert "3 minibatches in flight, so gradients one optimizer step stale" in said("2bw", 3)
     assert "3 minibatches in flight, weights predicted 2 minibatches ahead" in said("spectrain", 1)

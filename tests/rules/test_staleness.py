@@ -8,11 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staleness import largest_stable
-from lightning_hetpipe.rules.staleness import LIMIT, Momentum, bearable_rate, steps_behind
+from lightning_hetpipe.rules.staleness import (
+    BATCH_NORM,
+    LIMIT,
+    NORMALISED,
+    PREDICTED,
+    PREDICTED_AND_CLIPPED,
+    Stepped,
+    bearable_rate,
+    steps_behind,
+)
 from lightning_hetpipe.rules.waves import global_staleness
 from tests.support.marks import explores
 
-HEAVY = Momentum(lr=0.05, momentum=0.9)
+HEAVY = Stepped(lr=0.05, momentum=0.9)
 
 
 @explores(30)
@@ -63,38 +72,55 @@ def test_gradients_that_are_accumulated_are_fewer_steps_stale(minibatches: int, 
 
 
 @pytest.mark.parametrize(
-    ("group", "steps", "workers", "clipped", "most"),
+    ("group", "steps", "workers", "most"),
     [
-        (HEAVY, 3, 1, False, LIMIT / 3 / 10),
-        (HEAVY, 3, 2, False, LIMIT / 3 / 10 / 2),
-        (HEAVY, 2, 1, False, LIMIT / 2 / 10),
-        (HEAVY, 1, 1, False, None),  # one step of staleness costs little
-        (HEAVY, 0, 1, False, None),
-        (HEAVY, 3, 1, True, None),  # clipping is enough up to here,
-        (HEAVY, 4, 1, True, LIMIT / 4 / 10),  # and not further
-        (Momentum(0.05, 0.5), 3, 1, False, None),
-        (Momentum(0.05, 0.99), 3, 1, False, LIMIT / 3 / 100),
-        (Momentum(0.05, 1.0), 3, 1, False, 0.0),
-        (Momentum(0.05, 0.9 - 1e-8), 3, 1, False, LIMIT / 3 / 10),  # of single precision
-        (Momentum(0.003, 0.9), 3, 1, False, None),
-        (Momentum(0.003, 0.9), 7, 1, False, LIMIT / 7 / 10),
-        (Momentum(0.05, 0.9, dampening=0.9), 2, 1, False, None),  # an average
-        (Momentum(0.05, 0.9, dampening=0.9), 3, 1, False, LIMIT / 3),
-        (Momentum(0.05, 0.9, dampening=1.0), 3, 1, False, None),
-        (Momentum(0.0, 1.0), 3, 1, False, None),
-        (Momentum(0.001, 0.9, normalised=True), 3, 1, False, 0.001 / 3),
-        (Momentum(0.001, 0.9, normalised=True), 3, 1, True, 0.001 / 3),
-        (Momentum(0.0001, 0.9, normalised=True), 3, 1, False, None),
-        (Momentum(0.001, 0.0, normalised=True), 3, 1, False, None),
+        (HEAVY, 3, 1, LIMIT / 3 / 10),
+        (HEAVY, 3, 2, LIMIT / 3 / 10 / 2),
+        (HEAVY, 1, 1, LIMIT / 10),
+        (HEAVY, 0, 1, None),
+        (Stepped(0.05, 0.5), 3, 1, LIMIT / 3 / 2),
+        (Stepped(0.05), 3, 1, LIMIT / 3),
+        (Stepped(0.03), 3, 1, None),
+        (Stepped(0.05, 0.99), 3, 1, LIMIT / 3 / 100),
+        (Stepped(0.05, 1.0), 3, 1, 0.0),
+        (Stepped(0.05, 1.0), 0, 1, None),
+        (Stepped(0.003, 0.9), 3, 1, None),
+        (Stepped(0.003, 0.9), 7, 1, LIMIT / 7 / 10),
+        (Stepped(0.05, 0.9, dampening=0.9), 2, 1, None),  # an average
+        (Stepped(0.05, 0.9, dampening=0.9), 3, 1, LIMIT / 3),
+        (Stepped(0.05, 0.9, dampening=1.0), 3, 1, None),
+        (Stepped(0.0, 1.0), 3, 1, None),
+        (Stepped(0.001, 0.9, normalised=True), 3, 1, NORMALISED / 3 / 10),
+        (Stepped(0.001, normalised=True), 3, 1, NORMALISED / 3),
+        (Stepped(0.001, normalised=True), 2, 1, None),  # exactly the bound
     ],
 )
-def test_where_a_fit_warns(group: Momentum, steps: int, workers: int, clipped: bool, most: float | None) -> None:
-    found = bearable_rate(group, steps, workers, clipped=clipped)
+def test_where_a_fit_warns(group: Stepped, steps: int, workers: int, most: float | None) -> None:
+    found = bearable_rate(group, steps, workers)
     assert found == (None if most is None else pytest.approx(most))
 
 
+@pytest.mark.parametrize(
+    ("bears", "sgd", "adam"),
+    [
+        ({}, 1, 1),
+        ({"clipped": True}, 1, 1),
+        ({"corrected": True}, 1, 1),
+        ({"predicted": True}, 1, PREDICTED),
+        ({"predicted": True, "corrected": True}, PREDICTED, PREDICTED),
+        ({"predicted": True, "clipped": True}, PREDICTED_AND_CLIPPED, PREDICTED),
+        ({"predicted": True, "clipped": True, "corrected": True}, PREDICTED_AND_CLIPPED, PREDICTED),
+        ({"batch_norm": True}, BATCH_NORM, BATCH_NORM),
+        ({"batch_norm": True, "predicted": True, "corrected": True}, BATCH_NORM * PREDICTED, BATCH_NORM * PREDICTED),
+    ],
+)
+def test_policies_and_models_bear_different_rates(bears: dict[str, bool], sgd: float, adam: float) -> None:
+    assert bearable_rate(Stepped(1.0), 3, **bears) == pytest.approx(sgd * LIMIT / 3)
+    assert bearable_rate(Stepped(1.0, normalised=True), 3, **bears) == pytest.approx(adam * NORMALISED / 3)
+
+
 def test_the_rate_that_is_named_is_enough() -> None:
-    for steps in range(2, 30):
+    for steps in range(1, 30):
         most = bearable_rate(HEAVY, steps)
         assert most is not None
-        assert bearable_rate(Momentum(most, 0.9), steps) is None
+        assert bearable_rate(Stepped(most, 0.9), steps) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.placement.measuring import optimizer_name
@@ -21,8 +21,16 @@ from tests.support.small import Wraps
 from tests.support.trainers import quiet_trainer
 
 MOMENTUM = Recipe(lambda model: SGD(model.parameters(), 0.05, momentum=0.9), decay)
+RMSPROP = Recipe(lambda model: RMSprop(model.parameters(), 0.001, momentum=0.9), decay)
 PLAIN = Recipe(lambda model: SGD(model.parameters(), 0.05), decay)
 Told = list[str]
+
+
+class Lion(Optimizer):
+    """An optimizer of one's own, that averages gradients."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.1, "betas": (0.9, 0.99)})
 
 
 @pytest.fixture
@@ -44,10 +52,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (lambda weights: SGD([{"params": weights[:1], "momentum": 0.9}, {"params": weights[1:]}], 0.1), "pipeoptim"),
         (lambda weights: AdamW(weights), "xpipe"),
         (lambda weights: Adam(weights, betas=(0.0, 0.99)), "stash"),
-        (lambda weights: NAdam(weights), "pipeoptim"),
+        *((make, "pipeoptim") for make in (NAdam, RAdam, Adamax, Rprop)),
         (lambda weights: RMSprop(weights, 0.1), "stash"),
         (lambda weights: RMSprop(weights, 0.1, momentum=0.9), "pipeoptim"),
         (lambda weights: torch.optim.Adagrad(weights), "stash"),
+        (lambda weights: Lion(weights), "stash"),
         (lambda weights: Wraps(SGD(weights, 0.1, momentum=0.9)), "stash"),
     ],
 )
@@ -55,8 +64,10 @@ def test_policies_by_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], 
     optimizer = make(list(nn.Linear(2, 2).parameters()))
     chosen = automatic_policy(optimizer, clipped=False)
     assert chosen.policy.name == policy
-    assert chosen.lr_correction == (None if chosen.policy is STASH else CORRECTED)
-    assert automatic_policy(optimizer, clipped=True).lr_correction is None
+    corrected = CORRECTED if policy in ("spectrain", "pipeoptim") else None
+    assert chosen.lr_correction == corrected
+    shortens = isinstance(optimizer, SGD)
+    assert automatic_policy(optimizer, clipped=True).lr_correction == (None if shortens else corrected)
     assert type(optimizer).__name__ in chosen.told(chosen.policy)
 
 
@@ -69,7 +80,19 @@ def test_policies_by_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], 
         lambda weights: RMSprop(weights),
         *(
             getattr(torch.optim, name)
-            for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Muon", "ASGD")
+            for name in (
+                "Adam",
+                "AdamW",
+                "Adamax",
+                "NAdam",
+                "RAdam",
+                "Rprop",
+                "Adagrad",
+                "Adadelta",
+                "Adafactor",
+                "Muon",
+                "ASGD",
+            )
         ),
     ],
 )
@@ -84,18 +107,26 @@ def test_plans_choose_as_runs_do(make: Callable[[list[nn.Parameter]], Optimizer]
 
 @pytest.mark.parametrize(
     ("recipe", "policy", "clip"),
-    [(MOMENTUM, "spectrain", None), (ADAMW, "xpipe", None), (PLAIN, "stash", None), (MOMENTUM, "spectrain", 0.1)],
+    [
+        (MOMENTUM, "spectrain", None),
+        (ADAMW, "xpipe", None),
+        (PLAIN, "stash", None),
+        (MOMENTUM, "spectrain", 0.1),
+        (RMSPROP, "pipeoptim", 0.1),
+    ],
 )
 def test_a_fit_by_default(recipe: Recipe, policy: str, clip: float | None, told: Told) -> None:
     task, loader = mlp(recipe), vectors(44, 4)
-    corrected = CORRECTED if policy != "stash" and clip is None else None
+    corrected = CORRECTED if policy == "pipeoptim" or (policy == "spectrain" and clip is None) else None
     options: dict[str, Any] = {} if clip is None else {"clip_norm": clip}
     expected = expect(task, loader, 3, weights=policy, lr_correction=corrected, **options)
     strategy = HetPipeStrategy(stages=2, in_flight=3)
     assert_equal(expected, fit(task, loader, strategy=strategy, gradient_clip_val=clip))
     (line,) = [line for line in told if "weights='auto'" in line]
     assert f"is '{policy}'" in line
-    assert (f"first {CORRECTED.updates} updates" in line) == (corrected is not None)
+    assert ("weights='stash' to predict" in line) == (policy != "stash")
+    assert (f"first {CORRECTED.updates} updates; set" in line) == (corrected is not None)
+    assert ("lr_correction=None to lower" in line) == (corrected is not None)
 
 
 def test_the_users_own_correction_holds(told: Told) -> None:

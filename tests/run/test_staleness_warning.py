@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_hetpipe.run.staleness_warning import check_staleness
@@ -16,7 +17,7 @@ from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 from tests.support.small import Learner, batches, pipeline
 from tests.support.trainers import quiet_trainer
 
-SAID = "stale gradients and momentum"
+SAID = "stale gradients may keep this model from learning"
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -31,6 +32,15 @@ class Trained(Learner):
             return optimizer
         warm_up = LambdaLR(optimizer, lambda step: min(1.0, step / 3))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+
+class Normed(Trained):
+    """With a BatchNorm, which bears more."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(make)
+        assert isinstance(self.net, nn.Sequential)
+        self.net.append(nn.BatchNorm1d(3))
 
 
 class Clips(Trained):
@@ -48,8 +58,12 @@ def some_groups(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
 
 
-def rmsprop(momentum: float) -> Make:
-    return lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, momentum=momentum)
+def rmsprop(momentum: float, lr: float = 0.001) -> Make:
+    return lambda parameters: torch.optim.RMSprop(parameters, lr=lr, momentum=momentum)
+
+
+def adam(lr: float) -> Make:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr)
 
 
 def said(module: Learner, in_flight: int, asked: dict[str, Any] | None = None, **settings: Any) -> list[str]:
@@ -60,51 +74,51 @@ def said(module: Learner, in_flight: int, asked: dict[str, Any] | None = None, *
 
 
 @pytest.mark.parametrize(
-    ("make", "in_flight", "parts"),
+    ("make", "in_flight", "said_of_it"),
     [
         (
             sgd(),
             4,
-            [
-                "momentum=0.9 may keep this model from learning: with 4 in flight, gradients are up to 3 steps old",
-                "lr=0.05 acts like 0.5; lower lr to 0.003 or less, or the momentum, clip gradients"
-                " (gradient_clip_val=1), set weights='auto', accumulate_grad_batches, or a smaller in_flight",
-            ],
+            "with 4 in flight they are up to 3 steps old, and lr=0.05 with momentum=0.9 acts like 0.5; set"
+            " accumulate_grad_batches=3 for one step, or lr to 0.003 or less, or a smaller in_flight, or"
+            " weights='auto'; docs/staleness.md has",
         ),
-        (sgd(nesterov=True), 3, ["up to 2 steps old", "lower lr to 0.005 or less"]),
-        (some_groups, 4, ["momentum=0.95", "lr=0.02 acts like 0.4"]),
+        (sgd(nesterov=True), 3, "up to 2 steps old, and lr=0.05 with momentum=0.9 acts like 0.5; set accumulate"),
+        (sgd(), 2, "up to 1 step old, and lr=0.05 with momentum=0.9 acts like 0.5; set lr to 0.01 or less, or weights"),
+        (sgd(0.1, 0.0), 4, "and lr=0.1 of SGD is large for that; set accumulate_grad_batches=3 for one step, or lr to"),
+        (sgd(0.1, 0.0), 4, "lr to 0.03 or less, or a smaller in_flight; docs"),
+        (some_groups, 4, "lr=0.02 with momentum=0.95 acts like 0.4"),
+        (rmsprop(0.9), 4, "lr=0.001 with momentum=0.9 acts like 0.01; set accumulate"),
         (
-            rmsprop(0.9),
+            adam(0.003),
             4,
-            ["lr=0.001 acts like 0.01; lower lr to 0.0003 or less, or the momentum, set weights='auto', accumulate"],
+            "lr=0.003 of AdamW is large for that; set accumulate_grad_batches=3 for one step, or lr to 0.0006",
         ),
     ],
 )
-def test_a_fit_says_so_once(make: Make, in_flight: int, parts: list[str]) -> None:
+def test_a_fit_says_so_once(make: Make, in_flight: int, said_of_it: str) -> None:
     (found,) = said(Trained(make), in_flight, max_epochs=2)
-    for part in parts:
-        assert part in found
+    assert said_of_it in found
 
 
 def test_the_rate_that_counts_is_the_one_that_a_warm_up_leads_to() -> None:
     (found,) = said(Trained(sgd(), scheduled=True), 4)
-    assert "lr=0.05 acts like" in found
+    assert "lr=0.05 with momentum=0.9 acts like" in found
 
 
 @pytest.mark.parametrize(
     ("module", "in_flight", "settings"),
     [
         (Trained(sgd(lr=0.003)), 4, {}),
-        (Trained(sgd(momentum=0.5)), 4, {}),
-        (Trained(sgd()), 4, {"gradient_clip_val": 1.0}),
-        (Trained(sgd()), 4, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-        (Clips(sgd()), 4, {}),
-        (Trained(sgd()), 4, {"accumulate_grad_batches": 4}),
-        (Trained(sgd()), 2, {}),
-        (Trained(sgd()), 1, {}),
-        (Trained(rmsprop(0.0)), 4, {}),
-        (Trained(lambda parameters: torch.optim.Adam(parameters, lr=0.01)), 4, {}),
-        (Trained(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.01))), 4, {}),
+        (Trained(sgd(lr=0.015, momentum=0.5)), 4, {}),
+        (Trained(sgd(lr=0.01)), 4, {"accumulate_grad_batches": 4}),
+        (Trained(sgd(lr=0.01)), 2, {}),
+        (Trained(sgd(lr=5.0)), 1, {}),
+        (Normed(sgd(lr=0.015)), 4, {}),
+        (Trained(rmsprop(0.0, 0.0003)), 4, {}),
+        (Trained(adam(0.0006)), 4, {}),
+        (Trained(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.0006))), 4, {}),
+        (Trained(lambda parameters: torch.optim.Adagrad(parameters, lr=1.0)), 4, {}),  # whose rate is none
     ],
 )
 def test_nothing_is_said_where_it_is_mended(module: Learner, in_flight: int, settings: dict[str, Any]) -> None:
@@ -112,31 +126,46 @@ def test_nothing_is_said_where_it_is_mended(module: Learner, in_flight: int, set
 
 
 @pytest.mark.parametrize(
-    ("lr", "asked", "settings", "part"),
+    ("module", "asked", "settings", "part"),
     [
-        (0.05, {"weights": "auto"}, {}, None),
-        (0.005, {"weights": "spectrain"}, {}, None),
-        (0.05, {"weights": "spectrain"}, {"gradient_clip_val": 1.0}, None),
-        (0.05, {"weights": "pipeoptim", "lr_correction": 100}, {}, None),
-        (0.05, {"weights": "sync"}, {"accumulate_grad_batches": 4}, None),
-        (0.05, {"weights": "spectrain"}, {}, "lower lr to 0.006 or less, or the momentum, clip gradients"),
-        (0.05, {"weights": "spectrain"}, {}, "set lr_correction, accumulate_grad_batches"),
-        (0.1, {"weights": "auto"}, {}, "lower lr to 0.05 or less, or the momentum, clip"),
-        (0.1, {"weights": "auto"}, {}, "set accumulate_grad_batches, or a smaller in_flight"),
-        (0.05, {"weights": "stash", "lr_correction": 100}, {}, "set weights='auto', accumulate_grad_batches"),
+        (Trained(sgd(0.01)), {"weights": "auto"}, {}, None),
+        (Normed(sgd()), {"weights": "auto"}, {}, None),
+        (Trained(sgd(0.003)), {"weights": "spectrain"}, {}, None),
+        (Trained(sgd(0.02)), {"weights": "spectrain"}, {"gradient_clip_val": 1.0}, None),
+        (Trained(sgd(0.02)), {"weights": "auto"}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, None),
+        (Clips(sgd(0.02)), {"weights": "auto"}, {}, None),
+        (Trained(sgd(0.01)), {"weights": "pipeoptim", "lr_correction": 100}, {}, None),
+        (Trained(sgd()), {"weights": "sync"}, {"accumulate_grad_batches": 4}, None),
+        (Trained(adam(0.002)), {"weights": "auto"}, {}, None),
+        (
+            Trained(sgd()),
+            {"weights": "spectrain"},
+            {},
+            "lr to 0.003 or less, or a smaller in_flight, or gradient_clip_val=1, or lr_correction; docs",
+        ),
+        (
+            Trained(sgd()),
+            {"weights": "auto"},
+            {},
+            "or lr to 0.01 or less, or a smaller in_flight, or gradient_clip_val=1; docs",
+        ),
+        (
+            Trained(sgd()),
+            {"weights": "auto"},
+            {"gradient_clip_val": 1.0},
+            "lr to 0.02 or less, or a smaller in_flight; docs",
+        ),
+        (Trained(sgd()), {"weights": "stash", "lr_correction": 100}, {}, "or weights='auto'; docs"),
+        (Trained(sgd(0.05, 0.0)), {"weights": "auto"}, {}, "lr to 0.03 or less, or a smaller in_flight; docs"),
+        (Trained(adam(0.003)), {"weights": "auto"}, {}, "lr to 0.002 or less, or a smaller in_flight; docs"),
     ],
 )
 def test_policies_bear_different_rates(
-    lr: float, asked: dict[str, Any], settings: dict[str, Any], part: str | None
+    module: Learner, asked: dict[str, Any], settings: dict[str, Any], part: str | None
 ) -> None:
-    found = said(Trained(sgd(lr)), 4, asked, **settings)
+    found = said(module, 4, asked, **settings)
     assert (part is None) == (not found)
     assert part is None or part in found[0]
-
-
-def test_clipping_is_not_enough_for_many_in_flight() -> None:
-    (found,) = said(Trained(sgd()), 6, gradient_clip_val=1.0)
-    assert "lower lr to 0.002 or less, or the momentum, set weights='auto', accumulate_grad_batches" in found
 
 
 def test_it_can_be_silenced_as_the_docs_say() -> None:
@@ -149,9 +178,16 @@ def test_it_can_be_silenced_as_the_docs_say() -> None:
 @pytest.mark.parametrize(
     ("size", "in_flight", "wsp", "wave", "part"),
     [
-        (1, 2, {}, 2, None),
-        (2, 2, {}, 2, "with 2 in flight, gradients are up to 2 steps old, and lr=0.05 acts like 1; lower lr to 0.002"),
-        (2, 2, {"aggregate": "mean"}, 2, "acts like 0.5; lower lr to 0.005"),
+        (1, 2, {}, 2, "up to 1 step old, and lr=0.05 with momentum=0.9 acts like 0.5"),
+        (
+            2,
+            2,
+            {},
+            2,
+            "with 2 in flight they are up to 2 steps old, and lr=0.05 with momentum=0.9 acts like 1; set"
+            " accumulate_grad_batches, or lr to 0.002 or less",
+        ),
+        (2, 2, {"aggregate": "mean"}, 2, "acts like 0.5; set accumulate_grad_batches, or lr to 0.005 or less"),
         (2, 1, {}, 1, None),
         (2, 1, {"clock_distance": 2}, 1, "up to 2 steps old"),
         (4, 1, {}, 8, "up to 7 steps old"),
