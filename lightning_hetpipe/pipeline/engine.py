@@ -160,6 +160,7 @@ class Engine(RunnerPool[Minibatch]):
         self.launch(Minibatch(self, number, weights, step, view))
 
     def finish(self, number: int) -> Minibatch:
+        """Waits for minibatch ``number``; stages count its gradients until they are :meth:`delivered`."""
         minibatch = super().finish(number)
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
         for weight, sum in minibatch.sums.items():
@@ -176,6 +177,11 @@ class Engine(RunnerPool[Minibatch]):
                     event.synchronize()
             self.streams.user.join(None, found.values())
         return minibatch
+
+    def delivered(self, number: int) -> None:
+        """The weights have the gradients of minibatch ``number``, in place of those of the last step."""
+        for stage in self.stages:
+            stage.delivered(number)
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""

@@ -113,14 +113,12 @@ class StageSettings:
 class FoundGradients:
     """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them.
 
-    Attributes:
-        on_host: Whether they wait there, as the stage has no room for them.
+    Those that the stage has no room for wait on the host.
     """
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
         self.events: list[StreamEvent] = []
-        self.on_host = False
 
 
 class Stage(StageThread):
@@ -223,13 +221,13 @@ class Stage(StageThread):
         return StageState([each.buffers.left(minibatch) for each in self._runners.values()])
 
     def take(self, minibatch: int) -> FoundGradients:
-        """Hands over the gradients of ``minibatch``, which is through."""
+        """Hands over the gradients of ``minibatch``, which is through; they count until they are :meth:`delivered`."""
         with self._taking:
-            self.memory.take(minibatch)
-            found = self._found.pop(minibatch, None) or FoundGradients()
-        if found.on_host:
-            found.gradients = {number: move(each, self.device) for number, each in found.gradients.items()}
-        return found
+            return self._found.pop(minibatch, None) or FoundGradients()
+
+    def delivered(self, minibatch: int) -> None:
+        """Counts the gradients of ``minibatch`` no more: weights have them, in place of those of the last step."""
+        self.memory.take(minibatch)
 
     def loss(self, minibatch: int) -> Loss:
         """Begins the loss of ``minibatch``, at its turn; the stage waits for its gradients."""
@@ -357,7 +355,6 @@ class Stage(StageThread):
                 if (found := self._found.get(number)) is None:  # Lightning's step has just taken them
                     continue
                 found.gradients = {weight: move(each, _HOST) for weight, each in found.gradients.items()}
-                found.on_host = True
                 self.memory.move_out(number)
             if not self.memory.lacks(coming):
                 return

@@ -15,7 +15,7 @@ from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS
+from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
 
 UNKNOWN_OPTIMIZER = "adam"
@@ -96,11 +96,17 @@ def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: B
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     """Name of ``optimizer`` in the memory model; None if it does not know it."""
     name, options = type(optimizer).__name__.lower(), optimizer.defaults
+    copies = name in COPIES
     if name in ("sgd", "rmsprop") and options.get("momentum"):
         name = f"{name}_momentum"
+    if options.get("centered"):
+        name = f"{name}_centered"
     if options.get("amsgrad"):
         name = "amsgrad"
-    return name if name in OPTIMIZERS else None
+    if name not in OPTIMIZERS:
+        return None
+    decays = any(group.get("weight_decay") or group.get("maximize") for group in optimizer.param_groups)
+    return f"{name}{WEIGHT_DECAY}" if copies and decays else name
 
 
 def known_optimizer(optimizer: torch.optim.Optimizer) -> str:

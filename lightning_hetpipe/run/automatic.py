@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSpro
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks
+from lightning_hetpipe.planning.model.stage_memory import plain_name
 from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
 from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.prediction import PREFERRED, prediction_of
@@ -36,7 +37,9 @@ _BY_NAME = {
     "adam": "xpipe",
     "adamw": "xpipe",
     "amsgrad": "xpipe",
-    **dict.fromkeys(("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rprop"), "pipeoptim"),
+    **dict.fromkeys(
+        ("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rmsprop_momentum_centered", "rprop"), "pipeoptim"
+    ),
 }
 
 
@@ -83,7 +86,7 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
 
 def planned_policies(optimizer: str | float) -> list[WeightPolicy]:
     """Policies for an optimizer by its name in the memory model, of which the first is taken that fits."""
-    policy = POLICIES[_BY_NAME.get(optimizer, STASH.name)] if isinstance(optimizer, str) else STASH
+    policy = POLICIES[_BY_NAME.get(plain_name(optimizer), STASH.name)] if isinstance(optimizer, str) else STASH
     return [*dict.fromkeys([policy, STASH])]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ class FirstMinibatch(Extension):
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
+        self._collect_garbage()
         check_memory(self._module, self._trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers)
@@ -148,10 +150,20 @@ class FirstMinibatch(Extension):
         del self._watch, self._outside
         yield
         decision = self._decide(watch)
+        self._collect_garbage()
         if self._is_without_gain(watch, decision):
             self._stay()
         else:
             self._begin(watch, decision, self._agreed(watch, decision), outside)
+
+    def _collect_garbage(self) -> None:
+        """Frees devices of what an earlier fit, or the capture, has left in cycles of references.
+
+        Graphs and their layers refer to one another, and Python collects these when it has made many objects, which
+        says nothing of the bytes on a device.
+        """
+        if self._settings.memory:
+            gc.collect()
 
     def _changed_later(self, layer: nn.Module) -> str | None:
         """Tell what a callback will do to ``layer`` that no graph follows."""

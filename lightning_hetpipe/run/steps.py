@@ -149,8 +149,11 @@ class PipelinedSteps(Steps, Extension):
 
     def backward(self, number: int, native: Callable[[], None]) -> None:
         """Hand the minibatch's gradients, which are there, to Lightning."""
-        deliver(self._finished.gradients, self._loss_scale.factor(self._finished.number))
+        found = self._finished.gradients
+        deliver(found, self._loss_scale.factor(self._finished.number))
+        found.clear()  # whoever still has the minibatch must not keep them beyond the next step
         del self._finished
+        self._engine.delivered(number)
         self._driver.offer()
 
     def validate(self, native: Callable[[], Any]) -> Any:

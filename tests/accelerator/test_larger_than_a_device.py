@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,15 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
+from lightning_hetpipe.placement import planner
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
-from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
+from lightning_hetpipe.planning.model import catalogue
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, Device, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.run import first_minibatch
 from lightning_hetpipe.run.automatic import CORRECTED
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
@@ -253,7 +256,19 @@ def test_two_buffers_fit_where_stashing_does_not(planned: list[Estimate], accele
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
 
 
-NADAM = Recipe(lambda model: torch.optim.NAdam(model.parameters(), 1e-3, foreach=False))
+NESTEROV = Recipe(lambda model: torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9, nesterov=True))
+
+
+class Four(Evaluated):
+    """Four layers, of which four stages can be made in one way only."""
+
+    def __init__(self) -> None:
+        super().__init__(NESTEROV)
+        self.net = nn.Sequential(*[nn.Linear(192, 192) for _ in range(4)])
+
+    def compute(self, batch: Batch) -> Outputs:
+        (x,) = batch
+        return {"loss": F.mse_loss(self.net(x), x.roll(1, -1))}
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -264,29 +279,29 @@ def test_weights_are_stashed_where_a_prediction_lacks_room(
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=9, width=64), NADAM)
+        return Four()
 
     told = list[str]()
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    loader, estimate = words(20, 2), Planner._estimate
+    loader = DataLoader(TensorDataset(torch.randn(40, 192, generator=torch.Generator().manual_seed(3))), 4)
+    estimate = Planner._estimate
 
     def noting(*args: Any) -> Estimate:
         planned.append(estimate(*args))
         return planned[-1]
 
-    def even(strategy: HetPipeStrategy, times: Sequence[float], stages: int) -> tuple[int, ...]:
-        return tuple([len(times) * stage // stages for stage in range(stages)])
-
     monkeypatch.setattr(Planner, "_estimate", noting)
-    monkeypatch.setattr(HetPipeStrategy, "_choose_split_points", even)  # as measured times differ from fit to fit
+    monkeypatch.setattr(planner, "layer_seconds", lambda *_: [1e-3] * 4)  # as measured times differ from fit to fit
     stashed = stashing(stages=4, in_flight=4, cluster=cluster(*LARGE) if declared else None)
     trainer_on(accelerator, stashed).fit(small(), loader)
-    # With half a copy to spare, of the four that are stashed: plans know nothing of what an optimizer makes meanwhile.
+    # With half a copy to spare, of the four that are stashed.
     room = [max(stage.memory.total + stage.memory.versions // 8 for stage in planned[-1].stages)] * DEVICES
     task = small()
     expected = expect(task, loader, 4, max_epochs=1, weights="stash", lr_correction=CORRECTED)
+    # A stage has one large weight, so that a copy of one gradient for a while is as much as all of them.
+    monkeypatch.setattr(catalogue, "FRAGMENTED", 0.25)
     for index, each in enumerate(room):
-        set_limit(index, int((MARGIN if declared else 1 / (1 - FRAGMENTED)) * each) + 4096)
+        set_limit(index, int(each / (1 - 0.25)) + 4096)
     strategy = HetPipeStrategy(stages=4, in_flight=4, cluster=cluster(*room) if declared else None)
     trainer = trainer_on(accelerator, strategy)
     trainer.fit(task, loader)
@@ -475,3 +490,24 @@ def test_an_output_that_six_layers_on_three_devices_use(kind: type[Decoder], acc
             found = torch.autograd.grad(loss, list(model.parameters()))
         assert {parameter.device for parameter in model.parameters()} == set(devices)
         assert_same(expected, tuple(gradient.cpu() for gradient in found), f"seed {seed}")
+
+
+def test_a_fit_frees_what_an_earlier_one_has_left_in_cycles(
+    accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, check = list[list[int]](), first_minibatch.check_memory
+
+    def noting(*args: Any) -> None:
+        held.append([torch.accelerator.memory_allocated(index) for index in range(DEVICES)])
+        check(*args)
+
+    monkeypatch.setattr(first_minibatch, "check_memory", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            task, loader = resnet()
+            trainer_on(accelerator, stashing(stages=4, in_flight=2)).fit(task, loader)
+    finally:
+        gc.enable()
+    assert held[0] == held[1]

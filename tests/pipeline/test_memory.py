@@ -102,6 +102,7 @@ def test_whatever_the_timing_nobody_holds_more_than_the_bound(seed: int, in_flig
             engine.submit(p, line.plain())
         for p in range(1, 13):
             line.update(engine.finish(p).gradients)
+            engine.delivered(p)
             engine.publish(p)
             engine.submit(p + in_flight, line.plain())
         engine.drain()
@@ -173,6 +174,8 @@ def test_gradients_wait_until_lightnings_step() -> None:
         waiting = [stage.memory.gradients for stage in engine.stages]
         assert [level.now for level in waiting] == [3 * WEIGHTS] * 2
         engine.finish(1)
+        assert [level.now for level in waiting] == [3 * WEIGHTS] * 2
+        engine.delivered(1)
         assert [level.now for level in waiting] == [2 * WEIGHTS] * 2
         engine.begin(1)
         assert [level.now for level in waiting] == [0, 0]

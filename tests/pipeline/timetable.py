@@ -78,6 +78,7 @@ class Timetable:
                     self._arrived(expected)
                 if done:
                     engine.finish(number)
+                    engine.delivered(number)
                     engine.publish(number)
                     if number + in_flight <= minibatches:
                         submit(number + in_flight)

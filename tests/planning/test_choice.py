@@ -268,6 +268,7 @@ class TestMemory:
     def test_optimizers(self) -> None:
         assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] + STEP == 3  # the root of its second moment
         assert optimizer_state("sgd_momentum") == OPTIMIZERS["sgd_momentum"] == 1
+        assert optimizer_state("sgd_momentum_weight_decay") == 1 + STEP  # gradients with the decay
         assert optimizer_state(1.5) == 1.5
         with pytest.raises(SettingError, match="optimizer='sgdm' is not known; give one of sgd,"):
             optimizer_state("sgdm")

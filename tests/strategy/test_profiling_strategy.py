@@ -78,6 +78,8 @@ def test_with_another_strategy() -> None:
     [
         (torch.optim.SGD, {"lr": 0.1}, "sgd"),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd_momentum"),
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "sgd_weight_decay"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, "sgd_momentum_weight_decay"),
         (torch.optim.AdamW, {}, "adamw"),
         (torch.optim.Adam, {"amsgrad": True}, "amsgrad"),
         (torch.optim.RMSprop, {"momentum": 0.9}, "rmsprop_momentum"),

@@ -58,17 +58,33 @@ OPTIMIZERS: Mapping[str, float] = {
     "radam": 2,
     "rmsprop": 1,
     "rmsprop_momentum": 2,
+    "rmsprop_centered": 2,
+    "rmsprop_momentum_centered": 3,
     "rprop": 2,
 }
 """Bytes of state for each byte of the weights, as torch.optim keeps it: in the weights' own dtype."""
 
 STEP = 1
-"""Bytes that a step makes for each byte of the weights, but SGD's: the root of the second moment, say."""
+"""Bytes that a step makes for each byte of the weights, but for :data:`STEPS`: the root of the second moment, say."""
+
+STEPS: Mapping[str, float] = {"sgd": 0, "sgd_momentum": 0, "adadelta": 2, "rprop": 1.25}
+
+WEIGHT_DECAY = "_weight_decay"
+"""Ending of an optimizer's name where its step adds the decay to a copy of the gradients, as :data:`COPIES` do."""
+
+COPIES = ("sgd", "nadam", "adadelta", "rmsprop")
+
+
+def plain_name(optimizer: str) -> str:
+    """Name of the optimizer in :data:`OPTIMIZERS`, whatever its weight decay."""
+    return optimizer.lower().removesuffix(WEIGHT_DECAY)
 
 
 def step_bytes(optimizer: str | float) -> float:
     """Bytes that a step makes for a while, of those of :func:`optimizer_state`; of a number none."""
-    return 0 if not isinstance(optimizer, str) or optimizer.lower().startswith("sgd") else STEP
+    if not isinstance(optimizer, str):
+        return 0
+    return STEPS.get(plain_name(optimizer), STEP) + optimizer.lower().endswith(WEIGHT_DECAY)
 
 
 def optimizer_state(optimizer: str | float) -> float:
@@ -78,11 +94,12 @@ def optimizer_state(optimizer: str | float) -> float:
         SettingError: for what is neither.
     """
     if isinstance(optimizer, str):
-        known = OPTIMIZERS.get(optimizer.lower())
+        known = OPTIMIZERS.get(plain_name(optimizer))
         if known is None:
             raise SettingError(
-                f"optimizer='{optimizer}' is not known; give one of {', '.join(OPTIMIZERS)}, or its"
-                " bytes of state for each byte of the weights"
+                f"optimizer='{optimizer}' is not known; give one of {', '.join(OPTIMIZERS)}, with '{WEIGHT_DECAY}' at"
+                f" its end if {', '.join(COPIES[:-1])} or {COPIES[-1]} has one, or its bytes of state for each byte of"
+                " the weights"
             )
         return known + step_bytes(optimizer)
     if not 0 <= optimizer < float("inf"):
