@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_hetpipe.run import steps
 from lightning_hetpipe.run.gradients import deliver
+from tests.support.models import mlp, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:
@@ -50,3 +56,18 @@ def test_hooks_of_the_parameter_run_once() -> None:
     deliver({parameter: torch.ones(2)}, factor=2.0)
     assert seen == [[2.0, 2.0]]
     assert parameter.grad.tolist() == [2.0, 2.0]
+
+
+def test_no_finished_minibatch_keeps_gradients_that_weights_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would lie beside those of the next step."""
+    handed = list[Mapping[nn.Parameter, Tensor]]()
+
+    def noting(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
+        assert gradients
+        handed.append(gradients)
+        deliver(gradients, factor)
+
+    monkeypatch.setattr(steps, "deliver", noting)
+    quiet_trainer(stashing(stages=2, in_flight=2)).fit(mlp(), vectors(20, 4))
+    assert len(handed) == 4  # the first minibatch runs in Lightning's own thread
+    assert not any(handed)
