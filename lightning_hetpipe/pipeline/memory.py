@@ -8,7 +8,7 @@ Activations
     what autograd has saved between them. A block of memory counts once, the version's weights and the buffers do not.
     Stages on one device that hand a tensor on without a copy count it both, as each keeps it.
 Gradients
-    What a stage's backward has found, until Lightning's step takes it; a sparse one as if it were dense. How many wait
+    What a stage's backward has found, until weights have it; a sparse one as if it were dense. How many wait
     is a matter of how fast Lightning's thread is, which no plan knows, and in an evaluation between two steps those of
     all minibatches in flight do. What the device has no room for waits on the host (:class:`PlannedMemory`).
 
@@ -194,7 +194,7 @@ class Memory:
                 self._add(self.gradients, gradients)
 
     def take(self, minibatch: int) -> None:
-        """Lightning's step has those of ``minibatch``."""
+        """Weights have the gradients of ``minibatch``."""
         with self._lock:
             self._add(self.gradients, -self._waiting.pop(minibatch, 0))
             self.on_host.add(-self._out.pop(minibatch, 0))
