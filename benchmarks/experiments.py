@@ -91,9 +91,11 @@ def block(comparison: Comparison, measured: str) -> str:
 def measured(grid: Grid) -> str:
     """Date, grid and versions of a measurement that ends now."""
     machine = describe_machine(())
+    rates, low = (", ".join(f"{rate:g}" for rate in each) for each in (grid.rates, grid.low))
     return (
-        f"Measured {date.today().isoformat()}; learning rates {', '.join(f'{rate:g}' for rate in grid.rates)} times the"
-        f" plain one. Python {machine['python']}, torch {machine['torch']}."
+        f"Measured {date.today().isoformat()}; learning rates {rates} times the plain one"
+        f"{f', and {low} times for SGD with an update for each minibatch' if low else ''}."
+        f" Python {machine['python']}, torch {machine['torch']}."
     )
 
 

@@ -26,20 +26,29 @@ POINTS = 30
 LONGER = 3
 """Times as many minibatches that runs get whose updates take several."""
 
-RATES = (1.0, 0.3, 0.1)
-"""Factors of the plain learning rate that every variant is tried with."""
-
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers in flight, seeds, and factors of the plain learning rate."""
+    """Numbers in flight, seeds, and factors of the plain learning rate.
+
+    Attributes:
+        in_flight: Numbers of minibatches in flight.
+        seeds: Seeds of weights and batches.
+        rates: Factors that every variant is tried with.
+        low: Those that SGD with an update for each minibatch is tried with, too. Of the others none learned best there.
+    """
 
     in_flight: Sequence[int] = (1, 4, 8)
     seeds: Sequence[int] = (0,)
-    rates: Sequence[float] = RATES
+    rates: Sequence[float] = (1.0, 0.3)
+    low: Sequence[float] = (0.1,)
+
+    def rates_of(self, recipe: Recipe) -> Sequence[float]:
+        """Factors that ``recipe`` is tried with."""
+        return (*self.rates, *(self.low if recipe.optimizer == "SGD" and recipe.accumulate == 1 else ()))
 
 
-FULL = Grid((1, 2, 4, 8, 16, 32), (0, 1, 2), (*RATES, 0.03))
+FULL = Grid((1, 2, 4, 8, 16, 32), (0, 1, 2), (1.0, 0.3, 0.1, 0.03), ())
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,8 @@ def runs_of(tasks: Sequence[str], grid: Grid) -> list[Run]:
         for seed in grid.seeds
         for number in grid.in_flight
         for name in tasks
-        for rate in grid.rates
         for recipe in (*TASKS[name].variants(number).values(), *TASKS[name].accumulating(number).values())
+        for rate in grid.rates_of(recipe)
     ]
     return list(dict.fromkeys(found))
 

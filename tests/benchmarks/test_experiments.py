@@ -36,6 +36,16 @@ def test_the_docs_have_the_table_of_the_runs_that_are_kept() -> None:
         assert (DOCS.parent / name).read_text().startswith("<?xml")
 
 
+def test_runs_that_the_default_grid_leaves_out_change_nothing_in_the_table() -> None:
+    """As far as they are kept: those at the lowest rate, where AdamW or several minibatches to an update learn."""
+    found, wide = read(KEPT), replace(Grid(), rates=(1.0, 0.3, 0.1), low=())
+    chosen, all_runs = (
+        {run: found[run] for run in runs_of(list(TASKS), grid) if run in found} for grid in (Grid(), wide)
+    )
+    assert set(chosen) <= set(all_runs)
+    assert table(Comparison(chosen)) == table(Comparison(all_runs))
+
+
 def test_every_policy_is_compared() -> None:
     for grid in (Grid(), FULL):
         assert {run.recipe.weights for run in runs_of(list(TASKS), grid)} == set(POLICIES)
