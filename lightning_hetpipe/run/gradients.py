@@ -36,4 +36,5 @@ def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
     if memory in taken or gradient.stride() != parameter.stride():
         return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
     taken.add(memory)
-    return gradient
+    # Not as a view, as a linear layer's is: `module.cpu()` would leave the tensor that it is a view of on the device.
+    return gradient.data
