@@ -60,9 +60,8 @@ class Automatic:
     def told(self, taken: WeightPolicy) -> str:
         """Say what was chosen, why, and how to choose otherwise; ``taken`` is another where there was no room."""
         why = self.why if taken is self.policy else f"devices have no room for what '{self.policy.name}' predicts"
-        line, ways = f"weights='auto' is '{taken.name}', as {why}", ["weights='stash' to predict no weights"]
-        if taken is STASH:
-            ways.clear()
+        line = f"weights='auto' is '{taken.name}', as {why}"
+        ways = [] if taken is STASH else ["weights='stash' to predict no weights"]
         if self.lr_correction is not None:
             line += f", with lower learning rates in the first {self.lr_correction.updates} updates"
             ways.append("lr_correction=None to lower no rates")

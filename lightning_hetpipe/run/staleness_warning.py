@@ -54,20 +54,26 @@ def check_staleness(
         if most is None:
             continue
         acts = group.lr * group.gain * workers
-        local = minibatches == in_flight - 1  # and no other virtual worker's updates are missing
-        ways = ["accumulate_grad_batches" + f"={minibatches} for one step" * local] * (steps > 1)
-        ways += [f"lr to {DOWN.create_decimal(most * (1 + 1e-9)):f} or less"]
-        ways += ["a smaller in_flight"] * (steps > 1 and in_flight > 1)
-        if predicted and not group.normalised:
-            ways += ["gradient_clip_val=1"] * (not clipped) + ["lr_correction"] * (not clipped and not corrected)
+        momentum = f" with momentum={group.momentum:g}" if group.momentum else ""
+        large = f"acts like {acts:.3g}" if acts != group.lr else f"of {type(optimizer).__name__} is large for that"
+        ways = [f"lr to {DOWN.create_decimal(most * (1 + 1e-9)):f} or less"]
+        if steps > 1:
+            local = minibatches == in_flight - 1  # and no other virtual worker's updates are missing
+            ways.insert(
+                0, f"accumulate_grad_batches={minibatches} for one step" if local else "accumulate_grad_batches"
+            )
+            if in_flight > 1:
+                ways.append("a smaller in_flight")
+        if predicted and not group.normalised and not clipped:
+            ways.append("gradient_clip_val=1")
+            if not corrected:
+                ways.append("lr_correction")
         if not predicted and not automatic and automatic_policy(optimizer, clipped=clipped).policy.predicts:
-            ways += ["weights='auto'"]
+            ways.append("weights='auto'")
         rank_zero_warn(
             f"stale gradients may keep this model from learning: with {in_flight} in flight they are up to"
-            f" {steps} step{'s' * (steps > 1)} old, and lr={group.lr:g}"
-            + (f" with momentum={group.momentum:g}" if group.momentum else "")
-            + (f" acts like {acts:.3g}" if acts != group.lr else f" of {type(optimizer).__name__} is large for that")
-            + f"; set {', or '.join(ways)}; docs/staleness.md has the rule, and how to silence this warning"
+            f" {steps} step{'' if steps == 1 else 's'} old, and lr={group.lr:g}{momentum} {large}; set"
+            f" {', or '.join(ways)}; docs/staleness.md has the rule, and how to silence this warning"
         )
         return
 

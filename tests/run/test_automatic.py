@@ -76,7 +76,9 @@ def test_policies_by_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], 
     [
         lambda weights: SGD(weights, 0.1),
         lambda weights: SGD(weights, 0.1, momentum=0.9),
+        lambda weights: SGD(weights, 0.1, momentum=0.9, weight_decay=0.1),
         lambda weights: RMSprop(weights, momentum=0.9),
+        lambda weights: RMSprop(weights, momentum=0.9, centered=True),
         lambda weights: RMSprop(weights),
         *(
             getattr(torch.optim, name)

@@ -68,11 +68,13 @@ STEP = 1
 """Bytes that a step makes for each byte of the weights, but for :data:`STEPS`: the root of the second moment, say."""
 
 STEPS: Mapping[str, float] = {"sgd": 0, "sgd_momentum": 0, "adadelta": 2, "rprop": 1.25}
+"""Bytes of steps that are not :data:`STEP` (*measured* on the test accelerator), without weight decay."""
 
 WEIGHT_DECAY = "_weight_decay"
 """Ending of an optimizer's name where its step adds the decay to a copy of the gradients, as :data:`COPIES` do."""
 
 COPIES = ("sgd", "nadam", "adadelta", "rmsprop")
+"""Optimizers whose steps make a copy of the gradients for weight decay, or ``maximize``."""
 
 
 def plain_name(optimizer: str) -> str:
