@@ -176,7 +176,7 @@ def tables(kept: Mapping[str, Any]) -> str:
             " `stash`; *GroupNorm* stands in the place of BatchNorm in the last rows.",
             _rows(
                 ["", "auto", "Nm = 1", *(f"Nm = {number}, {way}" for number in CHOSEN_AT for way in ("stash", "auto"))],
-                [_choice(runs, recipe) for recipe in OPTIMIZERS if (recipe, CHOSEN_AT[0]) in runs],
+                [_choice(runs, recipe) for recipe in OPTIMIZERS if _is_measured(runs, recipe)],
             ),
             f"The largest lr / (1 - momentum) of {', '.join(f'{rate:g}' for rate in reversed(RATES))} at which each"
             f" seed reaches {GOOD:g}%, and, in brackets, its product with Nm - 1:",
@@ -204,6 +204,12 @@ def tables(kept: Mapping[str, Any]) -> str:
             END,
         ]
     )
+
+
+def _is_measured(runs: Runs, recipe: Recipe) -> bool:
+    """Tell whether ``recipe`` and what ``weights="auto"`` chooses for it were measured; ``--quick`` does not."""
+    recipes = (recipe, replace(recipe, weights="auto").chosen)
+    return all((each, number) in runs for each in recipes for number in CHOSEN_AT)
 
 
 def _choice(runs: Runs, recipe: Recipe) -> list[str]:
