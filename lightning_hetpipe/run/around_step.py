@@ -61,14 +61,19 @@ def after_closure(
 ) -> Iterator[None]:
     """Have ``optimizer.step``, within it, open ``stepping`` once its closure has returned, for what it computes.
 
-    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure.
+    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure. Where a subclass calls
+    ``super().step``, torch runs hooks for both, and what the subclass computes is part of the step.
     """
     if not has_step_hooks(optimizer):  # nobody says when its closure has returned
         yield
         return
-    released = ExitStack()
+    released, depth = ExitStack(), 0
 
     def free_after_closure(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal depth
+        depth += 1
+        if depth > 1:
+            return None
         closure = kwargs.get("closure")
         if closure is None:  # a loss scaler has called it
             released.enter_context(stepping())
@@ -81,8 +86,14 @@ def after_closure(
 
         return args, {**kwargs, "closure": run}
 
+    def stepped(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            released.close()
+
     before = optimizer.register_step_pre_hook(free_after_closure)
-    after = optimizer.register_step_post_hook(lambda *_: released.close())
+    after = optimizer.register_step_post_hook(stepped)
     run_first(optimizer, after)  # other post hooks are user code
     try:
         yield
