@@ -56,12 +56,14 @@ def pipeoptim(moved: Tensor, w: Tensor, s: int) -> Tensor:
 def predictions_of(policy: str, model: nn.Module, optimizer: Optimizer, moved: dict[str, Tensor]) -> dict[str, Predict]:
     """Prediction of each parameter, as of now; ``moved`` is what the last step has changed."""
     if policy == "pipeoptim":
-        return {name: partial(pipeoptim, move) for name, move in moved.items()}
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        return {name: partial(pipeoptim, move) for name, move in moved.items() if name in trained}
     rule = {"spectrain": spectrain, "xpipe": xpipe}.get(policy)
     if rule is None:
         return {}
     names = {weight: name for name, weight in model.named_parameters()}
-    found = {names[each]: rule(optimizer, group, each) for group in optimizer.param_groups for each in group["params"]}
+    pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    found = {names[each]: rule(optimizer, group, each) for group, each in pairs}
     return {name: predict for name, predict in found.items() if predict is not None}
 
 

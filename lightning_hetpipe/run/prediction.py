@@ -34,12 +34,12 @@ class Prediction(AroundStep):
         self._rule = rule
 
     def moves(self) -> Moves:
-        """Expected change of each parameter by the next step; of none before the first one."""
+        """Expected change of each parameter by the next step; of none before the first one, and of no frozen one."""
         found: dict[nn.Parameter, Move] = {}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter)
-                if state and (move := self._rule(group, state)) is not None:
+                if parameter.requires_grad and state and (move := self._rule(group, state)) is not None:
                     found[parameter] = move
         return found
 
@@ -63,7 +63,7 @@ class LastStep(Prediction):
         self._room = self._changes
 
     def moves(self) -> Moves:
-        return {parameter: Move(change) for parameter, change in self._changes.items()}
+        return {parameter: Move(change) for parameter, change in self._changes.items() if parameter.requires_grad}
 
     def saved(self) -> Sequence[Tensor | None]:
         return [self._changes.get(parameter) for parameter in self._parameters()] if self._changes else ()
@@ -141,9 +141,9 @@ def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | N
 
 def _by_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
     """Adam's step, its bias corrections in the other order (Kingma and Ba, section 2)."""
-    if "step" not in state:
+    if not (steps := float(state.get("step", 0))):  # a fused step that a loss scaler has skipped has made a state
         return None
-    (beta, gamma), steps = group["betas"], float(state["step"])
+    beta, gamma = group["betas"]
     correction = math.sqrt(1 - gamma**steps)
     scale = -float(group["lr"]) * correction / (1 - beta**steps)
     second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
+from lightning_hetpipe.run.prediction import prediction_of
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Recipe
-from tests.support.models import mlp, vectors
+from tests.support.models import ADAMW, Task, decay, mlp, vectors
+
+MOMENTUM = Recipe(lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01), decay)
+RECIPES = {"xpipe": ADAMW, "pipeoptim": ADAMW}
+
+
+class Freezes(L.Callback):
+    """Freezes a layer after minibatch 5."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, Task)
+        freeze(trainer.fit_loop.epoch_loop.batch_progress.total.ready, pl_module)
+
+
+def freeze(p: int, model: Task) -> None:
+    if p == 5:
+        model.net[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("policy", ["spectrain", "xpipe", "pipeoptim"])
+def test_frozen_weights_are_expected_to_stay(policy: str) -> None:
+    """Whatever the optimizer's state says: its steps leave them out."""
+    task, loader = mlp(RECIPES.get(policy, MOMENTUM)), vectors(44, 4)
+    expected = expect(task, loader, 3, weights=policy, edit=freeze)
+    assert_equal(expected, fit(task, loader, [Freezes()], strategy=even(7, 2, 3, weights=policy)))
 
 
 class Shrinks(torch.optim.SGD):
@@ -31,3 +57,14 @@ def test_a_step_that_calls_torchs_is_one_step(asked: dict[str, Any]) -> None:
     task, loader = mlp(Recipe(lambda model: Shrinks(model.parameters(), 0.05, momentum=0.9))), vectors(44, 4)
     expected = expect(task, loader, 3, **asked)
     assert_equal(expected, fit(task, loader, strategy=even(7, 2, 3, **asked)))
+
+
+def test_a_fused_step_that_was_skipped_predicts_nothing() -> None:
+    """The optimizer has made its state then."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.AdamW([weight], fused=True), torch.amp.GradScaler("cpu")
+    weight.grad = torch.full_like(weight, torch.inf)
+    scaler.scale(weight.new_zeros(()))  # makes the scale
+    scaler.step(optimizer)
+    assert optimizer.state[weight]
+    assert not prediction_of("xpipe", optimizer).moves()
