@@ -185,8 +185,8 @@ class Engine(RunnerPool[Minibatch]):
 
     def publish(self, version: int) -> None:
         """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
+        needed, moves = self._needed(version)
         with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
-            needed, moves = self._needed(version)
             for stage, live in zip(self.stages, self.live, strict=True):
                 stage.publish(live.version(version, needed, moves))
             for live, stash in self._outside:

@@ -15,6 +15,11 @@ from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 class AroundStep:
     """Something that is opened around steps."""
 
+    @property
+    def is_secret(self) -> bool:
+        """True if user code is not to see what the next step computes with, and waits until it is over."""
+        return False
+
     def asked(self) -> AbstractContextManager[None]:
         """Open around a step that is asked for, and may be skipped."""
         return nullcontext()

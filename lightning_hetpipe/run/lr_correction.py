@@ -53,6 +53,10 @@ class RateCorrection(AroundStep):
         left, steps = 1 - min(self._update() / self._setting.updates, 1.0), self._steps()
         return float(max(1 + steps, self._setting.least) ** -left) if steps else 1.0
 
+    @property
+    def is_secret(self) -> bool:
+        return self.factor != 1.0
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Open around what a step computes, or what depends on the next one's rate."""

@@ -60,13 +60,14 @@ class Steps:
 
 
 class _Unlocked(AroundStep):
-    """Lets other user code run while the optimizer computes."""
+    """Lets other user code run while the optimizer computes, unless something ``around`` that is secret."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, around: Sequence[AroundStep]) -> None:
         self._engine = engine
+        self._around = around
 
     def stepping(self) -> AbstractContextManager[None]:
-        return self._engine.computing()
+        return nullcontext() if any(each.is_secret for each in self._around) else self._engine.computing()
 
 
 class PipelinedSteps(Steps, Extension):
@@ -98,7 +99,7 @@ class PipelinedSteps(Steps, Extension):
         apart: bool,
         around: Sequence[AroundStep] = (),
     ) -> None:
-        super().__init__(driver, [*around, *([_Unlocked(engine)] if engine.in_flight > 1 else [])])
+        super().__init__(driver, [*around, *([_Unlocked(engine, around)] if engine.in_flight > 1 else [])])
         self._trainer = trainer
         self._engine = engine
         self._user_step = user_step

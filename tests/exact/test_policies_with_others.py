@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_hetpipe.run.prediction import prediction_of
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
-from tests.oracle import Recipe
+from tests.oracle import Batch, Outputs, Recipe
 from tests.support.models import ADAMW, Task, decay, mlp, vectors
 
 MOMENTUM = Recipe(lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01), decay)
@@ -68,3 +69,58 @@ def test_a_fused_step_that_was_skipped_predicts_nothing() -> None:
     scaler.step(optimizer)
     assert optimizer.state[weight]
     assert not prediction_of("xpipe", optimizer).moves()
+
+
+class Look:
+    """Has minibatch 5, which uses version 2, look at the rate while the third step computes, unless that is kept."""
+
+    def __init__(self) -> None:
+        self.strategy: Any = even(7, 2, 3, weights="stash", lr_correction=50)
+        self.strategy._before_pass = self.before_pass
+        self.stepping, self.looked = threading.Event(), threading.Event()
+        self.steps = 0
+
+    def before_pass(self, stage: int, work: str, minibatch: int) -> None:
+        if (stage, work, minibatch) == (1, "forward", 5):
+            assert self.stepping.wait(60)
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.stepping.set()
+            lock = self.strategy._run.pipeline.lock
+            while not self.looked.is_set() and not (lock.held and lock.wanted()):
+                pass
+
+
+class Waits(torch.optim.SGD):
+    """Waits for a look."""
+
+    def __init__(self, model: nn.Module, look: Look) -> None:
+        super().__init__(model.parameters(), 0.05)
+        self.look = look
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.look.step()
+        return loss
+
+
+class Looks(Task):
+    """Its step looks at the learning rate."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        outputs = super().compute(batch)
+        optimizer: Any = self.optimizers()
+        rate, look = optimizer.param_groups[0]["lr"], optimizer.optimizer.look
+        if look.stepping.is_set():
+            look.looked.set()
+        return {**outputs, "lr": torch.tensor(rate)}
+
+
+def test_user_code_does_not_see_the_rate_of_a_step() -> None:
+    look = Look()
+    task = Looks(mlp().net, Recipe(lambda model: Waits(model, look)))
+    record = fit(task, vectors(44, 4), strategy=look.strategy, max_epochs=1)
+    assert {outputs["lr"].item() for outputs in record.outputs} == {torch.tensor(0.05).item()}
+    assert look.looked.is_set()
