@@ -174,6 +174,10 @@ class Fit(TrainerRun):
     def last_changes(self) -> Sequence[Tensor | None]:
         return () if self._prediction is None else self._prediction.saved()
 
+    def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
+        if self._prediction is not None:
+            self._prediction.restore(changes)
+
     def trained_in_flight(self, before: int) -> int:
         return self.pipeline.in_flight
 
@@ -236,8 +240,7 @@ class Fit(TrainerRun):
             self._looks_ahead = False
             return self._spread_run(settings)
         if (preferred := settings.weights[0]).predicts:
-            optimizer = self._trainer.optimizers[0]
-            self._prediction = prediction_of(preferred.name, optimizer, settings.resumed_changes)
+            self._prediction = prediction_of(preferred.name, self._trainer.optimizers[0])
             self._around.append(self._prediction)
         if settings.lr_correction is not None:
             self._correction = RateCorrection(

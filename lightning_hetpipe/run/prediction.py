@@ -47,26 +47,27 @@ class Prediction(AroundStep):
         """Tensors that a checkpoint has to hold beside the optimizer's state, for each of its parameters."""
         return ()
 
+    def restore(self, saved: Sequence[Tensor | None]) -> None:
+        """Take what was ``saved``, as the optimizer's state is restored; nothing of another policy's run."""
+
 
 class LastStep(Prediction):
-    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing.
+    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing."""
 
-    Args:
-        optimizer: The optimizer.
-        changes: Those by the last step before a checkpoint, of a run that is resumed there.
-    """
-
-    def __init__(self, optimizer: Optimizer, changes: Sequence[Tensor | None] = ()) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer, lambda group, state: None)
-        given = zip(self._parameters(), changes, strict=False)
-        self._changes = {parameter: change for parameter, change in given if change is not None}
-        self._room = self._changes
+        self._changes: dict[nn.Parameter, Tensor] = {}
+        self._room: dict[nn.Parameter, Tensor] = {}
 
     def moves(self) -> Moves:
         return {parameter: Move(change) for parameter, change in self._changes.items() if parameter.requires_grad}
 
     def saved(self) -> Sequence[Tensor | None]:
-        return [self._changes.get(parameter) for parameter in self._parameters()] if self._changes else ()
+        return [self._changes.get(parameter) for parameter in self._parameters()]
+
+    def restore(self, saved: Sequence[Tensor | None]) -> None:
+        given = zip(self._parameters(), saved, strict=False)
+        self._changes = self._room = {parameter: change for parameter, change in given if change is not None}
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -102,15 +103,15 @@ class LastStep(Prediction):
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
-def prediction_of(policy: str, optimizer: Optimizer, changes: Sequence[Tensor | None] = ()) -> Prediction:
-    """The prediction of the weight policy of that name; ``changes`` are those that a checkpoint has.
+def prediction_of(policy: str, optimizer: Optimizer) -> Prediction:
+    """The prediction of the weight policy of that name.
 
     Raises:
         SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
     """
     check_hooks(optimizer, f"weights='{policy}'")
     if policy == "pipeoptim":
-        return LastStep(optimizer, changes)
+        return LastStep(optimizer)
     kinds, rule, groups = _RULES[policy]
     name = type(optimizer).__name__
     if not isinstance(optimizer, kinds):

@@ -58,8 +58,6 @@ class RunSettings:
     """Nm of the checkpoint that is resumed, where none was asked for."""
     lr_correction: Correction | None = None
     """Lower learning rates at the beginning; None for none."""
-    resumed_changes: Sequence[Tensor | None] = ()
-    """Changes by the last step before that checkpoint, where weights were predicted by it."""
     weights: Sequence[WeightPolicy] = (STASH,)
     """Weight policies, of which the first is taken that devices have room for."""
     automatic: Automatic | None = None

@@ -49,6 +49,9 @@ class TrainerRun:
         """Changes by the last step, of each parameter of the optimizer, where weights are predicted by it."""
         return ()
 
+    def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
+        """Take the ``changes`` of a checkpoint, as :meth:`last_changes` gave them: optimizer states were restored."""
+
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
         """Run ``native``, Lightning's step, or wait for its minibatch if there is a pipeline."""
         return native(*args)

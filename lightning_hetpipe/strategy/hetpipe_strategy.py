@@ -254,7 +254,7 @@ class HetPipeStrategy(VirtualWorkers):
         super().setup(trainer)
         if fitting and not wanted.is_spread:
             self._wanted = wanted = self._with_policy(wanted)
-        seed, self._resumed, self._resumed_changes = self.run_seed, None, []
+        seed, self._resumed = self.run_seed, None
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
@@ -279,7 +279,7 @@ class HetPipeStrategy(VirtualWorkers):
 
     def teardown(self) -> None:
         """Ends every thread and takes every trace out of the module."""
-        run, self._run, self._wanted = self._run, TrainerRun(), None
+        run, self._run, self._wanted, self._resumed_changes = self._run, TrainerRun(), None, []
         try:
             run.close()
             if self._failure is None:
@@ -347,6 +347,12 @@ class HetPipeStrategy(VirtualWorkers):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._resumed, self._resumed_changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
         return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what ``checkpoint`` has of steps; also within a fit, as after a search for a learning rate."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._run.restore_changes(self._resumed_changes)
+        self._resumed_changes = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
@@ -427,7 +433,6 @@ class HetPipeStrategy(VirtualWorkers):
             timeline=self._timeline,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
-            resumed_changes=self._resumed_changes,
         )
 
     def _with_policy(self, wanted: run_settings.RunSettings) -> run_settings.RunSettings:

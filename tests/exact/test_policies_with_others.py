@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
 from lightning_hetpipe.run.prediction import prediction_of
@@ -124,3 +126,21 @@ def test_user_code_does_not_see_the_rate_of_a_step() -> None:
     record = fit(task, vectors(44, 4), strategy=look.strategy, max_epochs=1)
     assert {outputs["lr"].item() for outputs in record.outputs} == {torch.tensor(0.05).item()}
     assert look.looked.is_set()
+
+
+class Rated(Task):
+    """A task that a learning rate is searched for."""
+
+    lr = 0.05
+
+
+def test_what_a_search_has_changed_predicts_nothing_after_it() -> None:
+    """It restores weights and the optimizer's state, within the fit."""
+    made = Recipe(lambda model: torch.optim.SGD(model.parameters(), model.lr, momentum=0.9))  # type: ignore[arg-type]
+    task, loader = Rated(mlp().net, made), vectors(44, 4)
+    before = copy.deepcopy(task)
+    search = LearningRateFinder(num_training_steps=20)
+    record = fit(task, loader, [search], strategy=even(7, 2, 3, weights="pipeoptim"), max_epochs=1)
+    before.lr = task.lr
+    expected = expect(before, loader, 3, weights="pipeoptim", max_epochs=1)
+    assert_equal(expected, record)

@@ -229,7 +229,8 @@ def test_the_change_of_each_step_lies_in_the_same_memory() -> None:
     """Unless the weight has another type since, as a checkpoint's change may have."""
     weight = nn.Parameter(torch.tensor([2.0, 3.0]))
     optimizer = torch.optim.SGD([weight], 0.1)
-    last, addresses = LastStep(optimizer, [torch.ones(2, dtype=torch.float64)]), []
+    last, addresses = LastStep(optimizer), []
+    last.restore([torch.ones(2, dtype=torch.float64)])
     assert after_steps(last, weight, 2).tolist() == [4.0, 5.0]
     for _ in range(3):
         weight.grad = before = weight.detach().clone()
@@ -243,11 +244,12 @@ def test_the_change_of_each_step_lies_in_the_same_memory() -> None:
 
 def test_a_step_that_fails_predicts_nothing() -> None:
     weight = nn.Parameter(torch.ones(2))
-    last = LastStep(torch.optim.SGD([weight], 0.1), [torch.ones(2)])
+    last = LastStep(torch.optim.SGD([weight], 0.1))
+    last.restore([torch.ones(2)])
     with pytest.raises(ZeroDivisionError), last.asked(), last.stepping():
         raise ZeroDivisionError
     assert not last.moves()
-    assert not last.saved()
+    assert last.saved() == [None]
 
 
 def test_nothing_is_predicted_where_no_step_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
