@@ -10,6 +10,7 @@ chosen for optimizers with which both were measured: ``docs/staleness.md`` has t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 
 from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
@@ -75,7 +76,7 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
         return Automatic(STASH, f"{name} takes no hooks, by which its steps could be predicted")
     if most <= AVERAGED and not isinstance(optimizer, Rprop):
         return Automatic(STASH, f"{name} with little momentum, or none, learns no better from predicted weights")
-    if not isinstance(optimizer, MEASURED):
+    if not isinstance(optimizer, MEASURED) or not _steps_as_torch(optimizer):
         return Automatic(STASH, f"predictions were not measured with {name}; weights='pipeoptim' has one for any")
     policy = next(policy for policy in PREFERRED if _has_rule(policy, optimizer))
     short = clipped and isinstance(optimizer, SGD)  # whose steps are as long as gradients are large
@@ -87,6 +88,11 @@ def planned_policies(optimizer: str | float) -> list[WeightPolicy]:
     """Policies for an optimizer by its name in the memory model, of which the first is taken that fits."""
     policy = POLICIES[_BY_NAME.get(plain_name(optimizer), STASH.name)] if isinstance(optimizer, str) else STASH
     return [*dict.fromkeys([policy, STASH])]
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    """Return True if the step of ``optimizer`` is torch's own, within the hooks that torch has put around it."""
+    return str(unwrap(type(optimizer).step).__module__).startswith("torch.optim.")
 
 
 def _has_rule(policy: str, optimizer: Optimizer) -> bool:

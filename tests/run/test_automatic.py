@@ -33,6 +33,22 @@ class Lion(Optimizer):
         super().__init__(weights, {"lr": 0.1, "betas": (0.9, 0.99)})
 
 
+class Signed(Adam):
+    """A subclass of a known one, with another step and no state."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                self.state[weight]["step"] = torch.ones(())
+                weight.sub_(weight.grad.sign(), alpha=0.01)
+        return loss
+
+
+class Renamed(AdamW):
+    """A subclass that steps as the known one does."""
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """Lines at the start of a fit."""
@@ -57,6 +73,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (lambda weights: RMSprop(weights, 0.1, momentum=0.9), "pipeoptim"),
         (lambda weights: torch.optim.Adagrad(weights), "stash"),
         (lambda weights: Lion(weights), "stash"),
+        (lambda weights: Signed(weights), "stash"),
+        (lambda weights: Renamed(weights), "xpipe"),
         (lambda weights: Wraps(SGD(weights, 0.1, momentum=0.9)), "stash"),
     ],
 )
@@ -115,6 +133,7 @@ def test_plans_choose_as_runs_do(make: Callable[[list[nn.Parameter]], Optimizer]
         (PLAIN, "stash", None),
         (MOMENTUM, "spectrain", 0.1),
         (RMSPROP, "pipeoptim", 0.1),
+        (Recipe(lambda model: Signed(model.parameters())), "stash", None),
     ],
 )
 def test_a_fit_by_default(recipe: Recipe, policy: str, clip: float | None, told: Told) -> None:
