@@ -109,22 +109,41 @@ def test_the_docs_say_where_a_prediction_is_more_stable() -> None:
     assert f"at momentum 0.5 it lowers it from {stable[0.5, False]} to {stable[0.5, True]}" in docs
 
 
-def test_the_warning_agrees_with_what_was_measured() -> None:
-    """Fits of recipes that staleness makes fail begin with the warning, if the optimizer's steps are of a known kind.
+MISSED = {
+    ("SGD 0.5, momentum 0", 2),
+    ("SGD 0.25, momentum 0.5", 2),
+    ("SGD 0.005, momentum 0.9", 8),
+    ("SGD 0.1, momentum 0.9, dampening 0.9", 4),  # of which torch leaves the first step out
+}
+"""Recipes and numbers in flight with less than 90%, on average, without a warning: all that are known."""
 
-    Not so with dampening, of which torch leaves the first step out.
-    """
+NEEDLESS = {
+    ("SGD 0.05, momentum 0.9, gradient_clip_val=1", 3),
+    ("AdamW 0.003, first beta 0.9, GroupNorm, xpipe", 4),
+    ("AdamW 0.01, first beta 0.5", 3),
+    ("AdamW 0.01, first beta 0.9", 3),
+    ("Adamax 0.01", 4),
+    ("Adamax 0.01, pipeoptim, lr_correction=100", 8),
+    ("NAdam 0.005", 4),
+    ("NAdam 0.005, pipeoptim, lr_correction=100", 8),
+    ("RAdam 0.01", 4),
+}
+"""Those with more than 98%, despite one."""
+
+
+def test_the_warning_agrees_with_what_was_measured() -> None:
+    """Fits that staleness makes fail begin with the warning, if the optimizer's steps are of a known kind."""
     plain: dict[Recipe, float] = {}
     for recipe, number in RUNS:
         if number == 1:
             plain |= dict.fromkeys([recipe, replace(recipe, weights="auto").chosen], min(RUNS[recipe, 1]))
-    known = [key for key in RUNS if stepped(key[0].make([Parameter(torch.zeros(1))])) and not key[0].dampening]
-    lost = {key: sum(RUNS[key]) / len(RUNS[key]) for key in known if plain[key[0]] >= GOOD}
-    assert len(lost) > 100
-    assert all(warned(*key) for key in lost if lost[key] < 80)
-    assert sum(not warned(*key) for key in lost if lost[key] < 90) <= 3
+    known = [key for key in RUNS if stepped(key[0].make([Parameter(torch.zeros(1))])) and plain[key[0]] >= GOOD]
+    means = {(str(key[0]), key[1]): sum(RUNS[key]) / len(RUNS[key]) for key in known}
+    warns = {(str(key[0]), key[1]) for key in known if warned(*key)}
+    assert len(known) == len(means) > 100
+    assert {key for key in means if means[key] < 90} - warns == MISSED
+    assert {key for key in means if means[key] > 98} & warns == NEEDLESS
     by_default = replace(FIRST, weights="auto").chosen
     assert min(RUNS[by_default, 4]) > 97
     assert not warned(by_default, 4)
     assert not warned(sgd(0.02, 0.9), 4)
-    assert sum(warned(*key) for key in lost if lost[key] > 98) < 10
