@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from inspect import unwrap
 
+from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_hetpipe.errors import SettingError
@@ -107,4 +108,4 @@ def _averaged(group: dict[str, object]) -> float:
     """The momentum, or first beta, of a parameter group; 0 where there is none."""
     betas = group.get("betas")
     first = betas[0] if isinstance(betas, tuple | list) and betas else group.get("momentum")
-    return float(first) if isinstance(first, int | float) else 0.0
+    return float(first) if isinstance(first, int | float | Tensor) else 0.0

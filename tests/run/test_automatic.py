@@ -67,6 +67,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (lambda weights: SGD(weights, 0.1), "stash"),
         (lambda weights: SGD([{"params": weights[:1], "momentum": 0.9}, {"params": weights[1:]}], 0.1), "pipeoptim"),
         (lambda weights: AdamW(weights), "xpipe"),
+        (lambda weights: AdamW(weights, betas=(torch.tensor(0.9), torch.tensor(0.999)), foreach=False), "xpipe"),
         (lambda weights: Adam(weights, betas=(0.0, 0.99)), "stash"),
         *((make, "pipeoptim") for make in (NAdam, RAdam, Adamax, Rprop)),
         (lambda weights: RMSprop(weights, 0.1), "stash"),
