@@ -81,6 +81,7 @@ class _Together(OwnMode):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
+        self.devices = devices
         self._order = {device: place for place, device in enumerate(devices)}
         self.told: Callable[[Sequence[Tensor]], None] = _nobody
         self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
@@ -132,6 +133,7 @@ class _Together(OwnMode):
     def end(self) -> None:
         """From now on nothing is moved."""
         self._order.clear()
+        self.devices = ()
 
     def _anywhere(self, given: Arguments, operands: Sequence[Tensor]) -> torch.device:
         """The device of a parameter, else the one of most of the operands' bytes, of equal ones the later device."""

@@ -4,7 +4,7 @@ There is nothing to pipeline, so nothing is captured, copied or versioned, no th
 ``training_step`` does is not restricted. Where layers lie on several devices, the operands of an operation are brought
 together (:mod:`lightning_hetpipe.pipeline.operands`). Only random numbers are not plain: inside the modules that a
 pipeline would hold, random operations draw from the minibatch's generators (law L7), so that results do not depend on
-the number of stages.
+the number of stages; but not under ``torch.utils.checkpoint``, which runs them again.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class SpreadRun(Extension):
         self._settings = settings
         self._names = named_pieces(module, settings.module)
         self._generators = generators
+        generators.plain_checkpoints = True
         self._called: dict[str, Piece] = {}
         self._last: int | None = None  # the minibatch that was counted last; the first one is not
         self._meter = Meter(1)

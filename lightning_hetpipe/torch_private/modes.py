@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import FunctionType
@@ -22,7 +22,9 @@ from torch.overrides import (
     _get_current_function_mode_stack,
     has_torch_function,
 )
+from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _infer_device_type, get_device_states
 
 
 def enter_function_mode(mode: TorchFunctionMode) -> None:
@@ -55,9 +57,12 @@ _OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_func
 class OwnMode(TorchFunctionMode):
     """A ``TorchFunctionMode`` of ours. It is told of custom autograd functions, too, of which torch tells no mode, and
     is not seen by modules that ask for modes before they take fused operators, as those for attention do in
-    evaluations. Within it, torch's norm of gradients is that of one device on several, too, and a vector can be made of
-    their parameters.
+    evaluations. Within it, torch's norm of gradients is that of one device on several, too, a vector can be made of
+    their parameters, and checkpoints keep the states of all generators that their functions may draw from.
     """
+
+    devices: Sequence[torch.device] = ()
+    """Devices that an operation may run on, wherever its operands lie."""
 
     def __enter__(self) -> Self:
         global _entered
@@ -67,6 +72,7 @@ class OwnMode(TorchFunctionMode):
                 _calls.apply = classmethod(_apply)
                 _clipping._group_tensors_by_device_and_dtype = in_order
                 _vectors._check_param_device = _unchecked
+                _checkpoints.get_device_states = _states_of_devices
             _entered += 1
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
@@ -81,6 +87,7 @@ class OwnMode(TorchFunctionMode):
                 del _calls.apply
                 _clipping._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
                 _vectors._check_param_device = _check_param_device
+                _checkpoints.get_device_states = get_device_states
 
 
 _calls: Any = _SingleLevelFunction  # whose ``apply`` is the one that ``torch.autograd.Function.apply`` calls
@@ -90,6 +97,9 @@ _clipping: Any = clip_grad
 
 
 _vectors: Any = convert_parameters
+
+
+_checkpoints: Any = _checkpoint
 
 
 _entered = 0  # modes of ours, in all threads
@@ -121,6 +131,15 @@ class _Groups(list[Any]):
 
 def _unchecked(parameter: Tensor, device: int | None) -> int | None:
     return device
+
+
+def _states_of_devices(*args: Any) -> Any:
+    """States of generators, which a checkpoint sets again for its second run: torch takes those of its arguments'
+    devices, but weights on others draw where they lie."""
+    kind = _infer_device_type(*args)  # type: ignore[no-untyped-call]  # torch has no types here
+    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+    devices = {device for mode in modes() if isinstance(mode, OwnMode) for device in mode.devices}
+    return get_device_states(*args, *(torch.empty(0, device=each) for each in devices if each.type == kind))
 
 
 class UntoldFunction(torch.autograd.Function):

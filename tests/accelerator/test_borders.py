@@ -120,6 +120,62 @@ def check(task: Learner, loader: DataLoader[Any], accelerator: TestAccelerator, 
     assert_same(expected.states[-1], State.of(task, trainer.optimizers[0]))
 
 
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(0 * self.linear(x) + self.linear.bias)
+        return y
+
+
+class ChecksMasks(Learner):
+    """Each layer's gradient is the mask of its dropout: of the layer's own one, or of one in user code."""
+
+    def __init__(self, inside: bool, reentrant: bool) -> None:
+        super().__init__(ADAMW)
+        torch.manual_seed(7)
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList([Drops() if inside else nn.Linear(6, 6) for _ in range(6)])
+        self.inside = inside
+        for layer in self.layers.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.ones_(layer.bias)
+
+    def compute(self, batch: Batch) -> Outputs:
+        x: Any = batch[0].clone().requires_grad_()
+        self.found = list[tuple[nn.Parameter, Tensor]]()
+        loss: Any = 0
+        layer: Any
+        for layer in self.layers:
+            bias: Any = layer.linear.bias if self.inside else layer.bias
+
+            def inner(x: Tensor, layer: Any = layer) -> Tensor:
+                return layer(x) if self.inside else F.dropout(0 * layer(x) + layer.bias, 0.5)
+
+            x = checkpoint(inner, x, use_reentrant=self.reentrant)
+            self.found.append((bias, (x.detach() / bias.detach()).sum(0)))
+            loss = loss + x.sum()
+        return {"loss": loss}
+
+    def on_after_backward(self) -> None:
+        for parameter, mask in self.found:
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, mask)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_dropout_under_a_checkpoint(inside: bool, reentrant: bool, accelerator: TestAccelerator) -> None:
+    """Another mask in the second run would make gradients wrong, and nobody would see it."""
+    task = ChecksMasks(inside, reentrant)
+    trainer = quiet_trainer(HetPipeStrategy(stages=4, in_flight=1), accelerator=accelerator, devices=4)
+    trainer.fit(task, vectors(20, 4))
+    assert trainer.global_step == 5
+
+
 def test_global_pruning(accelerator: TestAccelerator) -> None:
     """The smallest of all weights together are taken, after each epoch."""
 

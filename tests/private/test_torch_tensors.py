@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import clip_grad
@@ -69,6 +70,25 @@ def test_vectors_of_parameters() -> None:
         check._check_param_device(one, 1)
     with OwnMode():
         assert check._check_param_device(one, 1) == 1, "global pruning over several devices would be refused"
+
+
+class Seen(OwnMode):
+    devices = torch.device("cpu"), torch.device("meta")  # which have no random states that a checkpoint keeps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@guards("_infer_device_type")
+def test_random_states_of_checkpoints() -> None:
+    asked: Any = torch.utils.checkpoint
+    before = asked.get_device_states
+    with Seen():
+        assert asked.get_device_states is not before, (
+            "a checkpoint over several devices would draw other random numbers in its second run"
+        )
+        assert asked.get_device_states(torch.ones(1)) == ([], [])
+    assert asked.get_device_states is before
 
 
 @guards("_version")

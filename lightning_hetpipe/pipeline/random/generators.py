@@ -17,9 +17,11 @@ for each operator that a user's class runs itself; nothing for torch.nn's other 
 
 Not covered: Python's and numpy's random numbers; what a custom ``autograd.Function`` draws in *backward*; forward hooks
 of modules that are not inside a wrapped one. An operation that is given a generator by the user keeps it. A random
-operation under ``torch.utils.checkpoint`` is refused, for its second run would draw other numbers. CUDA's fused
-attention and RNN take no generator: they keep their dropout on the device's default one, unless ``deterministic``. What
-is compiled by torch.compile runs uncompiled inside a user's class; flex_attention, which insists, cannot run there.
+operation under ``torch.utils.checkpoint`` draws from a default generator, which the checkpoint sets back for its second
+run, in spread runs (``plain_checkpoints``); it is refused in others, whose minibatches would share that generator.
+CUDA's fused attention and RNN take no generator: they keep their dropout on the device's default one, unless
+``deterministic``. What is compiled by torch.compile runs uncompiled inside a user's class; flex_attention, which
+insists, cannot run there.
 
 torch's CPU generator uses 32 bits of a seed, CUDA's all: two draws of one run may coincide, as in any hash.
 """
@@ -61,12 +63,16 @@ class RandomGenerators:
         virtual_worker: Index of the virtual worker.
         deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
             with dropout) instead of letting them do so.
+
+    Attributes:
+        plain_checkpoints: Let operations under ``torch.utils.checkpoint`` draw from default generators.
     """
 
     def __init__(self, run_seed: int, virtual_worker: int = 0, *, deterministic: bool = False) -> None:
         self.run_seed = run_seed
         self.virtual_worker = virtual_worker
         self.deterministic = deterministic
+        self.plain_checkpoints = False
 
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0
@@ -370,11 +376,14 @@ class _Draws(RandomOperators):
         if _under_checkpoint():
             raise RandomnessError(
                 f"Module '{self.path}' draws random numbers under torch.utils.checkpoint, whose second run would draw"
-                " others; remove the checkpointing of this module, or its dropout."
+                " others; remove the checkpointing of this module, or its dropout, or set in_flight=1."
             )
         ordinal = self.ordinals.get(self.path, 0)
         self.ordinals[self.path] = ordinal + 1
         return self.generators.generator(self.minibatch, self.path, ordinal, device, self.call)
+
+    def is_plain(self) -> bool:
+        return self.generators.plain_checkpoints and _under_checkpoint()
 
     def where(self) -> str:
         return self.path

@@ -186,6 +186,7 @@ def _register() -> None:
 
 class _DeviceModule(types.ModuleType):
     Stream, Event = torch.Stream, torch.Event
+    _initialized = True  # torch.utils.checkpoint asks, before it keeps random states
 
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
