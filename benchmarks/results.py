@@ -95,7 +95,7 @@ def as_markdown(results: Results) -> str:
             "",
             *as_table(rows),
             "",
-            *(f"- {line}" for line in _measured(results)),
+            *(f"- {line}" for line in measured(results)),
             "",
         ]
     )
@@ -112,7 +112,7 @@ def readme_block(results: Results) -> str:
             median, reach, _, _ = replace(figure, digits=2).cells()
             rows.append((text, f"**{median}**", reach))
             cited[name] = results[name]
-    return "\n".join([BEGIN, "", *as_table(rows), "", *(f"- {line}" for line in _measured(cited)), "", END])
+    return "\n".join([BEGIN, "", *as_table(rows), "", *(f"- {line}" for line in measured(cited)), "", END])
 
 
 def cite(readme: Path, results: Results) -> None:
@@ -150,7 +150,7 @@ def _row(figure: Figure) -> tuple[str, str, str, str, str, str]:
     return _title(figure), median, reach, figure.unit, bound, verdict
 
 
-def _measured(results: Results) -> list[str]:
+def measured(results: Results) -> list[str]:
     """One line for each date, machine and set of versions, with its benchmarks and their load averages."""
     runs: dict[str, list[str]] = {}
     for name, kept in results.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results
+from benchmarks import results, time_to_target
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import Figure, Options, Outcome, Spread, figures_table
 
@@ -80,18 +80,23 @@ def test_all_that_the_readme_cites_are_figures_of_benchmarks() -> None:
     assert set(results.CITED) <= known
 
 
-def test_what_the_readme_cites_was_measured() -> None:
+def test_what_readme_and_docs_cite_was_measured() -> None:
     """Figures get there by `python -m benchmarks --readme`, from the results that are kept beside the benchmarks."""
     kept = results.read(results.RESULTS)
     assert set(kept) <= set(BENCHMARKS)
     assert results.block_in(results.README.read_text()) == results.readme_block(kept)
+    docs = time_to_target.DOCS.read_text()
+    assert results.block_in(docs, time_to_target.BEGIN, time_to_target.END) == time_to_target.block(kept)
     assert results.RESULTS.with_suffix(".md").read_text() == results.as_markdown(kept)
 
 
 def test_to_cite_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = tmp_path / "README.md"
+    readme, docs = tmp_path / "README.md", tmp_path / "staleness.md"
     readme.write_text(f"{results.BEGIN}\n{results.END}")
+    docs.write_text(f"{time_to_target.BEGIN}\n{time_to_target.END}")
     monkeypatch.setattr(results, "README", readme)
+    monkeypatch.setattr(time_to_target, "DOCS", docs)
     monkeypatch.setattr(results, "RESULTS", tmp_path / "none.json")
     assert main(["--readme"]) == 0
     assert readme.read_text() == results.readme_block({})
+    assert docs.read_text() == time_to_target.block({})
