@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 def version_of(policy: str, p: int, nm: int, begin: int, every: int) -> int:
     """The version that minibatch ``p`` uses, before v_e is considered, of an epoch that began at version ``begin``."""
     before = begin + (p - begin - 1) // every * every  # the version before its window
-    return {"sync": before, "2bw": before - every * (nm > 1)}.get(policy, p - nm)
+    return {"sync": before, "2bw": before - every * (nm > 1), "xpipe": before + 1 - nm}.get(policy, p - nm)
 
 
 def missed(policy: str, nm: int, every: int) -> int:

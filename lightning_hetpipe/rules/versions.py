@@ -13,8 +13,9 @@ policy        version                                     source
 ============  ==========================================  =================================================
 
 and never an older one than v_e, at which the pipeline last started empty; with one in flight (Nm = 1) all use the
-newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim``
-use the version of ``stash``, moved on by as many optimizer steps as p misses: a *prediction*.
+newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim`` use the version of ``stash``, moved on by as many optimizer
+steps as p misses: a *prediction*. ``xpipe`` predicts once for each window, and all its minibatches use what the first
+one does.
 
 ``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle_policies.py`` has the same formulas.
 """
@@ -48,7 +49,7 @@ class WeightPolicy:
         least_window: Gives the fewest minibatches of an optimizer step that will do at Nm.
         predicts: Whether the version is moved on.
         keeps_change: Whether what the last step has changed is kept, too.
-        by_window: Whether all minibatches of a window use the same weights.
+        by_window: Whether all minibatches of a window use the same version, so that no wave may end within a window.
     """
 
     name: str
@@ -173,6 +174,10 @@ def _stashed(versions: Versions, minibatch: int) -> int:
     return minibatch - versions.in_flight
 
 
+def _stashed_by_window(versions: Versions, minibatch: int) -> int:
+    return versions.before_window(minibatch) + 1 - versions.in_flight
+
+
 def _of_steps(versions: Versions) -> int:
     return 1 - (1 - versions.in_flight) // versions.every
 
@@ -215,16 +220,23 @@ TWO_BUFFERS = WeightPolicy(
     least_window=lambda in_flight: in_flight,
     by_window=True,
 )
-PREDICTING = [
-    WeightPolicy(
-        name,
-        _stashed,
-        _of_predictions,
-        _others,
-        lambda in_flight: f"weights predicted {_many(in_flight)} ahead",
-        predicts=True,
-        keeps_change=name == "pipeoptim",
-    )
-    for name in ("spectrain", "xpipe", "pipeoptim")
-]
+
+
+def _predicting(
+    name: str,
+    version: Callable[[Versions, int], int] = _stashed,
+    buffers: Callable[[Versions], int] = _of_predictions,
+    keeps_change: bool = False,
+) -> WeightPolicy:
+    def staleness(in_flight: int) -> str:
+        return f"weights predicted {_many(in_flight)} ahead"
+
+    return WeightPolicy(name, version, buffers, _others, staleness, predicts=True, keeps_change=keeps_change)
+
+
+PREDICTING = (
+    _predicting("spectrain"),
+    _predicting("xpipe", _stashed_by_window, _of_steps),
+    _predicting("pipeoptim", keeps_change=True),
+)
 POLICIES = {policy.name: policy for policy in (STASH, SYNC, TWO_BUFFERS, *PREDICTING)}

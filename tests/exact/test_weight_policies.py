@@ -45,6 +45,7 @@ PREDICTING = ["spectrain", "xpipe", "pipeoptim"]
 RECIPES = {"xpipe": ADAMW, "pipeoptim": ADAMW}
 GRID = [("stash", 3, 2), ("sync", 3, 1), ("sync", 3, 4), ("2bw", 1, 1), ("2bw", 2, 2), ("2bw", 3, 4)]
 GRID += [(name, in_flight, every) for name in PREDICTING for in_flight, every in ((3, 1), (4, 3))]
+GRID += [("xpipe", 4, 4)]  # whose minibatches would begin with different weights, were each predicted by itself
 
 
 def test_every_policy_is_there() -> None:
@@ -223,6 +224,21 @@ def test_on_a_quadratic_the_prediction_has_its_closed_form() -> None:
     with last.asked():  # and skipped
         pass
     assert not last.moves()
+
+
+@pytest.mark.parametrize("policy", ["xpipe", "pipeoptim"])
+def test_complex_weights_are_predicted_by_their_parts(policy: str) -> None:
+    """On a linear loss Adam's bias-corrected moments are g and its square, part by part: each step is the same."""
+    weight = nn.Parameter(torch.tensor([1.0 - 2.0j, 3.0 + 4.0j], dtype=torch.complex128))
+    optimizer = torch.optim.Adam([weight], 0.125)
+    prediction = prediction_of(policy, optimizer)
+    for taken in range(5):
+        if taken == 2:
+            predicted = after_steps(prediction, weight, 3)
+        weight.grad = torch.tensor([0.5 - 0.25j, -2.0 + 1.0j], dtype=torch.complex128)
+        with prediction.asked(), prediction.stepping():
+            optimizer.step()
+    torch.testing.assert_close(predicted, weight.detach())
 
 
 def test_the_change_of_each_step_lies_in_the_same_memory() -> None:

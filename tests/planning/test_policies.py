@@ -47,7 +47,7 @@ PROFILE = Profile("six", 1, [LayerBytes(str(n), 100, 20, 1) for n in range(6)], 
         ("sync", 4, 1),
         ("2bw", 4, 2),
         ("spectrain", 1, 4),
-        ("xpipe", 4, 3),
+        ("xpipe", 4, 2),
         ("pipeoptim", 4, 4),
     ],
 )

@@ -35,7 +35,9 @@ def test_the_versions_of_the_first_minibatches(in_flight: int, empty_at: int, ve
         ("sync", 1, [0, 1, 2, 3, 4, 5, 6, 7, 8], [0] * 9),
         ("sync", 4, [0, 0, 0, 0, 4, 4, 4, 4, 8], [0] * 9),
         ("2bw", 3, [0, 0, 0, 0, 0, 0, 3, 3, 3], [0, 0, 0, 1, 1, 1, 1, 1, 1]),
+        ("spectrain", 3, [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 0, 1, 1, 0]),
         ("xpipe", 1, [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 2, 2, 2, 2, 2, 2]),
+        ("xpipe", 3, [0, 0, 0, 1, 1, 1, 4, 4, 4], [0, 0, 0, 1, 1, 1, 1, 1, 1]),
     ],
 )
 def test_the_weights_of_each_policy(policy: str, every: int, versions: list[int], steps: list[int]) -> None:
@@ -100,7 +102,7 @@ def _distinct(kept: Mapping[Reading, int]) -> int:
     return len({(before, reading.steps) for reading, before in kept.items()})
 
 
-@pytest.mark.parametrize("policy", ["stash", "spectrain"])
+@pytest.mark.parametrize("policy", ["stash", "spectrain", "xpipe"])
 def test_all_buffers_are_used(policy: str) -> None:
     for in_flight, every in itertools.product(range(1, 14), range(1, 14)):
         used = Versions(POLICIES[policy], in_flight, every)
