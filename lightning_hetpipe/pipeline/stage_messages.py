@@ -52,12 +52,18 @@ class Move(NamedTuple):
 
     def write(self, weights: Tensor, steps: int, out: Tensor) -> None:
         """Write into ``out`` the ``weights`` after so many ``steps``, without another tensor of their size."""
-        weights, first, scale = weights.to(out.device), self.first.to(out.device), steps * self.scale
+        device, scale, out = out.device, steps * self.scale, _real(out)
+        weights, first = _real(weights.to(device)), _real(self.first.to(device))
         if self.second is None:
             torch.add(weights, first, alpha=scale, out=out)
         else:
-            torch.sqrt(self.second.to(out.device), out=out).add_(self.eps)
+            torch.sqrt(_real(self.second.to(device)), out=out).add_(self.eps)
             torch.addcdiv(weights, first, out, value=scale, out=out)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The tensor; a complex one with its real and imaginary parts side by side, as Adam steps them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Version(NamedTuple):
