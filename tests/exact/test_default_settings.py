@@ -162,4 +162,5 @@ def test_gradient_checkpointing_is_recompute(in_flight: int, caplog: pytest.LogC
     with caplog.at_level("INFO", "lightning.pytorch"):
         record = fit(made(Checkpoints), words(), strategy=strategy, val_loader=words())
     assert_equal(expected, record)
-    assert sum("gradient checkpointing is enabled" in line for line in caplog.messages) == 1
+    said = sum("gradient checkpointing is enabled" in line for line in caplog.messages)
+    assert said == (in_flight > 1)  # with one in flight the module's own checkpoints run, in a spread run
