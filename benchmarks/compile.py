@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from benchmarks.harness import (
     Figure,
@@ -108,9 +107,4 @@ def report(
 
 def seconds(measurements: Sequence[Measurement]) -> Spread:
     """Seconds to compile all stages, one at a time. Torch's cache on disk makes later rounds faster."""
-    return Spread.of(sum(_numbers(each)) for each in measurements)
-
-
-def _numbers(measurement: Measurement) -> list[float]:
-    found: Any = measurement.notes["compile_s"]
-    return [float(each) for each in found]
+    return Spread.of(sum(each.numbers("compile_s")) for each in measurements)

@@ -30,7 +30,7 @@ from benchmarks.experiments_table import Comparison, table
 from benchmarks.experiments_tasks import CORRECTION, TASKS
 from benchmarks.harness import ROOT
 from benchmarks.machine import describe_machine
-from benchmarks.results import block_in
+from benchmarks.results import replace_block
 
 KEPT = ROOT / "benchmarks" / "experiments.jsonl"
 DOCS = ROOT / "docs" / "staleness.md"
@@ -111,8 +111,7 @@ def show(file: Path, says: str, folder: Path, docs: Path | None) -> None:
         if docs is not None:
             (docs.parent / name).write_text(picture)
     if docs is not None:
-        page = docs.read_text()
-        docs.write_text(page.replace(block_in(page, BEGIN, END), text))
+        replace_block(docs, text, BEGIN, END)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

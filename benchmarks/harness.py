@@ -50,6 +50,12 @@ class Measurement:
     """Training loss of the window's last minibatch (None where it is not known): shows whether the variant trains."""
     notes: Mapping[str, object] = field(default_factory=dict)
 
+    def numbers(self, note: str) -> list[float]:
+        """The figures that ``note`` holds."""
+        found = self.notes[note]
+        assert isinstance(found, Sequence)
+        return [float(each) for each in found]
+
 
 @dataclass(frozen=True)
 class Spread:

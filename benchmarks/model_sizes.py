@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import ROOT, table
-from benchmarks.results import README, as_table, block_in
+from benchmarks.results import README, as_table, replace_block
 from lightning_hetpipe.demo.gpt import GPT
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
@@ -159,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = rows(profile_file.load(MEASURED))
     print(table(found))
     if given.write:
-        text = README.read_text()
-        new = "\n".join([BEGIN, "", *as_table(found), "", END])
-        README.write_text(text.replace(block_in(text, BEGIN, END), new))
+        replace_block(README, "\n".join([BEGIN, "", *as_table(found), "", END]), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,17 @@ def cite(readme: Path, results: Results) -> None:
     Raises:
         ValueError: if the marks are not there.
     """
-    text = readme.read_text()
-    readme.write_text(text.replace(block_in(text), readme_block(results)))
+    replace_block(readme, readme_block(results))
+
+
+def replace_block(page: Path, block: str, first: str = BEGIN, last: str = END) -> None:
+    """Put ``block`` into ``page``, instead of the part from ``first`` to ``last``.
+
+    Raises:
+        ValueError: if the marks are not there.
+    """
+    text = page.read_text()
+    page.write_text(text.replace(block_in(text, first, last), block))
 
 
 def block_in(text: str, first: str = BEGIN, last: str = END) -> str:

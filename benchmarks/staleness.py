@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.harness import ROOT
 from benchmarks.machine import describe_machine
-from benchmarks.results import block_in
+from benchmarks.results import replace_block
 from benchmarks.staleness_training import Recipe, accuracy, batches, by_loop, by_strategy, convolutions, digits, equal
 from lightning_hetpipe.rules.staleness import bearable_rate, steps_behind
 from lightning_hetpipe.rules.versions import POLICIES
@@ -245,8 +245,7 @@ def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def cite() -> None:
     """Puts the tables of the results that are kept into the docs."""
-    text = DOCS.read_text()
-    DOCS.write_text(text.replace(block_in(text, BEGIN, END), tables(json.loads(RESULTS.read_text()))))
+    replace_block(DOCS, tables(json.loads(RESULTS.read_text())), BEGIN, END)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -86,7 +86,7 @@ class Reached:
 
 def reached(run: Measurement, target: float, every: int) -> Reached | None:
     """The first time that a run's validation loss was at ``target``; None if it never was."""
-    seconds, losses = numbers(run, "seconds"), numbers(run, "losses")
+    seconds, losses = run.numbers("seconds"), run.numbers("losses")
     if losses[0] <= target:
         return Reached(seconds[0], every)
     for index, (before, after) in enumerate(pairwise(losses)):
@@ -95,13 +95,6 @@ def reached(run: Measurement, target: float, every: int) -> Reached | None:
             passed = seconds[index] + share * (seconds[index + 1] - seconds[index])
             return Reached(passed, every * (index + 1 + share))
     return None
-
-
-def numbers(run: Measurement, name: str) -> list[float]:
-    """Figures that the worker has noted."""
-    found = run.notes[name]
-    assert isinstance(found, Sequence)
-    return [float(each) for each in found]
 
 
 def measure(job: Job, seeds: Iterator[int]) -> Measurement:
@@ -114,7 +107,7 @@ def measure(job: Job, seeds: Iterator[int]) -> Measurement:
         ranks = [Process(WORKER, (replace(job, rank=rank).to_json(),), job.threads) for rank in (0, 1)]
         (first,), (last,) = run_together(ranks, TIMEOUT)
     # An update is done once it is on both stages.
-    seconds = [max(pair) for pair in zip(numbers(first, "seconds"), numbers(last, "seconds"), strict=True)]
+    seconds = [max(pair) for pair in zip(first.numbers("seconds"), last.numbers("seconds"), strict=True)]
     return replace(
         last,
         rate=min(first.rate, last.rate),
@@ -262,8 +255,7 @@ def _cell(figure: Figure | None) -> str:
 
 def cite(kept: results.Results) -> None:
     """Replace the table in the docs."""
-    text = DOCS.read_text()
-    DOCS.write_text(text.replace(results.block_in(text, BEGIN, END), block(kept)))
+    results.replace_block(DOCS, block(kept), BEGIN, END)
 
 
 def main() -> None:

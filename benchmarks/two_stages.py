@@ -266,19 +266,13 @@ def _note(variant: str, measurement: Measurement) -> str:
     return f"in flight {notes['in_flight']}" if notes else ""
 
 
-def _numbers(measurement: Measurement, name: str) -> list[float]:
-    found = measurement.notes[name]
-    assert isinstance(found, Sequence)
-    return [float(each) for each in found]
-
-
 def _imbalance(rounds: Sequence[Round]) -> list[str]:
     """Lines about the two stages: where the split is uneven, no pipeline reaches a speed-up of two."""
     found = [each for measured in rounds for each in measured.get(TWO_STAGES, {}).values() if each.notes]
     if not found:
         return []
-    busy = [Spread.of(each).median for each in zip(*(_numbers(each, "busy") for each in found), strict=True)]
-    bound = Spread.of(sum(_numbers(each, "times")) / max(_numbers(each, "times")) for each in found).median
+    busy = [Spread.of(each).median for each in zip(*(each.numbers("busy") for each in found), strict=True)]
+    bound = Spread.of(sum(each.numbers("times")) / max(each.numbers("times")) for each in found).median
     return [
         f"stages of a: busy {' and '.join(f'{each:.0%}' for each in busy)} of the time; as they were timed before"
         f" training, their cut allows {bound:.2f} times one thread",

@@ -24,7 +24,6 @@ from benchmarks.time_to_target import (
     block,
     fastest,
     measure,
-    numbers,
     reached,
     report,
     run,
@@ -65,20 +64,20 @@ def test_sync_takes_plain_trainings_updates() -> None:
     plain, accumulated, sync = (
         train_with_trainer(job) for job in (tiny(PLAIN), replace(tiny(PLAIN), parts=4), tiny(SYNC))
     )
-    assert len(numbers(plain, "losses")) == 3
-    assert numbers(sync, "losses") == numbers(accumulated, "losses")
-    assert numbers(sync, "losses") == pytest.approx(numbers(plain, "losses"), rel=1e-5)
+    assert len(plain.numbers("losses")) == 3
+    assert sync.numbers("losses") == accumulated.numbers("losses")
+    assert sync.numbers("losses") == pytest.approx(plain.numbers("losses"), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_schedule_1f1b_takes_plain_trainings_updates() -> None:
     """To the bit, as its microbatches are the parts that are accumulated: their number is a power of two."""
     (accumulated, piped) = (measure(job, count(1)) for job in (replace(tiny(PLAIN), parts=4), tiny(SCHEDULE_1F1B)))
-    assert numbers(piped, "losses") == numbers(accumulated, "losses")
+    assert piped.numbers("losses") == accumulated.numbers("losses")
 
 
 def test_other_policies_train_on_other_weights() -> None:
-    plain, stash, auto = (numbers(train_with_trainer(tiny(name)), "losses") for name in (PLAIN, STASH, AUTO))
+    plain, stash, auto = (train_with_trainer(tiny(name)).numbers("losses") for name in (PLAIN, STASH, AUTO))
     assert len({plain[-1], stash[-1], auto[-1]}) == 3
 
 
