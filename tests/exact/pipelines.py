@@ -16,7 +16,8 @@ class Pinned(HetPipeStrategy):
     """A pipeline that is cut where the test says instead of where measured times say.
 
     Args:
-        cuts: the first layer of each stage.
+        cuts: the first layer of each stage. Cuts past the last layer move to the last layers: a network with modules of
+            the user's own is exported, and what computes nothing there (``nn.Identity``) is no layer.
         in_flight: Nm.
         settings: Others; weights are stashed by default, as the oracle has it.
     """
@@ -31,7 +32,7 @@ class Pinned(HetPipeStrategy):
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)
-        return self.cuts
+        return tuple(min(cut, len(times) - stages + stage) for stage, cut in enumerate(self.cuts))
 
 
 def even(layers: int, stages: int, in_flight: int, **settings: Any) -> Pinned:

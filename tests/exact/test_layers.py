@@ -97,7 +97,7 @@ def with_layers(name: str, recipe: Recipe = ADAMW) -> Task:
 def test_layers(name: str, in_flight: int) -> None:
     task, loader = with_layers(name), vectors(18, 4)
     expected = expect(task, loader, in_flight, clip_norm=1.0)
-    layers = len(task.net)
+    layers = len(task.net) - (2 if name == "strides" else 0)  # export has each Strided in the layer before it
     record = fit(task, loader, strategy=even(layers, layers, in_flight), gradient_clip_val=1.0)
     assert_equal(expected, record)
 
