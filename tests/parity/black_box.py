@@ -7,7 +7,6 @@ noted beside it. Nothing may differ.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
@@ -15,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,11 +23,11 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.parity.describing import chance, digest
+from tests.parity.warning_caches import forget_warnings
 from tests.support.equality import assert_same
 from tests.support.trainers import QUIET
 
@@ -105,7 +103,7 @@ def assert_as_plain(story: Story, folder: Path, ours: Mapping[str, str] = OURS) 
 
 def _witnessed(story: Story, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     folder.mkdir()  # the same for each run, so that its name is no difference
-    _forget_warnings()
+    forget_warnings()
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -143,24 +141,6 @@ def _witnessed(story: Story, folder: Path, environment: Mapping[str, str]) -> di
 
 def _addressless(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", text)
-
-
-def _forget_warnings() -> None:
-    """Lets Lightning give each warning of a kind that it gives once in a process again."""
-    for cache in _caches(sum(name.startswith("lightning.") for name in sys.modules)):
-        cache.clear()
-
-
-@functools.cache
-def _caches(modules: int) -> list[WarningCache]:
-    """Caches that Lightning's modules and their classes hold; so many of these are imported."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lightning."):
-            for value in list(vars(module).values()):
-                held = [value, *vars(value).values()] if isinstance(value, type) else [value]
-                found += [each for each in held if isinstance(each, WarningCache)]
-    return found
 
 
 class Model(BoringModel):

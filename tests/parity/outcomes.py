@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from tests.parity.warning_caches import forget_warnings
 from tests.support.trainers import quiet_trainer
 
 Outcome = dict[str, Any]
@@ -87,6 +88,7 @@ def fitted(strategy: Any, folder: Path, module: Any = None, **settings: Any) -> 
 
 def outcome_of(run: Scenario, strategy: Any, folder: Path) -> Outcome:
     """The outcome of ``run``; an exception and the warnings are part of it."""
+    forget_warnings()
     torch.manual_seed(5)
     L.seed_everything(5, verbose=False)
     folder.mkdir(parents=True)
