@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,10 @@ class Holdings:
     def _add(self, pid: int) -> None:
         own = Path(f"/proc/{pid}")
         command = (own / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        opened = [os.readlink(each) for each in (own / "fd").iterdir()]
+        opened = []
+        for each in (own / "fd").iterdir():
+            with suppress(FileNotFoundError):  # it has just been closed
+                opened.append(os.readlink(each))
         mapped = [line.split(maxsplit=5)[-1] for line in (own / "maps").read_text().splitlines()]
         inodes = {name[len("socket:[") : -1] for name in opened if name.startswith("socket:[")}
         self.sockets |= inodes & listening()
