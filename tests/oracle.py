@@ -101,6 +101,7 @@ def train(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
     restarts: Collection[int] = (),
+    skips: Collection[int] = (),
     stop_after: int | None = None,
     weights: str = "stash",
     lr_correction: int | tuple[int, int] | None = None,
@@ -120,6 +121,7 @@ def train(
         autocast: the forward pass runs under autocast with this dtype, if given.
         scaler: scales losses, if given: minibatch p's by the scale of the version that it computes on.
         restarts: versions, besides each epoch's first, from which the pipeline started empty.
+        skips: minibatches at which ``optimizer_step`` makes no step, though one is due.
         stop_after: the last minibatch.
         weights: the weight policy.
         lr_correction: as ``minibatches`` has it.
@@ -127,7 +129,7 @@ def train(
     """
     run = Run()
     options: dict[str, Any] = {"accumulate": accumulate, "clip_norm": clip_norm, "clip_value": clip_value}
-    options |= {"autocast": autocast, "scaler": scaler, "restarts": restarts, "stop_after": stop_after}
+    options |= {"autocast": autocast, "scaler": scaler, "restarts": restarts, "skips": skips, "stop_after": stop_after}
     options |= {"weights": weights, "lr_correction": lr_correction}
     for p, trained in minibatches(run, model, step, epochs, recipe, in_flight, **options):
         if edit is not None:
@@ -149,6 +151,7 @@ def minibatches(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
     restarts: Collection[int] = (),
+    skips: Collection[int] = (),
     stop_after: int | None = None,
     virtual_worker: int = 0,
     resumed: tuple[int, State] | None = None,
@@ -211,7 +214,11 @@ def minibatches(
                 run.outputs[-1]["loss"] = loss.detach().clone()
 
                 ends_epoch = index + 1 == len(batches)
-                if (index + 1) % every == 0 or ends_epoch:
+                steps_now = (index + 1) % every == 0 or ends_epoch
+                if steps_now and p in skips:
+                    optimizer.zero_grad()
+                    updates, moved = updates + 1, {}
+                elif steps_now:
                     scaler.unscale_(optimizer)
                     run.gradients[p] = gradients(model)
                     # In the optimizer's order, which is Lightning's: the sum in the norm depends on it.
@@ -227,9 +234,7 @@ def minibatches(
                     moved = {name: weight.detach() - there[name] for name, weight in model.named_parameters()}
                     scaler.update()
                     optimizer.zero_grad()
-                    if scheduler is not None and recipe.interval == "step":
-                        scheduler.step()
-                if scheduler is not None and recipe.interval == "epoch" and ends_epoch:
+                if scheduler is not None and (steps_now if recipe.interval == "step" else ends_epoch):
                     scheduler.step()
                 yield p, model
                 run.states.append(State.of(model, optimizer))

@@ -114,6 +114,7 @@ class Fit(TrainerRun):
         self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._prediction: Prediction | None = None
+        self._stepped = 0  # Lightning's count of steps, after the last one that was asked of an optimizer
         self._correction: AroundStep = AroundStep()
         self._around: list[AroundStep] = []
         self._steps = Steps(self._driver, self._around)
@@ -172,9 +173,11 @@ class Fit(TrainerRun):
         return self._evaluation.lacking() if self._trainer.evaluating else self._lacking()
 
     def last_changes(self) -> Sequence[Tensor | None]:
+        self._forget_changes_of_no_step()
         return () if self._prediction is None else self._prediction.saved()
 
     def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
+        self._stepped = self._trainer.global_step
         if self._prediction is not None:
             self._prediction.restore(changes)
 
@@ -190,6 +193,7 @@ class Fit(TrainerRun):
         self._steps.backward(self.begun(), partial(redirect.original, *args, **kwargs))
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        self._stepped = self._trainer.global_step + 1
         return self._steps.optimizer_step(optimizer)
 
     def offer(self) -> None:
@@ -355,8 +359,14 @@ class Fit(TrainerRun):
     def _moves(self) -> Moves:
         """Expected changes of parameters by the next step, with its own rate."""
         assert self._prediction is not None
+        self._forget_changes_of_no_step()
         with self._correction.stepping():
             return self._prediction.moves()
+
+    def _forget_changes_of_no_step(self) -> None:
+        """Predict by no older change where the user's ``optimizer_step`` has only called its closure since."""
+        if self._prediction is not None and self._trainer.global_step > self._stepped:
+            self._prediction.restore(())
 
     def _versions(self, policy: WeightPolicy, in_flight: int, version: int) -> Versions:
         """The versions from ``version`` on, at which the pipeline starts empty."""

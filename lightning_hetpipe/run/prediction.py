@@ -27,14 +27,28 @@ Rule = Callable[[dict[str, Any], dict[str, Any]], Move | None]
 
 
 class Prediction(AroundStep):
-    """Prediction by the state of ``optimizer``, as a ``rule`` reads it."""
+    """Prediction by the state of ``optimizer``, as the ``rule`` of ``policy`` reads it."""
 
-    def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
+    def __init__(self, optimizer: Optimizer, policy: str, rule: Rule) -> None:
         self._optimizer = optimizer
+        self._policy = policy
         self._rule = rule
 
     def moves(self) -> Moves:
-        """Expected change of each parameter by the next step; of none before the first one, and of no frozen one."""
+        """Expected change of each parameter by the next step; of none before the first one, and of no frozen one.
+
+        Raises:
+            SettingError: for an optimizer whose own step keeps another state than torch's.
+        """
+        try:
+            return self._expected()
+        except KeyError as missing:
+            raise SettingError(
+                f"weights='{self._policy}' predicts by {missing} in the optimizer's state, and the step of"
+                f" {type(self._optimizer).__name__} keeps none; set weights='pipeoptim', which suits any, or 'stash'"
+            ) from None
+
+    def _expected(self) -> Moves:
         found: dict[nn.Parameter, Move] = {}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -55,7 +69,7 @@ class LastStep(Prediction):
     """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer, lambda group, state: None)
+        super().__init__(optimizer, "pipeoptim", lambda group, state: None)
         self._changes: dict[nn.Parameter, Tensor] = {}
         self._room: dict[nn.Parameter, Tensor] = {}
 
@@ -127,7 +141,7 @@ def prediction_of(policy: str, optimizer: Optimizer) -> Prediction:
                 f"weights='{policy}' predicts by the momentum buffer of {name}, which says too little with"
                 f" {key}={value!r}; set weights='pipeoptim', which suits any, or 'stash'"
             )
-    return Prediction(optimizer, rule)
+    return Prediction(optimizer, policy, rule)
 
 
 PREFERRED = ("spectrain", "xpipe", "pipeoptim")
@@ -136,13 +150,13 @@ any, and keeps one copy of the weights more."""
 
 
 def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
-    momentum: Tensor | None = state.get("momentum_buffer")
+    momentum: Tensor | None = state["momentum_buffer"]
     return None if momentum is None else Move(momentum, -float(group["lr"]))
 
 
 def _by_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
     """Adam's step, its bias corrections in the other order (Kingma and Ba, section 2)."""
-    if not (steps := float(state.get("step", 0))):  # a fused step that a loss scaler has skipped has made a state
+    if not (steps := float(state["step"])):  # a fused step that a loss scaler has skipped has made a state
         return None
     beta, gamma = group["betas"]
     correction = math.sqrt(1 - gamma**steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.run.prediction import prediction_of
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
@@ -60,6 +62,55 @@ def test_a_step_that_calls_torchs_is_one_step(asked: dict[str, Any]) -> None:
     task, loader = mlp(Recipe(lambda model: Shrinks(model.parameters(), 0.05, momentum=0.9))), vectors(44, 4)
     expected = expect(task, loader, 3, **asked)
     assert_equal(expected, fit(task, loader, strategy=even(7, 2, 3, **asked)))
+
+
+class Signs(torch.optim.Optimizer):
+    """A step of one's own: by the sign of an average of gradients, the mean of which is its only state."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                weight.sub_(mean.lerp_(weight.grad, 0.1).sign(), alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class AdamSigns(Signs, torch.optim.AdamW):
+    """Begins as AdamW does."""
+
+
+class SGDSigns(Signs, torch.optim.SGD):
+    """Begins as SGD does."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "state"),
+    [("xpipe", AdamSigns, "step"), ("spectrain", functools.partial(SGDSigns, momentum=0.9), "momentum_buffer")],
+)
+def test_a_step_that_keeps_another_state_is_refused_by_name(policy: str, optimizer: Any, state: str) -> None:
+    task = mlp(Recipe(lambda model: optimizer(model.parameters(), lr=0.001)))
+    with pytest.raises(SettingError, match=rf"weights='{policy}' predicts by '{state}' .* \w+Signs keeps none; set"):
+        fit(task, vectors(44, 4), strategy=even(7, 2, 3, weights=policy))
+
+
+class Skips(Task):
+    """Makes no step at each third minibatch, as in Lightning's example of a step at every other one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if (batch_idx + 1) % 3:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            assert optimizer_closure is not None
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("policy", ["stash", "spectrain", "xpipe", "pipeoptim"])
+def test_a_step_that_the_user_leaves_out_has_changed_nothing(policy: str) -> None:
+    task, loader = Skips(mlp().net, RECIPES.get(policy, MOMENTUM)), vectors(44, 4)
+    skips = [p for p in range(1, 23) if (p - 1) % 11 % 3 == 2]
+    expected = expect(task, loader, 3, weights=policy, skips=skips)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 2, 3, weights=policy)))
 
 
 def test_a_fused_step_that_was_skipped_predicts_nothing() -> None:
