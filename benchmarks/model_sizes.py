@@ -100,7 +100,7 @@ def measured() -> Profile:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    found, _ = profile(trainer, model, train_dataloaders=DataLoader(TensorDataset(words, words)))
+    found = profile(trainer, model, train_dataloaders=DataLoader(TensorDataset(words, words))).profile
     return replace(found, memory={})
 
 

@@ -23,7 +23,6 @@ from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.run.automatic import planned_policies
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -60,12 +59,12 @@ def run(config: DictConfig) -> float | None:
     """
     check(config)
     asked = wanted(config)
-    measured, optimizer = profile_of(config)
+    measured, optimizer, chosen = profile_of(config)
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
     policy = asked.pop("weights")
-    for weights in planned_policies(optimizer) if policy is None else [policy]:
+    for weights in chosen if policy is None else [policy]:
         choice = best_plan(profile, cluster, optimizer=optimizer, weights=weights, **asked)
         if choice.fits:
             break

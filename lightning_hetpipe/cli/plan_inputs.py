@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -23,8 +24,10 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.run.automatic import planned_policies
 from lightning_hetpipe.strategy.checks import switch
-from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
+from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, weight_policy
 
@@ -89,25 +92,29 @@ def check(config: DictConfig) -> None:
         )
 
 
-def profile_of(config: DictConfig) -> tuple[Profile, str | float]:
-    """The profile of the file, or of the model; and the optimizer, whose state takes memory, too."""
+def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
+    """Profile of the file, or of the model; the optimizer, whose state takes memory, too; and the weight policies that
+    a run with it would choose, the first that fits."""
     asked: str | float = config.optimizer
     if config.profile is not None:
         try:
             profile = profile_file.load(config.profile)
         except SettingError as error:
             raise of_file("profile", error, "give a profile.json that hetpipe-plan has saved") from error
-        return profile, "adam" if asked == "auto" else asked
-    profile, own = _measured(config)
+        optimizer = "adam" if asked == "auto" else asked
+        return profile, optimizer, planned_policies(optimizer)
+    profile, own, policies = _measured(config)
     if asked == "auto" and own is None:
         raise SettingError(
             "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each byte"
             " of the weights."
         )
-    return profile, asked if own is None or asked != "auto" else own
+    if own is None or asked != "auto":
+        return profile, asked, planned_policies(asked)
+    return profile, own, policies
 
 
-def _measured(config: DictConfig) -> tuple[Profile, str | None]:
+def _measured(config: DictConfig) -> Profiled:
     """Run the model's first minibatch as hetpipe-train would, and measure the layers."""
     config = deepcopy(config)
     if config.get("seed") is not None:

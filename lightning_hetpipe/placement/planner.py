@@ -162,6 +162,7 @@ class Planner:
                 " plan out"
             )
         slots = plan.slots(0, self.placement.cluster)
+        self._check_copies(plan)
         first = [stage.first_layer for stage in plan.virtual_workers[0].stages]
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
@@ -181,6 +182,17 @@ class Planner:
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
         return replace(decision, planned=planned)
+
+    def _check_copies(self, plan: Plan) -> None:
+        """Refuse to keep more copies of the weights than ``plan`` has room for."""
+        copies = replace(plan.versions, every=self.every).copies
+        is_limited = any(each.memory_limit_bytes is not None for each in plan.virtual_workers[0].stages)
+        if plan.in_flight > 1 and is_limited and copies > plan.versions.copies:
+            raise SettingError(
+                f"plan={self.plan_name} was made for accumulate_grad_batches={plan.accumulate_grad_batches}, where"
+                f" stages keep {plan.versions.copies} copies of their weights, and with"
+                f" accumulate_grad_batches={self.every} it is {copies}; plan anew, or set it as planned"
+            )
 
     def _divide_equally(self, profiling: ProfilingInput) -> Decision:
         """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""

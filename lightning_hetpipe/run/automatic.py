@@ -59,6 +59,10 @@ class Automatic:
     why: str
     lr_correction: Correction | None = None
 
+    def planned(self, policy: WeightPolicy, why: str) -> Automatic:
+        """Take the ``policy`` of a plan, and ``why``, where another one was chosen."""
+        return self if policy is self.policy else Automatic(policy, why)
+
     def told(self, taken: WeightPolicy) -> str:
         """Say what was chosen, why, and how to choose otherwise; ``taken`` is another where there was no room."""
         why = self.why if taken is self.policy else f"devices have no room for what '{self.policy.name}' predicts"

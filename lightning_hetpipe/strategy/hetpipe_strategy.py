@@ -104,11 +104,11 @@ class HetPipeStrategy(VirtualWorkers):
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
-            flight. By default, where devices differ, one is made at the start of a fit from measurements of the layers,
-            which are kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results
-            depend on Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs
-            on one machine repeat as long as measurements are kept, and ``plan`` or ``in_flight`` pins Nm for good.
-            Where devices are all the same, measurements decide on split points only.
+            flight and its weight policy. By default, where devices differ, one is made at the start of a fit from
+            measurements of the layers, which are kept on disk: the devices' order, the split points and, unless they
+            are given, k and Nm. Results depend on Nm alone of these (law L1), and so on measurements, which differ a
+            little from time to time: runs on one machine repeat as long as measurements are kept, and ``plan`` or
+            ``in_flight`` pins Nm for good. Where devices are all the same, measurements decide on split points only.
         cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
@@ -186,6 +186,7 @@ class HetPipeStrategy(VirtualWorkers):
         if self.plan is not None:
             self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+            settings.check_planned_policy(self._policy, self.plan)
         self._check_single(self.virtual_workers)
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
@@ -443,9 +444,11 @@ class HetPipeStrategy(VirtualWorkers):
             return replace(wanted, weights=(self._policy,), lr_correction=correction)
         assert self.lightning_module is not None
         chosen = automatic_policy(self.optimizers[0], clipped=is_clipped(self.lightning_module.trainer))
+        if self.plan is not None:
+            chosen = chosen.planned(self.plan.versions.policy, f"plan={self._plan_name} is for it")
         if given != "auto":
             chosen = replace(chosen, lr_correction=correction)
-        weights = dict.fromkeys([chosen.policy, STASH])
+        weights = dict.fromkeys([chosen.policy, STASH] if self.plan is None else [chosen.policy])
         return replace(wanted, weights=tuple(weights), lr_correction=chosen.lr_correction, automatic=chosen)
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -27,6 +27,20 @@ class _Studied(Exception):
     """Ends the fit once the layers are measured."""
 
 
+class Profiled(NamedTuple):
+    """Findings of :func:`profile`.
+
+    Attributes:
+        profile: Of each distinct device.
+        optimizer: Its name for the memory model; None where that does not know it.
+        policies: Weight policies that a run would choose by the optimizer, of which the first is taken that fits.
+    """
+
+    profile: Profile
+    optimizer: str | None
+    policies: Sequence[WeightPolicy]
+
+
 class ProfilingStrategy(HetPipeStrategy):
     """Measures the layers of a model in its first minibatch, which ends the fit: see :func:`profile`.
 
@@ -46,8 +60,7 @@ class ProfilingStrategy(HetPipeStrategy):
     ) -> None:
         # Two in flight have it watch the first minibatch, as a pipeline does.
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
-        self.found: Profile | None = None
-        self.optimizer_name: str | None = None
+        self.found: Profiled | None = None
         self._cache, self._bar = cache, bar
 
     def _fit_settings(self) -> RunSettings:
@@ -61,13 +74,13 @@ class ProfilingStrategy(HetPipeStrategy):
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
         measured = profiled(profiling, one_of_each, model, precision, self._cache, self._bar)
-        self.found = replace(measured, memory=memory)
-        self.optimizer_name = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
+        optimizer = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
+        self.found = Profiled(replace(measured, memory=memory), optimizer, policies)
         raise _Studied
 
 
-def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> tuple[Profile, str | None]:
-    """The profile of ``model`` on each distinct device of ``trainer``, whose strategy is a :class:`ProfilingStrategy`.
+def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> Profiled:
+    """Profile ``model`` on each distinct device of ``trainer``, whose strategy is a :class:`ProfilingStrategy`.
 
     The model is trained on one minibatch as far as its gradients; its weights stay.
 
@@ -75,9 +88,6 @@ def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> tuple[
         trainer: Ends its fit once all is measured.
         model: Whose ``training_step`` is to be profiled.
         **data: As ``trainer.fit`` takes it: ``train_dataloaders`` or ``datamodule``.
-
-    Returns:
-        The profile, and the name of the optimizer for the memory model; None where that does not know it.
 
     Raises:
         SettingError: if the model cannot be pipelined, or has no minibatch.
@@ -89,4 +99,4 @@ def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> tuple[
         trainer.fit(model, **data)
     if strategy.found is None:
         raise SettingError(f"{type(model).__name__} has no minibatch to train on, so that nothing can be measured")
-    return strategy.found, strategy.optimizer_name
+    return strategy.found

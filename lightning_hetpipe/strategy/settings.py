@@ -102,6 +102,15 @@ def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
     return planned
 
 
+def check_planned_policy(asked: WeightPolicy | None, plan: Plan) -> None:
+    """Refuses another weight policy than that of ``plan``, where several minibatches are in flight."""
+    if plan.in_flight > 1 and asked not in (None, planned := plan.versions.policy):
+        raise SettingError(
+            f"weights='{asked.name}', but the plan is for weights='{planned.name}', which takes other memory; plan with"
+            f" strategy.weights={asked.name}, or leave weights out"
+        )
+
+
 def check_spread(plan: Plan, **settings: bool) -> None:
     """Refuses ``settings`` that are the work of a pipeline's stages with a ``plan`` of a spread run."""
     for name, is_set in settings.items():

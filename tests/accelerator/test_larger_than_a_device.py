@@ -440,7 +440,7 @@ def test_a_spread_run_takes_what_its_plan_says(
     task, loader = make()
     if make is resnet:
         loader = images(120, 60)
-    profile, optimizer = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
+    profile, optimizer, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
     assert optimizer is not None
 
     def planned_for(memory: Sequence[int], spread: bool = True) -> Choice:

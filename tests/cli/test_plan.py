@@ -148,7 +148,7 @@ def test_a_model_is_measured_on_this_machine(plan: Run, folder: Path, monkeypatc
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
     small = ["experiment=digits", "model.blocks=1", "model.width=4", "strategy.in_flight=2", "hydra.run.dir=run"]
     said, _ = plan(*small, "devices=[RTX-3090,T4]")
-    assert said.startswith("ResNet: 2 minibatches in flight")
+    assert said.startswith("ResNet: 2 minibatches in flight, weights='xpipe', ")
     assert "- cpu stands for the fastest of them" in said
     profile = load(folder / "run" / "profile.json")
     assert (profile.samples, list(profile.times)) == (32, ["cpu"])

@@ -138,12 +138,38 @@ def test_forwards_are_computed_again_where_the_plan_or_the_user_says_so(said: bo
     [
         ({"stages": 3}, "stages=3, but the plan has 2; leave stages out"),
         ({"in_flight": 4}, "in_flight=4, but the plan has 3; leave in_flight out"),
+        (
+            {"weights": "pipeoptim"},
+            "weights='pipeoptim', but the plan is for weights='stash', which takes other memory",
+        ),
         ({"virtual_workers": 2}, "plan is for one virtual worker in this release, and there are 2"),
     ],
 )
 def test_settings_that_contradict_a_plan(settings: dict[str, Any], said: str) -> None:
     with refused(said):
         HetPipeStrategy(plan=planned(0, 2), **settings)
+
+
+@pytest.mark.parametrize("policy", ["stash", "sync", "pipeoptim"])
+def test_weights_are_those_of_the_plan(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They were chosen by the optimizer, whatever the plan had room for: SGD with momentum and Nesterov's here."""
+    caplog.set_level("INFO")
+    plan = replace(planned(0, 2), weights=policy)
+    trained(HetPipeStrategy(plan=plan, lr_correction=None), weights=policy)
+    why = "the optimizer is SGD" if policy == "pipeoptim" else "plan=<for MLP> is for it"
+    assert f"weights='auto' is '{policy}', as {why}" in caplog.text
+
+
+def test_a_plan_for_more_minibatches_of_a_step_has_room_for_fewer_copies() -> None:
+    """Four in flight take two copies with three minibatches to a step, and four with one."""
+    plan = replace(planned(0, 2, in_flight=4), accumulate_grad_batches=3)
+    trained(HetPipeStrategy(plan=plan), every=3)
+    (worker,) = plan.virtual_workers
+    stages = tuple(replace(stage, memory_limit_bytes=MIB) for stage in worker.stages)
+    limited = replace(plan, virtual_workers=(replace(worker, stages=stages),))
+    trained(HetPipeStrategy(plan=limited), every=3)
+    said = "made for accumulate_grad_batches=3, where stages keep 2 copies of their weights, and with", "=1 it is 4"
+    assert_refused(mlp(SGD), *said, strategy=HetPipeStrategy(plan=limited), loader=LOADER)
 
 
 def test_a_plan_with_more_in_flight_than_there_may_be() -> None:

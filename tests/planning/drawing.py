@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
+from lightning_hetpipe.rules.versions import POLICIES
 
 SECONDS = st.floats(0, 1e6, allow_subnormal=False)
 COUNT = st.integers(0, 2**50)
@@ -57,4 +58,6 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple(layers),
         draw(st.booleans()),
         draw(st.booleans()),
+        draw(st.sampled_from([*POLICIES])),
+        draw(few),
     )

@@ -16,6 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.rules.versions import POLICIES
 from tests.planning.drawing import plans
 from tests.support.marks import explores
 
@@ -72,6 +73,8 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "layers",
         "recompute",
         "spread",
+        "weights",
+        "accumulate_grad_batches",
     ]
     (worker,) = value["virtual_workers"]
     assert list(worker) == ["minibatches_per_second", "stages"]
@@ -109,15 +112,32 @@ def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
     assert not best_plan(profile, cluster, in_flight=3).fits
     plan = Plan.of(best_plan(profile, cluster, in_flight=3, recompute=True), "m", "abcd", cluster)
     assert plan.recompute
-    assert "3 minibatches in flight, forwards recomputed, 0." in str(plan)
+    assert "3 minibatches in flight, weights='stash', forwards recomputed, 0." in str(plan)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_says_which_weight_policy_its_figures_are_for(tmp_path: Path) -> None:
+    """A run of it predicted weights, whose memory nobody had looked at."""
+    profile = Profile("m", 1, [LayerBytes(name, 9, 9, 9) for name in "abcd"], {"T4": [Times(1.0, 2.0)] * 4}, {})
+    cluster = Cluster([Node("n", ["2xT4"])])
+    choice = best_plan(profile, cluster, in_flight=3, weights=POLICIES["2bw"], every=4)
+    plan = Plan.of(choice, "m", "abcd", cluster)
+    assert (plan.weights, plan.accumulate_grad_batches) == ("2bw", 4)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_an_unknown_weight_policy() -> None:
+    (problem,) = replace(PLAN, weights="stale").problems()
+    assert (problem.place, problem.said.partition(" one of ")[0]) == ("weights", "is 'stale' and must be")
 
 
 def test_files_of_earlier_releases(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     value = json.loads((tmp_path / "plan.json").read_text())
-    del value["recompute"]
+    for key in ("recompute", "spread", "weights", "accumulate_grad_batches"):
+        del value[key]
     value["first_minibatch_bytes"] = 3  # of an earlier release, in which it had to fit on one device
     (tmp_path / "plan.json").write_text(json.dumps(value))
     assert Plan.load(tmp_path / "plan.json") == PLAN
@@ -133,7 +153,7 @@ def test_devices_by_name_and_number() -> None:
 
 def test_the_table() -> None:
     assert str(PLAN).splitlines() == [
-        "m: 3 minibatches in flight, ~2 minibatches per second, simulated",
+        "m: 3 minibatches in flight, weights='stash', ~2 minibatches per second, simulated",
         "",
         "stage  device          layers      ms per minibatch   memory         of",
         "    0  box RTX-3090:0  a – b   ×2             250.0  1.0 GiB   24.0 GiB",
@@ -153,7 +173,7 @@ def test_memory_of_a_data_sheet_beside_times_that_were_measured() -> None:
     """The table said that there were no measurements."""
     plan = with_stage(1, device="T4:1 (nominal memory)")
     lines = str(plan).splitlines()
-    assert lines[0] == "m: 3 minibatches in flight, 2 minibatches per second, simulated"
+    assert lines[0] == "m: 3 minibatches in flight, weights='stash', 2 minibatches per second, simulated"
     assert lines[4] == "    1  box T4:1        c       ×1             500.0  2.0 GiB  ~16.0 GiB  bottleneck"
     assert lines[5:] == ["", "~ before memory is the data sheet's figure, of which a driver leaves a little less"]
     (_, stage) = plan.virtual_workers[0].stages

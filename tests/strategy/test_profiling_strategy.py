@@ -33,8 +33,8 @@ class Blocks(nn.Module):
 
 
 def profiled(model: L.LightningModule, cache: ProfileCache | None = None, **settings: Any) -> Profile:
-    found, _ = profile(quiet_trainer(ProfilingStrategy(cache, **settings)), model, train_dataloaders=batches(3))
-    return found
+    trainer = quiet_trainer(ProfilingStrategy(cache, **settings))
+    return profile(trainer, model, train_dataloaders=batches(3)).profile
 
 
 def test_layers_and_times() -> None:
@@ -61,6 +61,26 @@ def test_what_was_measured_once_is_not_measured_again(tmp_path: Path) -> None:
     blocks.factor = 2.0
     assert profiled(Learner(net=blocks), cache) != found
     assert len(list(tmp_path.iterdir())) == 3
+
+
+class AdamW(torch.optim.AdamW):
+    """Its step is its own, so that a run does not predict by AdamW's state."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "policies"), [(torch.optim.AdamW, ["xpipe", "stash"]), (AdamW, ["stash"])])
+def test_weight_policies_are_those_that_a_run_chooses(kind: Any, policies: list[str]) -> None:
+    """By its name in the memory model, which both share, it was planned with what AdamW predicts."""
+
+    class Model(Learner):
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters())
+
+    found = profile(quiet_trainer(ProfilingStrategy()), Model(), train_dataloaders=batches(3))
+    assert found.optimizer == "adamw"
+    assert [policy.name for policy in found.policies] == policies
 
 
 def test_without_a_minibatch() -> None:

@@ -62,7 +62,7 @@ class Estimate:
 
     Attributes:
         stages: In the order of the layers.
-        in_flight: Nm.
+        versions: Weights that minibatches use, by the weight policy and Nm.
         recompute: Whether forwards are computed again for their backwards.
         rate: Minibatches per second, simulated.
         simulation: The run that said so.
@@ -70,11 +70,16 @@ class Estimate:
     """
 
     stages: tuple[StageEstimate, ...]
-    in_flight: int
+    versions: Versions
     recompute: bool
     rate: float
     simulation: Simulation
     spread: bool
+
+    @property
+    def in_flight(self) -> int:
+        """Nm."""
+        return self.versions.in_flight
 
     @property
     def fits(self) -> bool:
@@ -163,7 +168,7 @@ def estimate(
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
     rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-    return Estimate(tuple(stages), in_flight, recompute, rate, run, spread is not None)
+    return Estimate(tuple(stages), versions, recompute, rate, run, spread is not None)
 
 
 def stage_times_on(

@@ -14,6 +14,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.json_file import Document, write
 from lightning_hetpipe.planning.plan.table import table
+from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
 
 VERSION = 1
 
@@ -119,6 +120,8 @@ class Plan:
         recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
             the plan says; files of earlier releases do not say it, and mean no.
         spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
+        weights: Name of the weight policy that the figures, and a run, are for; "stash" where a file does not say it.
+        accumulate_grad_batches: Minibatches of an optimizer step that the figures are for; 1 where a file does not say.
     """
 
     model: str
@@ -131,6 +134,8 @@ class Plan:
     layers: tuple[str, ...]
     recompute: bool = False
     spread: bool = False
+    weights: str = STASH.name
+    accumulate_grad_batches: int = 1
 
     @classmethod
     def of(
@@ -180,6 +185,8 @@ class Plan:
             tuple(layers),
             found.recompute,
             found.spread,
+            found.versions.policy.name,
+            found.versions.every,
         )
 
     @classmethod
@@ -203,6 +210,8 @@ class Plan:
             tuple(each.text() for each in document["layers"].entries()),
             "recompute" in document and document["recompute"].truth(),
             "spread" in document and document["spread"].truth(),
+            document["weights"].text() if "weights" in document else STASH.name,
+            document["accumulate_grad_batches"].whole(1) if "accumulate_grad_batches" in document else 1,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -216,8 +225,15 @@ class Plan:
     def __str__(self) -> str:
         return table(self)
 
+    @property
+    def versions(self) -> Versions:
+        """Weights that minibatches use."""
+        return Versions(POLICIES[self.weights], self.in_flight, self.accumulate_grad_batches)
+
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
         """Faults that keep it from running: on any devices, and on those of ``cluster``."""
+        if self.weights not in POLICIES:
+            yield Problem("weights", f"is '{self.weights}' and must be one of {', '.join(POLICIES)}")
         if not self.virtual_workers:
             yield Problem("virtual_workers", "is empty; a plan has at least one")
         taken: dict[tuple[str, int], int] = {}

@@ -65,6 +65,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"{plan.model}: {together}{'a spread run, ' if plan.spread else ''}"
         f"{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"
+        f"{'' if plan.in_flight == 1 else f' weights={plan.weights!r},'}"
         f"{' forwards recomputed,' if plan.recompute else ''} {rate} minibatches per second, simulated"
     )
 

@@ -315,7 +315,7 @@ class _Search:
             reasons = [*reasons, "there are too many kinds of devices to search all of their orders"]
         return Choice(
             found.stages,
-            found.in_flight,
+            found.versions,
             found.recompute,
             found.rate,
             found.simulation,
