@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -154,7 +155,8 @@ class FirstMinibatch(Extension):
         if self._is_without_gain(watch, decision):
             self._stay()
         else:
-            self._begin(watch, decision, self._agreed(watch, decision), outside)
+            decision, in_flight = self._agreed(watch, decision)
+            self._begin(watch, decision, in_flight, outside)
 
     def _collect_garbage(self) -> None:
         """Frees devices of what an earlier fit, or the capture, has left in cycles of references.
@@ -198,11 +200,12 @@ class FirstMinibatch(Extension):
         rank_zero_info(f"HetPipe: one stage, as {why}; set stages for a pipeline all the same")
         return True
 
-    def _agreed(self, watch: TrainingWatch, decision: Decision) -> int:
-        """Nm on which all virtual workers agree; what there is to say of it and of ``decision`` is said."""
+    def _agreed(self, watch: TrainingWatch, decision: Decision) -> tuple[Decision, int]:
+        """Take the weight policy and Nm on which all virtual workers agree, and say what there is to say of them."""
         settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
         every = self._trainer.accumulate_grad_batches
-        in_flight = self._synchroniser.agree(decision.in_flight, every)
+        in_flight, weights = self._synchroniser.agree(decision.in_flight, decision.weights, every)
+        decision = replace(decision, weights=weights)
         versions = Versions(decision.weights, in_flight, every)
         versions.check(self._synchroniser.wave)
         check_resumed(settings.resumed, in_flight)
@@ -232,4 +235,4 @@ class FirstMinibatch(Extension):
         )
         if settings.recompute and len(decision.split_points) == len(watch.called) == 1:
             nothing_to_recompute()
-        return in_flight
+        return decision, in_flight

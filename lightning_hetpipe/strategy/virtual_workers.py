@@ -54,6 +54,8 @@ class VirtualWorkers(HostWeights):
     """
 
     in_flight: int | Literal["auto"]
+    weights: str
+    lr_correction: int | Literal["auto"] | None
 
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -271,7 +273,7 @@ class VirtualWorkers(HostWeights):
                 f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
-        agreed.append(f"placement={wsp.placement}")
+        agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
         synchroniser.enter(agreed)
         self._shared = synchroniser
         return synchroniser

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
@@ -31,8 +32,8 @@ class NoSynchroniser:
     wave: int | None = None
     """W; there are none."""
 
-    def agree(self, in_flight: int, every: int = 1) -> int:
-        return in_flight
+    def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
+        return in_flight, weights
 
     def staleness(self, behind: int) -> tuple[int, int]:
         return behind, 1
@@ -102,16 +103,21 @@ class Synchroniser:
         """Give the memory of the copies back; nothing is synchronised any more."""
         self._last, self._roundings = [], []
 
-    def agree(self, in_flight: int, every: int = 1) -> int:
-        """Agree on Nm, the largest that any virtual worker would choose, and on W, which depends on it; returns Nm.
+    def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
+        """Agree on Nm, the largest that any virtual worker would choose; on W, which depends on it; and on the weight
+        policy, which is stashing where one of them has no room for the policy of the others.
 
         By default a wave holds Nm minibatches, and more where ``every`` minibatches make one optimizer step: whole
         steps.
+
+        Returns:
+            Nm, and the weight policy.
         """
-        in_flight = max(self.group.gather(in_flight, "the choice of in_flight"))
+        choices, names = zip(*self.group.gather((in_flight, weights.name), "the choice of in_flight"), strict=True)
+        in_flight, weights = max(choices), weights if len(set(names)) == 1 else STASH
         asked = self.group.settings.wave
         self.wave = -(-in_flight // every) * every if asked == "auto" else asked
-        return in_flight
+        return in_flight, weights
 
     def staleness(self, behind: int) -> tuple[int, int]:
         """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).

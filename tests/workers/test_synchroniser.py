@@ -84,19 +84,25 @@ class OnlyOne:
         self.met.append(where)
 
 
-def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses that stages wait for had to wait for a wave's update to be computed, and for its weights to be copied."""
-    strategy: Any = even(7, 2, 3)
-    group: Any = OnlyOne(strategy)
+def take_part(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
+    """Have fits synchronise with ``group``."""
 
     def synchroniser(self: HetPipeStrategy, trainer: Any) -> Synchroniser:
         made = Synchroniser(group, trainer.lightning_module)
         made.enter([])
         return made
 
+    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
+
+
+def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that stages wait for had to wait for a wave's update to be computed, and for its weights to be copied."""
+    strategy: Any = even(7, 2, 3)
+    group: Any = OnlyOne(strategy)
+
     follow = Synchroniser.follow
     monkeypatch.setattr(Synchroniser, "follow", lambda self: (group.met.append("weights move"), follow(self)))
-    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
+    take_part(monkeypatch, group)
     loader = vectors(14, 2)
     fit(mlp(SGD), loader, strategy=strategy, max_epochs=1)
     assert len(loader) == 7
@@ -111,6 +117,25 @@ def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> No
         "the end of an epoch",
     ]
     assert group.waiting is nullcontext
+
+
+def test_all_stash_where_one_has_no_room_to_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One predicted and another stashed, as each had room."""
+    strategy: Any = even(7, 2, 3, weights="pipeoptim")
+    group: Any = OnlyOne(strategy)
+    others = {"the choice of in_flight": [(2, "stash")]}
+    gather = group.gather
+    monkeypatch.setattr(group, "gather", lambda value, what: [*gather(value, what), *others.get(what, [])])
+
+    take_part(monkeypatch, group)
+    used = []
+
+    class Looks(L.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            used.append(strategy._run.pipeline.versions.policy.name)
+
+    fit(mlp(SGD), vectors(14, 2), [Looks()], strategy=strategy, max_epochs=1)
+    assert used == ["stash"]
 
 
 @pytest.mark.parametrize("update_dtype", [None, "bfloat16"])

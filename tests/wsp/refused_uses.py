@@ -142,6 +142,24 @@ def other_settings(bench: Any) -> dict[str, Any]:
     return {}
 
 
+@refused("weights=")
+def other_policies(bench: Any) -> dict[str, Any]:
+    trainer = bench.trainer()
+    if trainer.global_rank == 1:
+        trainer.strategy.weights = "sync"
+    trainer.fit(Told(), rows(8))
+    return {}
+
+
+@refused("lr_correction=")
+def other_rates(bench: Any) -> dict[str, Any]:
+    trainer = bench.trainer()
+    if trainer.global_rank == 1:
+        trainer.strategy.lr_correction = 7
+    trainer.fit(Told(), rows(8))
+    return {}
+
+
 @refused("ValueError: a callback of one")
 def failing_callback(bench: Any) -> dict[str, Any]:
     class Fails(L.Callback):
