@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import pytree, without_memory
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Within it, tensors on ``device`` stand in for those of ``module`` that lie elsewhere.
 
-    Tracing looks at sizes and devices only, so that they need no memory.
+    Tracing looks at sizes and devices only, so that they need no memory, for which the device may have no room.
     """
     elsewhere = [
         (part, name, tensor)
@@ -52,6 +52,5 @@ def inputs_on(device: torch.device, inputs: T) -> T:
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    tensor.untyped_storage().resize_(0)
+    tensor = without_memory(like, device)
     return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor

@@ -69,6 +69,15 @@ def give_memory(tensor: Tensor, device: str = "cpu") -> None:
     torch._C._swap_tensor_impl(tensor, made)
 
 
+def without_memory(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor that looks as ``like`` on ``device``, for which no memory is ever allocated; nobody may read it."""
+    bytes_of = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta").untyped_storage().nbytes
+    storage = torch._C._construct_storage_from_data_pointer(0, device, bytes_of())
+    bare: Any = torch.empty(0, dtype=like.dtype, device=device)  # torch has no types here
+    found: Tensor = bare.set_(storage, 0, like.shape, like.stride())
+    return found
+
+
 def behind_functorch(tensor: Tensor) -> Tensor | None:
     """The tensor that ``torch.func`` has wrapped as ``tensor``, through all its levels; None if it has not."""
     functorch, inner = torch._C._functorch, tensor

@@ -7,11 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.capture.one_device import on_one_device
 from tests.accelerator.test_larger_than_a_device import DEVICES, LARGE, Writes, cluster, trainer_on
 from tests.oracle import Batch, Outputs
-from tests.support.accelerator import NAME, TestAccelerator
+from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.captured_models import GPT
 from tests.support.models import ADAMW, words
 
@@ -113,3 +115,12 @@ def test_a_stage_of_an_evaluation(accelerator: TestAccelerator) -> None:
 def test_a_spread_run(accelerator: TestAccelerator) -> None:
     note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"))
     assert "with one minibatch in flight a model is spread over its devices by the bytes of its weights" in note
+
+
+def test_a_capture_needs_no_room_for_weights_elsewhere(accelerator: TestAccelerator) -> None:
+    one, other = (torch.device(NAME, index) for index in range(2))
+    weight = nn.Linear(100, 100).to(other)
+    set_limit(0, 1000)
+    with on_one_device(weight, one):
+        assert weight.weight.device == one
+    assert weight.weight.device == other

@@ -27,6 +27,7 @@ from lightning_hetpipe.torch_private.tensors import (
     unseen_change,
     version_counter,
     viewed,
+    without_memory,
 )
 from tests.private.guarding import guards
 
@@ -70,6 +71,15 @@ def test_vectors_of_parameters() -> None:
         check._check_param_device(one, 1)
     with OwnMode():
         assert check._check_param_device(one, 1) == 1, "global pruning over several devices would be refused"
+
+
+@guards("_construct_storage_from_data_pointer")
+@pytest.mark.parametrize("like", [torch.ones(3, 4).t(), torch.ones(5, 6)[2:, 3:], torch.ones(1).expand(2, 3)])
+def test_tensors_without_memory(like: Tensor) -> None:
+    found = without_memory(like, torch.device("cpu"))
+    assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+    with pytest.raises(RuntimeError, match="data pointer"):  # else a capture needs room for weights of other devices
+        found.untyped_storage().data_ptr()
 
 
 class Seen(OwnMode):
