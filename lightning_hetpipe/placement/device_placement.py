@@ -11,7 +11,8 @@ import torch
 from lightning_hetpipe.accelerator import accelerates, all_devices, device_module
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, fragmented
-from lightning_hetpipe.planning.model.cluster import NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
+from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.spread_plan import roomiest
 
@@ -23,6 +24,9 @@ def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster
 
     A GPU has the catalogue's name, or torch's where that does not know it, and the memory that is free for tensors of
     this process, less a margin for fragmentation; a CPU's memory is no limit, and nothing has to travel there.
+
+    Raises:
+        SettingError: for a GPU that has next to nothing free.
     """
     if devices is None:
         devices = all_devices() or [CPU]
@@ -36,7 +40,13 @@ def _discovered(device: torch.device) -> Device:
     module = device_module(device)
     free, _ = module.mem_get_info(device)  # without this process's context, and what other processes hold
     name = canonical(module.get_device_properties(device).name)
-    return Device(name, fragmented(free + torch.accelerator.memory_reserved(device)))
+    memory = fragmented(free + torch.accelerator.memory_reserved(device))
+    if memory < LEAST_MEMORY:
+        raise SettingError(
+            f"{device} ({name}) has {in_bytes(free)} free, as other processes hold the rest of its memory; end them, or"
+            " leave it out of Trainer(devices=...)"
+        )
+    return Device(name, memory)
 
 
 @dataclass(frozen=True)

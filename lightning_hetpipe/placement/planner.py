@@ -216,17 +216,16 @@ class Planner:
         )
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
         if stages > 1 and self.placement.limits:
-            return replace(decision, planned=self._memory_of(decision, seconds, profiling))
+            return self._within_memory(decision, seconds, profiling)
         return decision if stages > 1 else replace(decision, explanation=())
 
     def _most_in_flight(self, stages: int) -> int:
         """As many in flight as are of use for so many stages, and as the weight policy can have."""
         return Versions(self.weights, stages + 1 if stages > 1 else 1, self.every).most_in_flight
 
-    def _memory_of(
-        self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput
-    ) -> list[PlannedMemory]:
-        """Memory of equal stages; a warning says where it may not suffice, as results depend on Nm."""
+    def _within_memory(self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput) -> Decision:
+        """Decide for equal stages if they have room, else for others that have; a warning says where none has, as
+        results depend on Nm."""
         slots = place(len(decision.split_points), self.placement.cluster.slots)
         times = [Times(each / 3, 2 * each / 3) for each in seconds]
         named = {slot.device.name: times for slot in slots}
@@ -234,6 +233,11 @@ class Planner:
         profile = Profile(self.model, samples, profiling.sizes(), named, {}, calls=calls, user=user)
         found = self._estimate(profile, slots, decision.split_points, decision.in_flight, profiling)
         if lacks := _lacking(found.stages):
+            asked = len(decision.split_points)
+            if asked <= len(self.placement.cluster.slots):
+                choice = self._best_plan(profile, profiling, decision.in_flight, asked)
+                if choice.fits:
+                    return self._estimated(choice, profile, 1.0, self._reasons(choice, profiling))
             if self.must_fit:
                 raise self._unfit(found, (), profile)
             fewer = range(decision.in_flight - 1, 0, -1)
@@ -247,7 +251,7 @@ class Planner:
                 f"{decision.in_flight} minibatches in flight may take more memory than there is, on {lacking}; if it"
                 f" runs out, set {next(fits, 'recompute=True, or take smaller batches')}"
             )
-        return _planned(found)
+        return replace(decision, planned=_planned(found))
 
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
@@ -273,22 +277,27 @@ class Planner:
             if stages > len(cluster.slots):
                 return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
-        plan = partial(
-            best_plan,
+        choice = self._best_plan(profile, profiling, asked, stages)
+        if not choice.fits:
+            is_other = stages is not None and self._best_plan(profile, profiling, asked).fits
+            other = ["stages='auto'"] if is_other else []
+            raise self._unfit(choice, [*other, *ways_out(choice)], profile)
+        return choice
+
+    def _best_plan(
+        self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
+    ) -> Choice:
+        return best_plan(
             profile,
-            cluster,
+            self.placement.cluster,
             optimizer=_optimizer(profiling),
-            in_flight=asked,
+            in_flight=in_flight,
             recompute=self.recompute,
+            stages=stages,
             weights=self.weights,
             every=self.every,
             spread=self.spread,
         )
-        choice = plan(stages=stages)
-        if not choice.fits:
-            other = ["stages='auto'"] if stages is not None and plan().fits else []
-            raise self._unfit(choice, [*other, *ways_out(choice)], profile)
-        return choice
 
     def _shared(self, profile: Profile, profiling: ProfilingInput, stages: int) -> Estimate:
         """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""

@@ -9,6 +9,7 @@ one with gradients, is left to the module itself.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,7 +29,8 @@ from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.placement.planner import Decision
-from lightning_hetpipe.planning.search.split_points import stage_times
+from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
+from lightning_hetpipe.planning.search.spread_plan import FULL
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
 from lightning_hetpipe.run.prepared_batch import before_transfer
@@ -131,13 +133,26 @@ class Evaluation(TrainerRun):
         devices, wanted = self.settings.devices, self.settings.stages
         stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
         times = measure(pieces, self.generators, default_dtype, backward=False)
-        first = self.settings.choose_split_points(times, stages)
+        where = place(stages, devices)
+        first = self._within_memory(self.settings.choose_split_points(times, stages), pieces, where, times)
         in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight
-        layout = Layout.of(pieces, Decision(first, place(stages, devices), in_flight, stage_times(times, first)))
+        layout = Layout.of(pieces, Decision(first, where, in_flight, stage_times(times, first)))
         move_to_devices(layout, self.module, None)
         for piece in pieces:
             piece.inputs.clear()
         self.take_over(pieces, layout, in_flight)
+
+    def _within_memory(
+        self, first: tuple[int, ...], pieces: Sequence[Piece], devices: Sequence[torch.device], times: Sequence[float]
+    ) -> tuple[int, ...]:
+        """Split points ``first``, or others where their stages' weights would fill ``devices``."""
+        limits = self.settings.memory
+        room = [FULL * limits.get(device, math.inf) / devices.count(device) for device in devices]
+        sizes = [_bytes(layer.module) for piece in pieces for layer in piece.layers]
+        sizes[-1] += max(0, _bytes(self.module) - sum(sizes))  # what no stage holds lies on the last one's device
+        taken = stage_times(sizes, first)
+        is_within = all(own <= most for own, most in zip(taken, room, strict=True))
+        return first if is_within else partition_within(times, sizes, room)
 
     def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
         settings = self.settings
@@ -160,3 +175,7 @@ class Evaluation(TrainerRun):
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))

@@ -120,7 +120,7 @@ def test_a_spread_run(accelerator: TestAccelerator) -> None:
 def test_a_capture_needs_no_room_for_weights_elsewhere(accelerator: TestAccelerator) -> None:
     one, other = (torch.device(NAME, index) for index in range(2))
     weight = nn.Linear(100, 100).to(other)
-    set_limit(0, 1000)
+    set_limit(0, torch.accelerator.memory_allocated(0) + 1000)
     with on_one_device(weight, one):
         assert weight.weight.device == one
     assert weight.weight.device == other

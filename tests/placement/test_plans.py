@@ -582,7 +582,7 @@ def test_what_is_told_of_several_virtual_workers_is_what_they_have(monkeypatch: 
     """One was told its own k + 1, and had another's."""
     told: list[str] = []
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
-    monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight, every: in_flight + 2)
+    monkeypatch.setattr(NoSynchroniser, "agree", lambda self, in_flight, weights, every: (in_flight + 2, weights))
     strategy = stashing(stages=2)
     trained(strategy)
     assert strategy.last_run.in_flight == 5

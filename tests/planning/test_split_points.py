@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.estimate import stage_times_on
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
+from lightning_hetpipe.planning.search.split_points import (
+    partition,
+    partition_within,
+    split_points_in_order,
+    stage_times,
+)
 from tests.planning.instances import clusters, profiles
 from tests.support.marks import explores
 
@@ -49,6 +54,27 @@ def test_it_is_the_best_of_all(case: tuple[list[float], int]) -> None:
     splits = partition(times, stages)
     assert splits in all_partitions(len(times), stages)
     assert bottleneck(times, splits) == min(bottleneck(times, other) for other in all_partitions(len(times), stages))
+
+
+@settings(deadline=None)
+@given(workloads(), st.data())
+def test_within_memory_it_is_the_best_of_those_that_fit(case: tuple[list[float], int], data: st.DataObject) -> None:
+    """The least share of devices counts where no partition fits."""
+    times, stages = case
+    sizes = data.draw(st.lists(st.integers(0, 12), min_size=len(times), max_size=len(times)))
+    room = data.draw(st.lists(st.integers(1, 30) | st.just(float("inf")), min_size=stages, max_size=stages))
+
+    def share(splits: tuple[int, ...]) -> float:
+        return max(size / each for size, each in zip(stage_times(sizes, splits), room, strict=True))
+
+    found, every = partition_within(times, sizes, room), all_partitions(len(times), stages)
+    fitting = [bottleneck(times, splits) for splits in every if share(splits) <= 1]
+    assert found in every
+    if fitting:
+        assert share(found) <= 1
+        assert bottleneck(times, found) == min(fitting)
+    else:
+        assert share(found) == pytest.approx(min(map(share, every)))
 
 
 @settings(deadline=None)

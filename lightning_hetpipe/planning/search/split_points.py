@@ -1,7 +1,7 @@
 """Split points: the first layer of each stage, chosen so that the slowest stage is as fast as possible.
 
-:func:`partition` splits for equal devices, :func:`split_points_in_order` for given devices, and
-:func:`best_split_points` for stages of any costs.
+:func:`partition` splits for equal devices, and :func:`partition_within` within their memory;
+:func:`split_points_in_order` for given devices, and :func:`best_split_points` for stages of any costs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,29 @@ def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
         ValueError: if there are more stages than layers, or no stage.
     """
     _check(len(times), stages)
-    before = np.cumsum([0.0, *times])
-    take = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
-    return best_split_points([take] * stages)
+    return best_split_points([_sums(times)] * stages)
+
+
+def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
+    """:func:`partition` into stages that have ``room`` for the ``sizes`` of their layers.
+
+    Where there is no such partition, it is the one whose largest size, as a share of the stage's room, is least.
+
+    Args:
+        times: Seconds of each layer.
+        sizes: Bytes of each layer.
+        room: Bytes of each stage; infinite for no limit.
+    """
+    _check(len(times), len(room))
+    seconds, taken = _sums(times), _sums(sizes)
+    longest = sum(times)
+    return best_split_points([np.where(taken <= each, seconds, longest + taken / each) for each in room])
+
+
+def _sums(values: Sequence[float]) -> NDArray[Any]:
+    """Sums of neighbouring ``values``, by the boundaries at which they start and end; infinite where there are none."""
+    before = np.cumsum([0.0, *values])
+    return np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
 
 
 def split_points_in_order(
