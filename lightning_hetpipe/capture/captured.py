@@ -146,9 +146,10 @@ class Captured:
             )
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
+            recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
             self.layers = [
-                Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=is_checkpointed(block))
-                for part, block in zip(found, blocks, strict=True)
+                Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute)
+                for part, recompute in zip(found, recomputed, strict=True)
             ]
             self._calls = [part.call for part in found]
         tensors = [self._tensors(part, graph) for part in found]

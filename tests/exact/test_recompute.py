@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
@@ -146,6 +147,44 @@ def test_without_it_each_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = computed(monkeypatch)
     fit(mlp(), vectors(24, 4), strategy=Pinned((0, 2, 6), 2))
     assert set(counts.values()) == {2 * 6 - 1}
+
+
+class Checkpointed(nn.Module):
+    """Blocks under torch's checkpoints, as people call these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Checkpoints(Learner):
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.net = Checkpointed()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return {"loss": nn.functional.cross_entropy(self.net(x), y)}
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_checkpoints_in_a_module_are_recompute(
+    in_flight: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph leaves them out: stages kept all activations, without a word."""
+    counts = computed(monkeypatch)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        check(Checkpoints(), vectors(24, 4), even(5, 2, in_flight), in_flight)
+    assert "gradient checkpointing is enabled" in caplog.text
+    first, last = sorted(counts.values(), reverse=True)
+    assert first == 2 * last
 
 
 def test_an_input_that_user_code_changes_in_place_is_refused() -> None:
