@@ -9,6 +9,7 @@ chosen for optimizers with which both were measured: ``docs/staleness.md`` has t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import unwrap
 
@@ -111,5 +112,5 @@ def _has_rule(policy: str, optimizer: Optimizer) -> bool:
 def _averaged(group: dict[str, object]) -> float:
     """The momentum, or first beta, of a parameter group; 0 where there is none."""
     betas = group.get("betas")
-    first = betas[0] if isinstance(betas, tuple | list) and betas else group.get("momentum")
+    first = betas[0] if isinstance(betas, Sequence) and betas else group.get("momentum")
     return float(first) if isinstance(first, int | float | Tensor) else 0.0

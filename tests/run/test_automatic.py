@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from omegaconf import ListConfig
 from torch import nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
@@ -68,6 +69,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (lambda weights: SGD([{"params": weights[:1], "momentum": 0.9}, {"params": weights[1:]}], 0.1), "pipeoptim"),
         (lambda weights: AdamW(weights), "xpipe"),
         (lambda weights: AdamW(weights, betas=(torch.tensor(0.9), torch.tensor(0.999)), foreach=False), "xpipe"),
+        (lambda weights: AdamW(weights, betas=cast(Any, ListConfig([0.9, 0.999]))), "xpipe"),
         (lambda weights: Adam(weights, betas=(0.0, 0.99)), "stash"),
         *((make, "pipeoptim") for make in (NAdam, RAdam, Adamax, Rprop)),
         (lambda weights: RMSprop(weights, 0.1), "stash"),
