@@ -45,6 +45,7 @@ class Rank:
         per_node: Virtual workers on this node; other nodes may have another number of them.
         nodes: Nodes.
         role: The starter of this process.
+        of_nodes: Virtual workers on each node, where there are several and these numbers are known; else empty.
     """
 
     index: int
@@ -54,44 +55,62 @@ class Rank:
     per_node: int
     nodes: int
     role: Role
-
-    @property
-    def on_equal_nodes(self) -> int:
-        """Virtual workers of each node, where there are several and all are known to have as many; else 0."""
-        if self.nodes == 1 or self.size != self.nodes * self.per_node:
-            return 0
-        return self.per_node if self.role is not Role.EXTERNAL or self.nodes == 2 else 0
+    of_nodes: tuple[int, ...] = ()
 
 
-def find_rank(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
+def find_rank(
+    virtual_workers: int, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int] = ()
+) -> Rank:
     """The rank of this process.
 
     Args:
         virtual_workers: The setting: virtual workers on each node. 1 is its default, and leaves torchrun's own.
         num_nodes: The Trainer's. 1 is its default, and leaves torchrun's own.
         environment: The one that Lightning detected, or that the user gave.
+        planned: Virtual workers on each node by a plan, which takes the place of ``virtual_workers``.
 
     Raises:
-        SettingError: if settings and started processes do not agree.
+        SettingError: if settings, plan and started processes do not agree.
     """
+    if planned and num_nodes not in (1, len(planned)):
+        raise SettingError(
+            f"num_nodes={num_nodes}, but the plan has virtual workers on {len(planned)}; set"
+            f" num_nodes={len(planned)}, or plan for {num_nodes}"
+        )
     if isinstance(environment, SLURMEnvironment) and _OF_SRUN - os.environ.keys():
         environment = LightningEnvironment()  # a script that names the plugin, started by a user without srun
     child = this_child()
+    is_ours = isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally
+    if child is None and not is_ours:
+        return _as_started(virtual_workers, num_nodes, environment, planned)
+    of_nodes = tuple(planned) or (virtual_workers,) * num_nodes
+    if len(of_nodes) > num_nodes:
+        raise SettingError(
+            f"the plan has virtual workers on {len(of_nodes)} nodes, and num_nodes={num_nodes}; set"
+            f" Trainer(num_nodes={len(of_nodes)}) and start the program on each of them, with NODE_RANK=0 on the plan's"
+            " first node, or give the cluster, too, to emulate all of them on a CPU"
+        )
+    node = environment.node_rank()
+    if not 0 <= node < num_nodes:
+        raise SettingError(
+            f"NODE_RANK={node} is beyond num_nodes={num_nodes}; set num_nodes to the number of nodes, and NODE_RANK to"
+            " 0 to num_nodes - 1"
+        )
+    here = of_nodes[node]
+    role, local = Role.FIRST, 0
     if child is not None:
-        if child.per_node != virtual_workers:
-            raise other_number(virtual_workers, child.per_node)
-        return _on_equal_nodes(child.local, child.per_node, num_nodes, environment.node_rank(), Role.CHILD)
-    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
-        role, local = Role.FIRST, 0
-        if environment.creates_processes_externally:  # a user started each process, and numbered it
-            role, local = Role.EXTERNAL, environment.local_rank()
-        if not 0 <= local < virtual_workers:
-            raise SettingError(
-                f"LOCAL_RANK={local} is beyond virtual_workers={virtual_workers} on this node; give LOCAL_RANK=0 to"
-                f" {virtual_workers - 1}, or unset it, or set virtual_workers to the processes of each node"
-            )
-        return _on_equal_nodes(local, virtual_workers, num_nodes, environment.node_rank(), role)
-    return _as_started(virtual_workers, num_nodes, environment)
+        role, local = Role.CHILD, child.local
+        if child.per_node != here:
+            raise other_number(here, child.per_node)
+    elif environment.creates_processes_externally:  # a user started each process, and numbered it
+        role, local = Role.EXTERNAL, environment.local_rank()
+    if not 0 <= local < here:
+        raise SettingError(
+            f"LOCAL_RANK={local} is beyond virtual_workers={here} on this node; give LOCAL_RANK=0 to"
+            f" {here - 1}, or unset it, or set virtual_workers to the processes of each node"
+        )
+    known = of_nodes if num_nodes > 1 else ()
+    return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known)
 
 
 def other_number(virtual_workers: int, running: int) -> SettingError:
@@ -103,16 +122,7 @@ def other_number(virtual_workers: int, running: int) -> SettingError:
     )
 
 
-def _on_equal_nodes(local: int, per_node: int, nodes: int, node: int, role: Role) -> Rank:
-    if not 0 <= node < nodes:
-        raise SettingError(
-            f"NODE_RANK={node} is beyond num_nodes={nodes}; set num_nodes to the number of nodes, and NODE_RANK to 0 to"
-            " num_nodes - 1"
-        )
-    return Rank(node * per_node + local, nodes * per_node, node, local, per_node, nodes, role)
-
-
-def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment) -> Rank:
+def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]) -> Rank:
     """The rank where each process that was started is a virtual worker; nodes may have different numbers of them."""
     size, node, local = environment.world_size(), environment.node_rank(), environment.local_rank()
     nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
@@ -131,7 +141,23 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
             f"virtual_workers={virtual_workers}, but {per_node} processes were started on this node, and each is one"
             f" virtual worker; start {virtual_workers} on each node, or leave virtual_workers out"
         )
-    return Rank(environment.global_rank(), size, node, local, per_node, nodes, Role.EXTERNAL)
+    if planned and (len(planned), planned[min(node, len(planned) - 1)], sum(planned)) != (nodes, per_node, size):
+        raise SettingError(
+            f"the plan has {_numbers(planned)} virtual workers on its nodes, and of the {size} processes that were"
+            f" started on {nodes} this node, number {node}, has {per_node}; start one process for each virtual worker"
+            " of the plan, in its order"
+        )
+    known = tuple(planned)
+    if nodes == 2 and not known:
+        known = (per_node, size - per_node) if node == 0 else (size - per_node, per_node)
+    return Rank(
+        environment.global_rank(), size, node, local, per_node, nodes, Role.EXTERNAL, known if nodes > 1 else ()
+    )
+
+
+def _numbers(counts: Sequence[int]) -> str:
+    *most, last = map(str, counts)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _started_here(size: int, node: int) -> int | None:

@@ -16,8 +16,10 @@ import atexit
 import os
 import secrets
 import socket
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -53,7 +55,7 @@ class FoundServers:
         security: Certificates and token for calls of servers.
         hosts: Servers end with this process though VWs that it did not start may still need them.
         launch: The launch id, where others may use the same servers; empty where there is none.
-        per_node: Virtual workers of each node, where there are several and all are known to have as many; else 0.
+        of_nodes: Virtual workers of each node, where there are several and these numbers are known; else empty.
     """
 
     coordinator: str
@@ -61,11 +63,11 @@ class FoundServers:
     security: Security
     hosts: bool = False
     launch: str = ""
-    per_node: int = 0
+    of_nodes: tuple[int, ...] = ()
 
     def place_of(self, worker: int) -> str:
         """The node of a virtual worker, in brackets; empty where it is not known."""
-        return f" (node {worker // self.per_node})" if self.per_node else ""
+        return f" (node {bisect(list(accumulate(self.of_nodes)), worker)})" if self.of_nodes else ""
 
 
 _server: Supervisor | None = None
@@ -108,7 +110,7 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
         launch = _launch_at_servers(rank, environment)
-        return FoundServers(wsp.servers[0], known, given, launch=launch, per_node=rank.on_equal_nodes)
+        return FoundServers(wsp.servers[0], known, given, launch=launch, of_nodes=rank.of_nodes)
     over_nodes = rank.size > rank.per_node
     if rank.local == 0:
         variables: Mapping[str, str] = start(rank, environment, wsp)
@@ -124,7 +126,7 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     security = replace(given if over_nodes else Security(), token=variables[TOKEN])
     known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
     hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
-    return FoundServers(variables[COORDINATOR], known, security, hosts, per_node=rank.on_equal_nodes)
+    return FoundServers(variables[COORDINATOR], known, security, hosts, of_nodes=rank.of_nodes)
 
 
 def lost() -> Exception | None:

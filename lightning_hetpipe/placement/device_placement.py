@@ -91,12 +91,6 @@ class DevicePlacement:
         Raises:
             SettingError: where the plan has devices that are not here.
         """
-        nodes = plan.virtual_workers[0].nodes
-        if len(nodes) > 1 and not self.emulated:
-            raise SettingError(
-                f"the plan for {plan.model} has stages on several nodes ({', '.join(nodes)}), and this release runs"
-                " those of one; plan for the devices of one node, or give the cluster, too, to emulate them on a CPU"
-            )
         if found := list(plan.problems(self.cluster)):
             way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
             raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -104,14 +105,17 @@ class HetPipeStrategy(VirtualWorkers):
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
-            flight and its weight policy. By default, where devices differ, one is made at the start of a fit from
-            measurements of the layers, which are kept on disk: the devices' order, the split points and, unless they
-            are given, k and Nm. Results depend on Nm alone of these (law L1), and so on measurements, which differ a
-            little from time to time: runs on one machine repeat as long as measurements are kept, and ``plan`` or
-            ``in_flight`` pins Nm for good. Where devices are all the same, measurements decide on split points only.
+            flight and its weight policy; and its virtual workers, each within one machine. Where it has several
+            machines, one command on each, ``NODE_RANK=0`` on the plan's first, starts those of that machine. By
+            default, where devices differ, one is made at the start of a fit from measurements of the layers, which are
+            kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results depend on
+            Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs on one
+            machine repeat as long as measurements are kept, and ``plan`` or ``in_flight`` pins Nm for good. Where
+            devices are all the same, measurements decide on split points only.
         cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
-            the rest of that time is slept. It is for one virtual worker in this release, as ``plan`` is.
+            the rest of that time is slept. Several virtual workers need a ``plan``, too; emulated ones all run on this
+            machine, whatever node the plan has them on.
         allocation: For a later release.
         lr_correction: K, the number of updates at the beginning with a lower learning rate, as stale gradients do most
             harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
@@ -178,16 +182,19 @@ class HetPipeStrategy(VirtualWorkers):
         self.weights = weights
         self._policy = settings.weight_policy(weights)
         self.lr_correction = settings.updates(lr_correction)
-        self._stages = settings.stage_counts(stages, self.virtual_workers)
-        self.in_flight = settings.count("in_flight", in_flight)
         self.plan = settings.plan(plan)
+        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
+        settings.check_platform(workers, sys.platform)
+        self._stages = settings.stage_counts(stages, workers)
+        self.in_flight = settings.count("in_flight", in_flight)
         self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
         self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
-            self._stages = settings.as_planned("stages", self._stages, len(self.plan.virtual_workers[0].stages))
+            self._stages = settings.stages_as_planned(self._stages, self.plan)
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             settings.check_planned_policy(self._policy, self.plan)
-        self._check_single(self.virtual_workers)
+        elif self.cluster is not None:
+            settings.check_cluster(self.virtual_workers)
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
@@ -220,21 +227,33 @@ class HetPipeStrategy(VirtualWorkers):
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
         settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
-        self._check_single(self.world_size)
+        if self.cluster is not None and self.plan is None:
+            settings.check_cluster(self.world_size)
         super()._configure_launcher()
 
-    def _check_single(self, virtual_workers: int) -> None:
-        for name, value in (("plan", self.plan), ("cluster", self.cluster)):
-            if value is not None:
-                settings.check_single(name, virtual_workers)
+    def _planned_workers(self) -> list[int]:
+        if self.plan is None:
+            return []
+        is_emulated = self.cluster is not None and self._num_nodes == 1 and self._is_on_cpu
+        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """True if the Trainer gave no accelerators."""
+        return all(device.type == "cpu" for device in self.parallel_devices or ())
+
+    @property
+    def _own_plan(self) -> Plan | None:
+        """The plan of this virtual worker."""
+        return None if self.plan is None else self.plan.of_worker(self.global_rank)
 
     def model_to_device(self) -> None:
         """Spreads the model over the devices of provisional stages."""
         assert self.model is not None
         devices = self._provisional_devices()
         room = self._placement().room(devices)
-        if self.plan is not None and self.plan.spread:
-            room = [max(1.0, stage.weights_bytes) for stage in self.plan.virtual_workers[0].stages]
+        if (plan := self._own_plan) is not None and plan.spread:
+            room = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages]
         spread(self.model, devices, room)
 
     # The life of a run.
@@ -365,8 +384,8 @@ class HetPipeStrategy(VirtualWorkers):
         found = self._found_devices()
         if self.plan is None and self.cluster is None:
             return found
-        placement = DevicePlacement.of(self.cluster, found, self.plan)
-        return list(placement.devices) if self.plan is None else placement.planned(self.plan)
+        placement, plan = self._placement(), self._own_plan
+        return list(placement.devices) if plan is None else placement.planned(plan)
 
     def _provisional_devices(self) -> list[torch.device]:
         """Devices of the stages that the model is spread over until it is decided which layers are on which stage."""
@@ -378,11 +397,15 @@ class HetPipeStrategy(VirtualWorkers):
         return place(self.stages, devices)
 
     def _placement(self) -> DevicePlacement:
-        return DevicePlacement.of(self.cluster, self._found_devices(), self.plan)
+        plan, cluster = self._own_plan, self.cluster
+        if plan is not None and cluster is not None and not self._is_on_cpu:
+            cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
+        return DevicePlacement.of(cluster, self._found_devices(), plan)
 
     def _found_devices(self) -> list[torch.device]:
-        rank = self._rank
-        return devices_of(self.parallel_devices or [torch.device("cpu")], rank.local, rank.per_node)
+        rank, found = self._rank, self.parallel_devices or [torch.device("cpu")]
+        # A plan says which of a node's devices its virtual workers have.
+        return found if self.plan is not None else devices_of(found, rank.local, rank.per_node)
 
     def _planner(self) -> Planner:
         placement = self._placement()
@@ -397,7 +420,7 @@ class HetPipeStrategy(VirtualWorkers):
             self.stages,
             self.in_flight,
             self.recompute,
-            self.plan,
+            self._own_plan,
             self._plan_name,
             self._emulation,
             ProfileCache(),
@@ -453,8 +476,9 @@ class HetPipeStrategy(VirtualWorkers):
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         """Give the first layer of each stage; tests put their own in its place."""
-        if self.plan is not None and len(times) == len(self.plan.layers):  # evaluation outside of a fit
-            return tuple(stage.first_layer for stage in self.plan.virtual_workers[0].stages)
+        plan = self._own_plan
+        if plan is not None and len(times) == len(plan.layers):  # evaluation outside of a fit
+            return tuple(stage.first_layer for stage in plan.virtual_workers[0].stages)
         return partition(times, stages)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -86,10 +87,10 @@ def plan(value: Any) -> Plan | None:
         made.check()
     except SettingError as error:
         raise error if isinstance(value, Plan) else SettingError(f"plan={os.fspath(value)}: {error}") from error
-    if len(made.virtual_workers) != 1:
+    if made.spread and len(made.virtual_workers) > 1:
         raise SettingError(
-            f"the plan for {made.model} has {len(made.virtual_workers)} virtual workers, and in this release a plan is"
-            " for one; make one for each"
+            f"the plan for {made.model} is of a spread run, which has one virtual worker, and it has"
+            f" {len(made.virtual_workers)}; plan anew"
         )
     return made
 
@@ -100,6 +101,50 @@ def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned
+
+
+def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list[Stages]:
+    """Take k of each virtual worker of a plan, unless others were asked for."""
+    planned = [count("stages", len(worker.stages)) for worker in plan.virtual_workers]
+    if asked == planned:
+        return asked
+    return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
+
+
+def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool) -> list[int]:
+    """Number of virtual workers on each node of a plan, in its order.
+
+    Args:
+        virtual_workers: The setting; 1 is its default, and leaves the number to the plan.
+        plan: To be run.
+        emulated: Whether all of its devices are emulated on this machine, which so is their only node.
+
+    Raises:
+        SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
+    """
+    on_nodes = plan.workers_on_nodes
+    found = [len(plan.virtual_workers)] if emulated else list(on_nodes.values())
+    if virtual_workers != 1 and set(found) != {virtual_workers}:
+        raise SettingError(
+            f"virtual_workers={virtual_workers}, but the plan for {plan.model} has {', '.join(map(str, found))}"
+            f"{' on its nodes' if len(found) > 1 else ''}; leave virtual_workers out, as the plan says it"
+        )
+    if emulated:
+        return found
+    for index, worker in enumerate(plan.virtual_workers):
+        if len(worker.nodes) > 1:
+            raise SettingError(
+                f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
+                f" {', '.join(worker.nodes)}), which is planned only; plan each virtual worker for the devices of one"
+                " node, or give the cluster, too, to emulate it on a CPU"
+            )
+    order = [worker.nodes[-1] for worker in plan.virtual_workers]
+    if len([*groupby(order)]) != len(on_nodes):
+        raise SettingError(
+            f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
+            " node one after another"
+        )
+    return found
 
 
 def check_planned_policy(asked: WeightPolicy | None, plan: Plan) -> None:
@@ -121,12 +166,12 @@ def check_spread(plan: Plan, **settings: bool) -> None:
             )
 
 
-def check_single(name: str, virtual_workers: int) -> None:
-    """Refuses several virtual workers with what is for one: ``name``."""
+def check_cluster(virtual_workers: int) -> None:
+    """Refuses a cluster without a plan where there are several virtual workers."""
     if virtual_workers > 1:
         raise SettingError(
-            f"{name} is for one virtual worker in this release, and there are {virtual_workers}; leave {name} out, or"
-            " train with one"
+            f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give"
+            " plan, too, such as one of hetpipe-plan for the cluster, leave cluster out, or train with one"
         )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,6 +20,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import is_fitting
+from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
@@ -56,11 +56,11 @@ class VirtualWorkers(HostWeights):
     in_flight: int | Literal["auto"]
     weights: str
     lr_correction: int | Literal["auto"] | None
+    plan: Plan | None
 
     def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.virtual_workers = checks.whole("virtual_workers", virtual_workers, most=MOST_VIRTUAL_WORKERS)
-        settings.check_platform(self.virtual_workers, sys.platform)
         self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
         self.timeout = checks.seconds("timeout", timeout)
         self._num_nodes = 1
@@ -74,10 +74,15 @@ class VirtualWorkers(HostWeights):
     @property
     def _rank(self) -> Rank:
         if self.cluster_environment is None:  # not given to a Trainer yet
-            return find_rank(self.virtual_workers, self._num_nodes, LightningEnvironment())
+            return find_rank(self.virtual_workers, self._num_nodes, LightningEnvironment(), self._planned_workers())
         if self._found_rank is None:
-            self._found_rank = find_rank(self.virtual_workers, self._num_nodes, self.cluster_environment)
+            planned = self._planned_workers()
+            self._found_rank = find_rank(self.virtual_workers, self._num_nodes, self.cluster_environment, planned)
         return self._found_rank
+
+    def _planned_workers(self) -> Sequence[int]:
+        """Number of virtual workers on each node, where a plan says it."""
+        return ()
 
     @property
     def num_nodes(self) -> int:
@@ -274,6 +279,8 @@ class VirtualWorkers(HostWeights):
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
+        if self.plan is not None:
+            agreed.append(f"plan={self.plan.fingerprint}")
         synchroniser.enter(agreed)
         self._shared = synchroniser
         return synchroniser

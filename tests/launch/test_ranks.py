@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_process_that_a_user_started_is_the_first_of_its_node(monkeypatch: pyt
     assert find_rank(1, 1, LightningEnvironment()) == Rank(0, 1, 0, 0, 1, 1, Role.FIRST)
     assert find_rank(3, 1, LightningEnvironment()) == Rank(0, 3, 0, 0, 3, 1, Role.FIRST)
     put(monkeypatch, NODE_RANK=1)
-    assert find_rank(3, 2, LightningEnvironment()) == Rank(3, 6, 1, 0, 3, 2, Role.FIRST)
+    assert find_rank(3, 2, LightningEnvironment()) == Rank(3, 6, 1, 0, 3, 2, Role.FIRST, (3, 3))
     with pytest.raises(SettingError, match="NODE_RANK=1 is beyond num_nodes=1; set num_nodes"):
         find_rank(3, 1, LightningEnvironment())
 
@@ -64,14 +65,14 @@ def test_a_process_that_our_launcher_started(monkeypatch: pytest.MonkeyPatch) ->
     with ours, childs:
         monkeypatch.setattr(ranks, "this_child", lambda: LaunchedChild(2, 3, childs))
         put(monkeypatch, NODE_RANK=1, LOCAL_RANK=2)
-        assert find_rank(3, 2, LightningEnvironment()) == Rank(5, 6, 1, 2, 3, 2, Role.CHILD)
+        assert find_rank(3, 2, LightningEnvironment()) == Rank(5, 6, 1, 2, 3, 2, Role.CHILD, (3, 3))
         with pytest.raises(SettingError, match="virtual_workers=1, but the processes of this program are 3 virtual"):
             find_rank(1, 2, LightningEnvironment())
 
 
 def test_processes_that_a_user_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, LOCAL_RANK=1, NODE_RANK=1)
-    assert find_rank(2, 2, LightningEnvironment()) == Rank(3, 4, 1, 1, 2, 2, Role.EXTERNAL)
+    assert find_rank(2, 2, LightningEnvironment()) == Rank(3, 4, 1, 1, 2, 2, Role.EXTERNAL, (2, 2))
     with pytest.raises(SettingError, match="LOCAL_RANK=1 is beyond virtual_workers=1 on this node"):
         find_rank(1, 2, LightningEnvironment())
 
@@ -146,16 +147,29 @@ def test_only_rank_zero_speaks(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    ("rank", "equal"),
-    [
-        (Rank(0, 6, 0, 0, 3, 2, Role.FIRST), 3),
-        (Rank(5, 6, 1, 2, 3, 2, Role.CHILD), 3),
-        (Rank(1, 4, 0, 1, 2, 2, Role.EXTERNAL), 2),
-        (Rank(0, 3, 0, 0, 3, 1, Role.FIRST), 0),  # there is one node only
-        (Rank(1, 4, 1, 0, 3, 2, Role.EXTERNAL), 0),
-        (Rank(1, 6, 1, 0, 2, 3, Role.EXTERNAL), 0),  # 1, 2 and 3 are as many as three times 2
-    ],
-)
-def test_which_node_a_virtual_worker_is_on_is_known_of_equal_nodes(rank: Rank, equal: int) -> None:
-    assert rank.on_equal_nodes == equal
+def test_which_node_a_virtual_worker_is_on_is_known_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_rank(1, 1, torchrun(monkeypatch, 0, 2, [3, 1])).of_nodes == (3, 1)
+    assert find_rank(1, 1, torchrun(monkeypatch, 1, 0, [3, 1])).of_nodes == (3, 1)
+    # 1, 2 and 3 are as many as three times 2
+    assert find_rank(1, 1, torchrun(monkeypatch, 1, 0, [1, 2, 3])).of_nodes == ()
+
+
+@pytest.mark.parametrize(("node", "index"), [(0, 0), (1, 2), (2, 3)])
+def test_a_plan_says_how_many_each_node_has(monkeypatch: pytest.MonkeyPatch, node: int, index: int) -> None:
+    processes = [2, 1, 3]
+    put(monkeypatch, NODE_RANK=node)
+    expected = Rank(index, 6, node, 0, processes[node], 3, Role.FIRST, (2, 1, 3))
+    assert find_rank(1, 3, LightningEnvironment(), processes) == expected
+    monkeypatch.delenv("NODE_RANK")
+    started = torchrun(monkeypatch, node, 0, processes)
+    assert find_rank(1, 1, started, processes) == replace(expected, role=Role.EXTERNAL)
+    with pytest.raises(SettingError, match="the plan has 2, 1 and 4 virtual workers on its nodes, and of the 6 proces"):
+        find_rank(1, 1, started, [2, 1, 4])
+
+
+def test_the_nodes_of_a_plan_are_those_of_the_run() -> None:
+    with pytest.raises(SettingError, match="num_nodes=3, but the plan has virtual workers on 2; set num_nodes=2"):
+        find_rank(1, 3, LightningEnvironment(), [1, 1])
+    with pytest.raises(SettingError, match=r"on 2 nodes, and num_nodes=1; set Trainer\(num_nodes=2\) and start"):
+        find_rank(1, 1, LightningEnvironment(), [1, 1])
+    assert find_rank(1, 1, LightningEnvironment(), [3]) == Rank(0, 3, 0, 0, 3, 1, Role.FIRST)

@@ -62,7 +62,16 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rank(index: int, nodes: int = 2, per_node: int = 1, role: Role = Role.FIRST) -> Rank:
-    return Rank(index, nodes * per_node, index // per_node, index % per_node, per_node, nodes, role)
+    return Rank(
+        index,
+        nodes * per_node,
+        index // per_node,
+        index % per_node,
+        per_node,
+        nodes,
+        role,
+        (per_node,) * nodes if nodes > 1 else (),
+    )
 
 
 def found(at: Rank, environment: ClusterEnvironment | None = None, **wsp: Any) -> servers.FoundServers:
@@ -88,7 +97,7 @@ def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch:
 def test_the_servers_that_a_user_names_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, HETPIPE_TOKEN="open-sesame")
     named = ["one:1", "two:2"]
-    first = servers.FoundServers("one:1", ("one:1", "two:2"), Security(token="open-sesame"), per_node=1)
+    first = servers.FoundServers("one:1", ("one:1", "two:2"), Security(token="open-sesame"), of_nodes=(1, 1))
     assert found(rank(0), servers=named) == first
     assert found(rank(1), servers=named) == replace(first, known=())
     assert servers.start(rank(0), LightningEnvironment(), WSPCallback(servers=named).settings) == {}
@@ -110,14 +119,16 @@ def test_each_node_has_one_and_all_look_for_the_first(monkeypatch: pytest.Monkey
     put(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="5000", HETPIPE_TOKEN="open-sesame")
     secret = Security(token="open-sesame")
     first = found(rank(0, 2, 2))
-    assert first == servers.FoundServers("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True, per_node=2)
+    assert first == servers.FoundServers("127.0.0.1:5001", ("127.0.0.1:5001",), secret, hosts=True, of_nodes=(2, 2))
     servers.stop()
-    assert found(rank(1, 2, 2, Role.CHILD)) == servers.FoundServers("127.0.0.1:5001", (), secret, per_node=2)
+    assert found(rank(1, 2, 2, Role.CHILD)) == servers.FoundServers("127.0.0.1:5001", (), secret, of_nodes=(2, 2))
     assert found(rank(2, 2, 2)) == servers.FoundServers(
-        "127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True, per_node=2
+        "127.0.0.1:5001", ("127.0.0.1:7",), secret, hosts=True, of_nodes=(2, 2)
     )
     servers.stop()
-    assert found(rank(2, 2, 2), placement="local") == servers.FoundServers("127.0.0.1:5001", (), secret, per_node=2)
+    assert found(rank(2, 2, 2), placement="local") == servers.FoundServers(
+        "127.0.0.1:5001", (), secret, of_nodes=(2, 2)
+    )
     put(monkeypatch, HETPIPE_PORT="6000")
     assert found(rank(0)).known == ("127.0.0.1:6000",)
     servers.stop()

@@ -142,7 +142,7 @@ def test_forwards_are_computed_again_where_the_plan_or_the_user_says_so(said: bo
             {"weights": "pipeoptim"},
             "weights='pipeoptim', but the plan is for weights='stash', which takes other memory",
         ),
-        ({"virtual_workers": 2}, "plan is for one virtual worker in this release, and there are 2"),
+        ({"stages": [2, 3]}, "stages=[2, 3], but the plan has 2; leave stages out"),
     ],
 )
 def test_settings_that_contradict_a_plan(settings: dict[str, Any], said: str) -> None:
@@ -175,14 +175,6 @@ def test_a_plan_for_more_minibatches_of_a_step_has_room_for_fewer_copies() -> No
 def test_a_plan_with_more_in_flight_than_there_may_be() -> None:
     with refused("in_flight=1001 is more than 1000, each of which would take a thread; set fewer"):
         HetPipeStrategy(plan=planned(0, 2, in_flight=1001))
-
-
-def test_a_plan_for_several_virtual_workers() -> None:
-    one = planned(0)
-    (worker,) = one.virtual_workers
-    other = replace(worker, stages=(replace(worker.stages[0], device="cpu:1"),))
-    with refused("the plan for MLP has 2 virtual workers", "make one for each"):
-        HetPipeStrategy(plan=replace(one, virtual_workers=(worker, other)))
 
 
 @pytest.mark.parametrize(
@@ -438,8 +430,11 @@ def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
     first, second = planned(0, 3, device="T4").virtual_workers[0].stages
     worker = PlannedWorker(10.0, (replace(first, node="other", device="T4:0"), second))
     plan = replace(planned(0, 3, device="T4"), virtual_workers=(worker,))
-    said = "the plan for MLP has stages on several nodes (other, box), and this release runs those of one; plan for"
-    assert_refused(mlp(), said, strategy=HetPipeStrategy(plan=plan), loader=LOADER)
+    said = (
+        "the plan for MLP has a virtual worker with stages on several nodes (0, on other, box), which is planned only"
+    )
+    with refused(said):
+        quiet_trainer(HetPipeStrategy(plan=plan))
     both = Cluster([Node("box", ["T4"]), Node("other", ["T4"])])
     assert [device for device, _ in trained(stashing(plan=plan, cluster=both))] == [
         "other T4:0 (emulated)",
@@ -531,9 +526,50 @@ def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
     assert not strategy.last_run.emulated
 
 
-def test_a_cluster_is_for_one_virtual_worker() -> None:
-    with refused("cluster is for one virtual worker in this release, and there are 2"):
+def test_a_cluster_of_several_virtual_workers_needs_a_plan() -> None:
+    with refused("cluster is planned at the start of a fit for one virtual worker, and there are 2; give plan, too"):
         HetPipeStrategy(cluster=box("T4"), virtual_workers=2)
+
+
+def of_several(*nodes: str) -> Plan:
+    """A virtual worker on each of ``nodes``."""
+    stage = planned(0).virtual_workers[0].stages[0]
+    workers = [
+        PlannedWorker(10.0, (replace(stage, node=node, device=f"cpu:{index}"),)) for index, node in enumerate(nodes)
+    ]
+    return replace(planned(0), virtual_workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "said"),
+    [
+        (
+            planned(0, 2),
+            {"virtual_workers": 2},
+            "virtual_workers=2, but the plan for MLP has 1; leave virtual_workers out",
+        ),
+        (of_several("box", "box"), {"virtual_workers": 3}, "virtual_workers=3, but the plan for MLP has 2; leave"),
+        (of_several("a", "b", "b"), {"virtual_workers": 2}, "the plan for MLP has 1, 2 on its nodes; leave"),
+        (
+            of_several("a", "b"),
+            {},
+            "the plan has virtual workers on 2 nodes, and num_nodes=1; set Trainer(num_nodes=2)",
+        ),
+        (
+            of_several("a", "b", "a"),
+            {},
+            "has its virtual workers on a, b, a, in this order; list those of one node one",
+        ),
+        (
+            replace(of_several("a", "a"), spread=True),
+            {},
+            "the plan for MLP is of a spread run, which has one virtual wor",
+        ),
+    ],
+)
+def test_a_plan_of_several_virtual_workers_that_cannot_be_run(plan: Plan, settings: dict[str, Any], said: str) -> None:
+    with refused(said):
+        quiet_trainer(HetPipeStrategy(plan=plan, **settings))
 
 
 # Found.

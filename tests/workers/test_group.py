@@ -280,7 +280,7 @@ def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, m
     rooms = Sessions(LEASE)
     exits.callback(rooms.close)
     server = exits.enter_context(GrpcServer(rooms))
-    found = FoundServers(server.address, (), Security(), per_node=2)
+    found = FoundServers(server.address, (), Security(), of_nodes=(2, 2, 2))
     impatient, patient = (WSPCallback(lease=LEASE, join_timeout=seconds).settings for seconds in (0.3, SECONDS))
     threads = exits.enter_context(ThreadPoolExecutor(2))
     groups = [Group(index, 6, found, settings, SECONDS) for index, settings in ((1, patient), (4, impatient))]

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
 from tests.oracle import State
@@ -199,8 +199,11 @@ def main(job: dict[str, Any]) -> None:
     torch.manual_seed(SEED)
     lengths: Sequence[int] = job["lengths"]
     wsp = WSPCallback(**job.get("wsp", {}))
+    cluster = Cluster([Node(name, devices) for name, devices in job["cluster"].items()]) if "cluster" in job else None
     strategy = HetPipeStrategy(
-        virtual_workers=job.get("virtual_workers", len(lengths)),
+        virtual_workers=job.get("virtual_workers", 1 if "plan" in job else len(lengths)),
+        plan=job.get("plan"),
+        cluster=cluster,
         stages=job["stages"],
         in_flight=job["in_flight"],
         wsp=wsp,
@@ -252,6 +255,7 @@ def main(job: dict[str, Any]) -> None:
             "end": State.of(module, trainer.optimizers[0]),
             "metrics": dict(trainer.callback_metrics),
             "logged": notes.logged,
+            "stages": [stage.layers for stage in strategy.last_run.stages],
         },
         Path(job["folder"]) / f"{worker}.pt",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
@@ -235,6 +235,10 @@ class Cluster:
             return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.usable))
 
         return self._each(filled)
+
+    def of_nodes(self, names: Collection[str]) -> Cluster:
+        """The cluster of the nodes of these names alone; of all where there is none of them."""
+        return Cluster([node for node in self.nodes if node.name in names] or self.nodes, self.link)
 
     def over(self, found: Cluster) -> Cluster:
         """Merge this declaration with the machines of ``found``: what it does not say of a device is as found.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
 from os import PathLike
 
 from lightning_hetpipe.errors import SettingError
@@ -87,7 +89,7 @@ class PlannedWorker:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The machines that its stages lie on, of which there may be one in this release."""
+        """The machines that its stages lie on; more than one are planned, and run emulated only."""
         return tuple(dict.fromkeys(stage.node for stage in self.stages))
 
 
@@ -224,6 +226,20 @@ class Plan:
 
     def __str__(self) -> str:
         return table(self)
+
+    def of_worker(self, index: int) -> Plan:
+        """The plan of virtual worker ``index`` alone."""
+        return replace(self, virtual_workers=(self.virtual_workers[index],))
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that plans with anything different do not share."""
+        return sha256(repr(self).encode()).hexdigest()[:12]
+
+    @property
+    def workers_on_nodes(self) -> dict[str, int]:
+        """Number of virtual workers on each machine, by the machine of their last stage."""
+        return dict(Counter(worker.nodes[-1] for worker in self.virtual_workers))
 
     @property
     def versions(self) -> Versions:

@@ -1,0 +1,79 @@
+"""Plans of several virtual workers: each has the plan's stages, on its devices, and all train as the laws say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hetpipe import Plan
+from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from tests.support.namespaces import Machine
+from tests.wsp.launch import Job, run_all
+from tests.wsp.test_exact import check, expected
+from tests.wsp.test_several_machines import TRUSTED, by_hand, trained
+
+LAYERS = tuple(f"task.net.{number}" for number in range(7))
+
+
+def planned(*workers: Sequence[tuple[str, int]], in_flight: int) -> Plan:
+    """For ``mlp``: of each virtual worker, the node and device of each stage, and its first layer."""
+    made = []
+    for stages in workers:
+        ends = [*(first for _, first in stages[1:]), len(LAYERS)]
+        parts = []
+        for (place, first), after in zip(stages, ends, strict=True):
+            node, device = place.split("/")
+            parts.append(PlannedStage(node, device, first, after - 1, 0.1, 1, None))
+        made.append(PlannedWorker(10.0, tuple(parts)))
+    return Plan("Evaluated", in_flight, in_flight, 0, 0.1, 10.0 * len(made), tuple(made), LAYERS)
+
+
+def job(folder: Path, plan: Plan, lengths: Sequence[int], **more: Any) -> Job:
+    plan.save(folder / "plan.json")
+    return Job(folder, "mlp", lengths, "auto", "auto", {"plan": str(folder / "plan.json"), **more})
+
+
+def ran(found: list[dict[str, Any]], plan: Plan) -> None:
+    """The stages of each virtual worker had the plan's layers."""
+    for each, worker in zip(found, plan.virtual_workers, strict=True):
+        wanted = [list(LAYERS[stage.first_layer : stage.last_layer + 1]) for stage in worker.stages]
+        assert each["stages"] == wanted
+
+
+def test_each_virtual_worker_has_stages_of_its_own(tmp_path: Path) -> None:
+    plan = planned([("box/cpu:2", 0), ("box/cpu:0", 3)], [("box/cpu:1", 0), ("box/cpu:3", 2)], in_flight=2)
+    here = job(tmp_path, plan, (4, 5))
+    (found,) = run_all(here)
+    ran(found, plan)
+    here.in_flight = 2
+    check(here, found, expected(here, 2))
+
+
+@pytest.mark.slow
+def test_virtual_workers_across_nodes_that_are_emulated(tmp_path: Path) -> None:
+    """All of them run on this machine."""
+    plan = planned([("a/T4:0", 0), ("b/V100-16:0", 4)], [("b/V100-16:1", 0), ("a/T4:1", 1)], in_flight=3)
+    here = job(tmp_path, plan, (4, 3), cluster={"a": ["2xT4"], "b": ["2xV100-16"]})
+    (found,) = run_all(here)
+    ran(found, plan)
+    here.in_flight = 3
+    check(here, found, expected(here, 3))
+
+
+@pytest.mark.slow
+def test_a_command_on_each_machine_of_the_plan(machines: list[Machine], tmp_path: Path) -> None:
+    """The second machine has one virtual worker more than the first."""
+    plan = planned(
+        [("a/cpu:0", 0), ("a/cpu:1", 2)],
+        [("b/cpu:0", 0), ("b/cpu:1", 5)],
+        [("b/cpu:2", 0)],
+        in_flight=3,
+    )
+    here = job(tmp_path, plan, (4, 5, 3), trainer={"num_nodes": 2}, wsp=TRUSTED)
+    processes = by_hand(machines, here)
+    here.in_flight = 3
+    trained(here, processes, 3)
+    ran(here.written(), plan)
