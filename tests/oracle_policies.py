@@ -43,7 +43,7 @@ def xpipe(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> 
     state, (beta, gamma) = optimizer.state[weight], group["betas"]
     t = state["step"].item()
     correction = math.sqrt(1 - gamma**t)  # of sqrt(v), here multiplied with lr and eps
-    rate, eps = group["lr"] * correction / (1 - beta**t), group["eps"] * correction
+    rate, eps = float(group["lr"]) * correction / (1 - beta**t), group["eps"] * correction
     m, v = state["exp_avg"].clone(), state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].clone()
     return lambda w, s: w.addcdiv(m, v.sqrt() + eps, value=s * -rate)
 
@@ -76,7 +76,7 @@ def corrected(optimizer: Optimizer, t: int, correction: int | tuple[int, int] | 
         factor = max(1 + steps, least) ** -(1 - min(t / updates, 1.0))
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] *= factor
+        group["lr"] = group["lr"] * factor  # another one, should it be a tensor
     yield
     for group, rate in zip(optimizer.param_groups, before, strict=True):
         group["lr"] = rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import hydra
@@ -13,6 +14,7 @@ from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, cluster_of, of_strategy, profile_of, wanted
+from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Device
@@ -23,6 +25,8 @@ from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
+from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.run.automatic import planned_policies
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -63,20 +67,29 @@ def run(config: DictConfig) -> float | None:
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    policy = asked.pop("weights")
-    for weights in chosen if policy is None else [policy]:
-        choice = best_plan(profile, cluster, optimizer=optimizer, weights=weights, **asked)
+    given = asked.pop("weights")
+    policies = chosen if given is None else [given]
+
+    @cache
+    def plan_for(policy: WeightPolicy) -> Choice:
+        return best_plan(profile, cluster, optimizer=optimizer, weights=policy, **asked)
+
+    for policy in policies:
+        choice = plan_for(policy)
         if choice.fits:
             break
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
-    given = asked["stages"] is not None
+    stages_given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
-    remarks = _remarks(choice, profile, cluster.assumed([stage.slot for stage in choice.stages]), given)
+    remarks = _remarks(choice, profile, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
     if of_strategy(config, "compile", False):
         remarks.append("- strategy.compile is not in these times: layers are measured without compilation")
     print(plan, *remarks, "", sep="\n")
+    if len(devices) > 1 and asked["in_flight"] != 1:  # else all policies are the same
+        rows = compared_policies([*policies, *planned_policies(optimizer)])
+        print(*side_by_side(rows, plan_for, asked["in_flight"], asked["every"]), "", sep="\n")
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.profile is None:

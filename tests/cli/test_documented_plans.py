@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 COMMANDS = re.findall(r"^    hetpipe-plan (.*)$", DOCUMENT, re.M)
 RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 ((LAB, _),) = re.findall(r"^```yaml\n(# (lab\.yaml)\n.*?)^```", DOCUMENT, re.M | re.S)
+(POLICIES,) = re.findall(r"^    weights    in flight .*\n(?:    .*\n)+", DOCUMENT, re.M)
 ((PROGRAM, _),) = re.findall(r"^```python\n(# (plan\.py)\n.*?)^```", DOCUMENT, re.M | re.S)
 
 
@@ -47,6 +49,8 @@ def test_the_command(plan: Run, prepared: Path, command: str) -> None:
     said, error = plan(*arguments)
     assert "in flight, " in said
     assert "Traceback" not in error
+    if "strategy.in_flight=4" in arguments and "profile=profile.json" in arguments:
+        assert textwrap.dedent(POLICIES) in said
     made = list(prepared.rglob("plan.json"))
     assert len(made) == (3 if "-m" in arguments else 1)
     for each in made:

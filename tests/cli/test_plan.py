@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -216,6 +217,33 @@ def test_one_minibatch_in_flight_is_a_spread_run(plan: Run, folder: Path) -> Non
         assert said.startswith("twelve: 1 minibatch in flight, ")
     said, _ = plan(*given, "strategy.in_flight=2", code=1)
     assert "- strategy.in_flight=1\n" in said
+
+
+def test_weight_policies_side_by_side(plan: Run) -> None:
+    """Those that suit the optimizer, each with a plan of its own; none where all are the same."""
+    given = ["profile=p.json", "devices=[2xRTX-3090]", "optimizer=sgd_momentum"]
+    said, _ = plan(*given, "trainer.accumulate_grad_batches=4", "strategy.weights=sync")
+    (header, *rows) = [line.split() for line in said.split("\nweights ")[1].split("\n\n")[0].splitlines()]
+    assert header[:2] == ["in", "flight"]
+    assert [row[0] for row in rows] == ["stash", "sync", "2bw", "spectrain", "pipeoptim"]
+    steps = {row[0]: " ".join(row[5:]) for row in rows}
+    assert steps == {"stash": "1", "sync": "0", "2bw": "1", "spectrain": "1, predicted", "pipeoptim": "1, predicted"}
+    rates = {row[0]: float(row[2]) for row in rows}
+    assert f"weights='sync', {rates['sync']:.3g} minibatches per second" in said
+    assert rates["sync"] < rates["2bw"] == rates["stash"] == rates["spectrain"]
+    for alone in (["strategy.in_flight=1"], ["devices=[RTX-3090]"]):
+        said, _ = plan(*given, *alone)
+        assert "\nweights " not in said
+
+
+def test_a_policy_that_does_not_fit_or_lacks_minibatches_to_a_step(plan: Run, folder: Path) -> None:
+    given = ["profile=p.json", "devices=[2xRTX-3090]", "strategy.in_flight=4"]
+    _, error = plan(*given, "strategy.weights=2bw", code=2)
+    assert "strategy.weights=2bw needs 4 minibatches in one optimizer step where 4 are in flight" in error
+    said, _ = plan(*given, "devices=[{name:RTX-3090,memory:700MiB},{name:RTX-3090,memory:700MiB}]", code=1)
+    assert re.search(r"^stash  +4  +does not fit ", said, re.M)
+    assert re.search(r"^sync  +4  +\d", said, re.M)
+    assert re.search(r"^2bw  +needs trainer.accumulate_grad_batches=4$", said, re.M)
 
 
 @pytest.mark.usefixtures("drawn")

@@ -166,21 +166,32 @@ def test_rates_that_begin_lower(policy: str, every: int) -> None:
     assert_equal(expected, fit(task, loader, strategy=strategy, accumulate_grad_batches=every))
 
 
+def test_a_rate_that_is_a_tensor() -> None:
+    """A scheduler changes it in place, a correction must not."""
+    recipe = Recipe(lambda model: torch.optim.AdamW(model.parameters(), torch.tensor(0.01), foreach=False), decay)
+    task, loader = mlp(recipe), vectors(30, 4)
+    expected = expect(task, loader, 3, weights="xpipe", lr_correction=7)
+    strategy = even(7, 2, 3, weights="xpipe", lr_correction=7)
+    assert_equal(expected, fit(task, loader, strategy=strategy))
+
+
 @pytest.mark.parametrize("p", [3, 6])
 @pytest.mark.parametrize("policy", ["sync", "2bw", *PREDICTING])
 def test_a_run_that_is_resumed(policy: str, p: int, tmp_path: Path) -> None:
-    """In mid-epoch, and where one begins: as if the pipeline had started empty there."""
+    """In mid-epoch, and where one begins: as if the pipeline had started empty there, after as many updates."""
+    correction = 8 if policy in PREDICTING else None
     task, batches = mlp(RECIPES.get(policy, MOMENTUM)), list(vectors(24, 4))
     every = 3 if policy in ("sync", "2bw") else 1
     epochs = [batches, batches]
     epochs[p // 6] = [*batches[: p % 6], *batches[: 6 - p % 6]]  # Lightning begins with the loader's first again
-    expected = expect(task, epochs, 3, accumulate=every, weights=policy, restarts={p})
+    expected = expect(task, epochs, 3, accumulate=every, weights=policy, lr_correction=correction, restarts={p})
     when: dict[str, Any] = {"every_n_epochs": 1} if p == 6 else {"every_n_train_steps": p // every}
     saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **when)
     settings: dict[str, Any] = {"accumulate_grad_batches": every, "enable_checkpointing": True}
-    fit(task, vectors(24, 4), [saver], strategy=even(7, 2, 3, weights=policy), max_epochs=1, **settings)
+    strategy = even(7, 2, 3, weights=policy, lr_correction=correction)
+    fit(task, vectors(24, 4), [saver], strategy=strategy, max_epochs=1, **settings)
     fresh, path = mlp(task.recipe), tmp_path / f"step={p // every}.ckpt"
-    strategy = even(7, 3, 3, weights=policy)
+    strategy = even(7, 3, 3, weights=policy, lr_correction=correction)
     found = fit(fresh, vectors(24, 4), strategy=strategy, ckpt_path=str(path), **settings)
     assert_equal(after(expected, p), found)
 

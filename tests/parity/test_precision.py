@@ -170,6 +170,16 @@ def test_steps_that_overflow_are_skipped_and_what_was_in_flight_is_passed_on() -
     assert all((scales[p - 1] < scales[p - 2]) == (p in skipped) for p in range(2, 15))
 
 
+@pytest.mark.parametrize("policy", ["xpipe", "pipeoptim"])
+def test_skipped_steps_predict_nothing_and_count_as_updates(policy: str) -> None:
+    """Of which the first ones have lower rates."""
+    policies: dict[str, Any] = {"weights": policy, "lr_correction": 9}
+    task = spiky(ADAMW)
+    expected = expect(task, NUMBERED, 4, autocast=torch.half, scaler=scaler(), **policies)
+    strategy = Pinned((0, 2, 4), 4, **policies)
+    assert_equal(expected, fit(task, NUMBERED, strategy=strategy, plugins=[scaling()]))
+
+
 def test_hooks_on_parameters_see_gradients_of_the_present_scale() -> None:
     """As in a plain run, a hook may divide by the scaler's scale."""
 

@@ -63,6 +63,11 @@ CASES: dict[str, tuple[Job, int, dict[str, Any]]] = {
     "sync": (Job(Path(), more={**BY_TWO, "weights": "sync"}), 4, {"accumulate": 2, "weights": "sync"}),
     "2bw": (Job(Path(), in_flight=2, more={**BY_TWO, "weights": "2bw"}), 2, {"accumulate": 2, "weights": "2bw"}),
     "pipeoptim": (Job(Path(), lengths=(5, 4), more={"weights": "pipeoptim"}), 3, {"weights": "pipeoptim"}),
+    "xpipe": (
+        Job(Path(), lengths=(7, 6), more={**BY_TWO, "weights": "xpipe", "lr_correction": 3}),
+        4,
+        {"accumulate": 2, "weights": "xpipe", "lr_correction": 3},
+    ),
 }
 
 

@@ -209,6 +209,7 @@ def main(job: dict[str, Any]) -> None:
         wsp=wsp,
         timeout=job.get("timeout", 60),
         weights=job.get("weights", "stash"),
+        lr_correction=job.get("lr_correction", "auto"),
     )
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]

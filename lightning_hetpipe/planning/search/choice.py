@@ -132,7 +132,8 @@ def best_plan(
             virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
 
     Raises:
-        SettingError: where the profile has no times of a device, or for more stages than there are devices or layers.
+        SettingError: where the profile has no times of a device, for more stages than there are devices or layers, or
+            where ``every`` is too few for the weight policy at ``in_flight``.
     """
     slots = cluster.slots if slots is None else tuple(slots)
     most = min(len(slots), len(profile.layers))
@@ -146,6 +147,8 @@ def best_plan(
     problem = PlanningProblem(
         profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every, memory
     )
+    if in_flight is not None:
+        problem.versions(in_flight).check()
     search = _Search(problem)
     if memory is not None and (in_flight == 1 or (in_flight is None and len(slots) == 1)):
         return search.spread(memory)
