@@ -2,7 +2,7 @@
 
 A minibatch whose weights miss s optimizer steps then computes on these weights moved on by s such steps. SpecTrain
 (2018) takes SGD's momentum buffer for it, XPipe (2019) Adam's moments, PipeOptim (2023) what the last step has done;
-for SGD with momentum at a constant rate the first and the last are the same, but for weight decay's newest part.
+for SGD with momentum at a constant rate the first and the last are the same, weight decay included, but for rounding.
 """
 
 from __future__ import annotations

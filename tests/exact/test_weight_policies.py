@@ -237,6 +237,18 @@ def test_on_a_quadratic_the_prediction_has_its_closed_form() -> None:
     assert not last.moves()
 
 
+def test_at_a_constant_rate_momentum_and_the_last_step_predict_the_same() -> None:
+    """The buffer has weight decay in it, as the step has."""
+    weight = nn.Parameter(torch.tensor([2.0, -3.0], dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9, weight_decay=0.3)
+    last, momentum = prediction_of("pipeoptim", optimizer), prediction_of("spectrain", optimizer)
+    for gradient in ([0.5, 1.0], [-2.0, 0.25], [1.5, -1.0]):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        with last.asked(), last.stepping():
+            optimizer.step()
+        torch.testing.assert_close(after_steps(last, weight, 3), after_steps(momentum, weight, 3), rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("policy", ["xpipe", "pipeoptim"])
 def test_complex_weights_are_predicted_by_their_parts(policy: str) -> None:
     """On a linear loss Adam's bias-corrected moments are g and its square, part by part: each step is the same."""
