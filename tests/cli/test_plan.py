@@ -220,7 +220,7 @@ def test_one_minibatch_in_flight_is_a_spread_run(plan: Run, folder: Path) -> Non
 
 
 def test_weight_policies_side_by_side(plan: Run) -> None:
-    """Those that suit the optimizer, each with a plan of its own; none where all are the same."""
+    """Each that suits the optimizer has a plan of its own; no table where all are the same."""
     given = ["profile=p.json", "devices=[2xRTX-3090]", "optimizer=sgd_momentum"]
     said, _ = plan(*given, "trainer.accumulate_grad_batches=4", "strategy.weights=sync")
     (header, *rows) = [line.split() for line in said.split("\nweights ")[1].split("\n\n")[0].splitlines()]

@@ -47,9 +47,11 @@ def check(task: Learner, loader: Any, strategy: Pinned, **options: Any) -> Recor
 )
 @pytest.mark.filterwarnings("error:torch.compile cannot compile")
 def test_sequentials(model: str, stages: int, in_flight: int, samples: int) -> None:
-    """With dropout, BatchNorm, attention and in-place layers; of 26 samples the last batch is of another shape."""
+    """With dropout, BatchNorm, attention, in-place layers and predicted weights; of 26 samples the last batch is of
+    another shape."""
     make_task, make_loader = MODELS[model]
-    check(make_task(ADAMW), make_loader(samples, 3), even(LAYERS[model], stages, in_flight, compile="aot_eager"))
+    strategy = even(LAYERS[model], stages, in_flight, compile="aot_eager", weights="xpipe")
+    check(make_task(ADAMW), make_loader(samples, 3), strategy, weights="xpipe")
 
 
 # In the translator a value both passes through a stage and is read there twice: compiled, its gradients are added in

@@ -172,7 +172,7 @@ def test_steps_that_overflow_are_skipped_and_what_was_in_flight_is_passed_on() -
 
 @pytest.mark.parametrize("policy", ["xpipe", "pipeoptim"])
 def test_skipped_steps_predict_nothing_and_count_as_updates(policy: str) -> None:
-    """Of which the first ones have lower rates."""
+    """The first updates have lower rates."""
     policies: dict[str, Any] = {"weights": policy, "lr_correction": 9}
     task = spiky(ADAMW)
     expected = expect(task, NUMBERED, 4, autocast=torch.half, scaler=scaler(), **policies)
