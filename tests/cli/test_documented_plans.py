@@ -16,6 +16,7 @@ from lightning_hetpipe.planning.plan.profile_file import save
 from tests.cli.conftest import Train
 from tests.cli.test_plan import PROFILE, Run, folder, plan
 from tests.cli.test_train import FAST
+from tests.planning.sailor import checkout
 
 __all__ = ["folder", "plan"]
 
@@ -29,16 +30,18 @@ RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 
 @pytest.fixture
 def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files that the document speaks of: a profile and a cluster of one's own."""
+    """Files that the document speaks of: profiles, and a cluster of one's own."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
     save(PROFILE, folder / "profile.json")
+    gpus = {"A100-40": (2, 4), "V100-16": (2, 4)}
+    checkout(folder / "sailor", {"OPT-350": gpus, "GPT-Neo-2.7": gpus})
     (folder / "mine" / "cluster").mkdir(parents=True)
     (folder / "mine" / "cluster" / "lab.yaml").write_text(LAB)
     return folder
 
 
 def test_there_are_these() -> None:
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_the_command(plan: Run, prepared: Path, command: str) -> None:
     for each in made:
         Plan.load(each).check()
         assert each.with_name("plan.png").exists()
-        assert each.with_name("profile.json").exists() == ("profile=profile.json" not in arguments)
+        assert each.with_name("profile.json").exists() == ("profile=" not in command)
 
 
 @pytest.mark.slow

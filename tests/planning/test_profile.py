@@ -91,7 +91,7 @@ def test_profiles_of_one_model_on_several_devices_are_joined() -> None:
         both.joined(Profile("m", 5, LAYERS, {"T4": TIMES}, {}))
 
 
-def sailors() -> dict[str, Any]:
+def reference() -> dict[str, Any]:
     times = [{"forward_s": t.forward, "backward_s": t.backward, "update_s": t.update} for t in TIMES]
     return {
         "model": "m",
@@ -104,8 +104,8 @@ def sailors() -> dict[str, Any]:
     }
 
 
-def test_sailors_form(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps(sailors()))
+def test_the_form_of_the_reference_data(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(reference()))
     assert load(tmp_path / "p.json") == Profile("m", 4, LAYERS, {"V100-16": TIMES}, {"V100-16": 7})
 
 
@@ -144,7 +144,7 @@ def test_the_reference_profile() -> None:
     ],
 )
 def test_what_is_no_profile_is_refused_with_file_key_and_reason(tmp_path: Path, change: Any, says: str) -> None:
-    value = sailors()
+    value = reference()
     change(value)
     (tmp_path / "p.json").write_text(json.dumps(value))
     with pytest.raises(SettingError, match=rf"p\.json: {says}"):

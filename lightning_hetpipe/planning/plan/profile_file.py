@@ -1,14 +1,17 @@
-"""Profiles as JSON files: ours, and those of the Sailor project (eth-easl/sailor, SOSP 2025)."""
+"""Profiles as JSON files; ``docs/planning.md`` has the schema."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
+from lightning_hetpipe.planning.plan import sailor_files
 from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1
@@ -20,7 +23,8 @@ _OURS = {
     "kept": "kept_bytes",
     "output": "output_bytes",
 }
-_SAILORS = {**_OURS, "devices": "gpus", "samples": "microbatch", "kept": "activation_bytes"}
+_REFERENCE = {**_OURS, "devices": "gpus", "samples": "microbatch", "kept": "activation_bytes"}
+"""Keys of the project's reference data, which has no version."""
 
 
 def save(profile: Profile, path: str | PathLike[str]) -> None:
@@ -32,20 +36,31 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
     write(path, as_json(profile))
 
 
-def load(path: str | PathLike[str]) -> Profile:
-    """Read a profile, in our form or in Sailor's, which has ``gpus``.
+def load(path: str | PathLike[str], model: str | None = None, microbatch: int | None = None) -> Profile:
+    """Read a profile: a file that :func:`save` has written, its folder, or times of the Sailor project.
+
+    Args:
+        path: A file or a folder; of Sailor's as :mod:`~lightning_hetpipe.planning.plan.sailor_files` says.
+        model: Which of Sailor's, where there are several; otherwise the name that the file must have.
+        microbatch: Samples in a minibatch, likewise.
 
     Raises:
         SettingError: one sentence with the file, the key and what is wrong there.
     """
-    document = Document.read(path)
-    if "schema_version" not in document and "gpus" in document:
-        document.object("model", "microbatch", "gpus", "layers")
-        return _profile(document, _SAILORS, {})
-    document.version(VERSION)
-    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code")
-    estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
-    return _profile(document, _OURS, estimated)
+    file = Path(path)
+    if file.is_dir() and (file / sailor_files.NAME).is_file():
+        file /= sailor_files.NAME
+    document = None if file.is_dir() else Document.read(file)
+    if document is None or sailor_files.has_times(document.value):
+        return sailor_files.load(file, model, microbatch)
+    found = _read(document)
+    for key, has, setting, asked in (
+        ("model", found.model, "profile_model", model),
+        ("samples", found.samples, "profile_microbatch", microbatch),
+    ):
+        if asked not in (None, has):
+            raise SettingError(f"{file}: {key} is {has!r}, and not {setting}={asked}; leave that out")
+    return found
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
@@ -82,6 +97,16 @@ def as_json(profile: Profile) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _read(document: Document) -> Profile:
+    if "schema_version" not in document and "gpus" in document:
+        document.object("model", "microbatch", "gpus", "layers")
+        return _profile(document, _REFERENCE, {})
+    document.version(VERSION)
+    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code")
+    estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
+    return _profile(document, _OURS, estimated)
 
 
 def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, str]) -> Profile:
