@@ -1,4 +1,7 @@
-"""hetpipe-plan: plans which layers run on which device and how many minibatches are in flight, and simulates it."""
+"""hetpipe-plan: plans which layers run on which device and how many minibatches are in flight, and simulates it.
+
+With ``measure=links`` it measures links instead.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, cluster_of, of_strategy, profile_of, wanted
+from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, check_types, cluster_of, of_strategy, profile_of, wanted
 from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import known
@@ -46,10 +50,19 @@ def main() -> None:
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="plan", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
     """Run one job of Hydra's; return the minibatches per second, which sweepers may optimise; None if nothing fits."""
+    if config.get("measure") is not None:
+        job(measure, config, PROGRAM)
+        return None
     with compared() as figures:
         rate = job(run, config, PROGRAM)
         figures["minibatches per second"] = "does not fit" if rate is None else f"{rate:.3g}"
     return rate
+
+
+def measure(config: DictConfig) -> None:
+    """Measure the links of this machine; see :mod:`~lightning_hetpipe.cli.measured_links`."""
+    check_types(config)
+    measured_links.run(config)
 
 
 def run(config: DictConfig) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
@@ -36,6 +36,7 @@ PROGRAM = ConsoleScript(
     trainer_checks.GROUPS,
     {
         **trainer_checks.SETTINGS,
+        "measure": Literal["links"] | None,
         "profile": str | None,
         "profile_model": str | None,
         "profile_microbatch": int | None,
@@ -60,6 +61,11 @@ _SILENT = {
     "fast_dev_run": False,
 }
 """Settings of the Trainer that switch off what measuring layers does not need."""
+
+
+def check_types(config: DictConfig) -> None:
+    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them."""
+    trainer_checks.check(config, PROGRAM, ())
 
 
 def check(config: DictConfig) -> None:

@@ -190,6 +190,8 @@ COMPOSITION = [  # the command line and the files
 
 TOGETHER = [  # settings that exclude each other, or are of no use here; files of the wrong kind
     ("plan", [], "profile=null", "give profile=FILE, or choose an experiment, such as experiment=digits."),
+    ("plan", ["measure=link"], "measure=link", "must be"),
+    ("plan", ["measure=links", "profil=p.json"], "profil", "did you mean profile?"),
     ("plan", ["experiment=gpt", "profile_model=GPT"], "profile_model=GPT", "and there is none; give profile=FILE."),
     (
         "plan",

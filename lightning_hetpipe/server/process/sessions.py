@@ -11,9 +11,18 @@ from functools import partial
 from typing import Any
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process.link_probe import LinkProbe
 from lightning_hetpipe.server.process.service import SHARD_METHOD, Service
 from lightning_hetpipe.server.protocol.decisions import Decision, ignore, line
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, STATUS, TIMEOUT, CallRefused, Channel, Reply
+from lightning_hetpipe.server.transport.interface import (
+    HEADER_LIMIT,
+    LINK,
+    STATUS,
+    TIMEOUT,
+    CallRefused,
+    Channel,
+    Reply,
+)
 
 MOST = 64
 """Sessions kept at a time; beyond that, those that all have left are dropped."""
@@ -43,6 +52,7 @@ class Sessions:
         except OSError as error:
             raise SettingError(f"log={log} cannot be written: {error.strerror}") from error
         self._services: dict[str, Service] = {}
+        self._link_probe = LinkProbe()
         self._loaded: str | None = None
         """The session whose shard received weights last."""
         self._lock = threading.Lock()
@@ -53,12 +63,16 @@ class Sessions:
     def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         if method == STATUS:
             return memoryview(bytearray(size if size <= HEADER_LIMIT else 0))
+        if method == LINK:
+            return self._link_probe.open(size)
         name, method = _parts(method)
         return self._service_of(name).open(method, header, size, offered)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         if method == STATUS:
             return Reply(json.dumps(self.status()).encode())
+        if method == LINK:
+            return self._link_probe.run(header)
         name, method = _parts(method)
         service = self._service_of(name)
         if method == SHARD_METHOD and name != self._loaded and len(body):  # sessions without weights replace nothing
@@ -69,7 +83,7 @@ class Sessions:
             self._clear(name, service)
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        if method != STATUS:
+        if method not in (STATUS, LINK):
             name, method = _parts(method)
             self._service_of(name).abandoned(method, header, body)
 

@@ -15,6 +15,9 @@ TIMEOUT = 60.0
 STATUS = "status"
 """Method that a server answers with its status, a JSON object in the reply's header."""
 
+LINK = "link"
+"""Method by which the link to a server is measured; it changes nothing there."""
+
 HEADER_LIMIT = 1 << 20
 """Largest header that a server accepts, in bytes."""
 

@@ -1,0 +1,100 @@
+"""``hetpipe-plan measure=links``: measures the links of this machine, and writes them down as a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from functools import reduce
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lightning_hetpipe.accelerator import all_devices
+from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.placement.links import links_between
+from lightning_hetpipe.planning.model.cluster import Link, Node
+from lightning_hetpipe.planning.model.link_timing import slower
+from lightning_hetpipe.planning.model.units import in_bandwidth, in_seconds
+from lightning_hetpipe.server.process.link_probe import link_to
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+
+FILE = "cluster.yaml"
+
+
+def run(config: DictConfig) -> None:
+    """Measure, print the cluster as a file of the group ``cluster``, and leave it in the run's folder.
+
+    Measured are the links between devices of this machine, and those to the servers of ``strategy.wsp.servers``.
+
+    Raises:
+        SettingError: where a server does not answer.
+    """
+    (node,) = discovered_cluster().nodes
+    pairs = links_between(all_devices())
+    text = as_yaml(node, pairs, _links_to_servers(config))
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(text, encoding="utf-8")
+    print(f"{text}\ncluster  {folder / FILE}")
+
+
+def as_yaml(node: Node, pairs: Mapping[tuple[int, int], Link], servers: Mapping[str, Link]) -> str:
+    """Cluster of ``node``, whose slowest links count; comments have all that was measured.
+
+    Args:
+        node: This machine.
+        pairs: Links of its devices.
+        servers: Links to other machines, by their servers' addresses.
+    """
+    places = {pair: " and ".join(f"{node.devices[each].name}:{each}" for each in pair) for pair in pairs}
+    measured = [f"{places[pair]}: {link}" for pair, link in pairs.items()]
+    measured += [f"{node.name} and the server at {address}: {link}" for address, link in servers.items()]
+    names = ", ".join(json.dumps(device.name) for device in node.devices)
+    return "\n".join(
+        [
+            f"# Measured on {node.name} by hetpipe-plan measure=links; a link of several is the slowest of them.",
+            *(f"# {each}" for each in measured),
+            *([] if measured else ["# There is no link: one device, and no strategy.wsp.servers on other machines."]),
+            "_target_: lightning_hetpipe.Cluster",
+            *_link_line("link", servers.values(), "between nodes"),
+            "nodes:",
+            f"  - name: {json.dumps(node.name)}",
+            f"    devices: [{names}]",
+            *_link_line("    link", pairs.values(), "between devices"),
+            *(f"  # To add the machine of {each}, run hetpipe-plan measure=links there." for each in servers),
+            "",
+        ]
+    )
+
+
+def _link_line(key: str, links: Collection[Link], what: str) -> list[str]:
+    if not links:
+        return []
+    link = reduce(slower, links)
+    amounts = f"bandwidth: {in_bandwidth(link.bandwidth)}, latency: {in_seconds(link.latency)}"
+    return [f"{key}: {{{amounts}}}  # {what}"]
+
+
+def _links_to_servers(config: DictConfig) -> dict[str, Link]:
+    from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
+
+    if not (config.get("strategy") and config.strategy.get("wsp")):
+        return {}
+    settings = built(config, "strategy.wsp", WSPCallback).settings
+    security = settings.security.from_environment()
+    found = {}
+    for address in settings.servers or ():
+        try:
+            # Other machines share no memory with this one.
+            with closing(GrpcChannel(address, security, shared_memory=False)) as channel:
+                found[address] = link_to(channel)
+        except (Unreachable, CallRefused) as error:
+            raise SettingError(
+                f"strategy.wsp.servers has {address}, and the link to it cannot be measured: {error}; start"
+                " hetpipe-server there"
+            ) from error
+    return found
