@@ -131,9 +131,13 @@ def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_give
     lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
-        lines.append(f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth")
-        if known(base) is None:
-            lines.append(f"- {base} stands for the fastest of them: ratios are estimates, seconds are those of {base}")
+        line = f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth"
+        if profile.is_scaled(base):
+            speed = f"{profile.speeds[base] / 1e12:.2g} TFLOP/s"
+            line += f" (measured on {base}: {speed}): rough, most of all where layers are small"
+        elif known(base) is None:
+            line += f"; {base} stands for the fastest of them: only ratios mean something, and links look too fast"
+        lines.append(line)
     return ["", *lines] if lines else []
 
 

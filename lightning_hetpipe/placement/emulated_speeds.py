@@ -70,7 +70,7 @@ def described(profile: Profile, cluster: Cluster, factor: float) -> str:
     each = ", ".join(f"{name} {factor / speed:.2g}" for name, speed in speeds.items())
     return (
         f"the devices are emulated on this CPU, and take as many times as long as it does: {each}; only their ratios"
-        " mean something"
+        " mean something, and links, which are not slowed down, look faster next to them than they are"
     )
 
 

@@ -13,7 +13,9 @@ import torch
 from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.placement.device_speed import measured_speed
 from lightning_hetpipe.placement.progress import Bar, hidden
+from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
@@ -81,7 +83,10 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
             sizes.append(size)
             times.append(time)
             tick()
-    return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls, user=profiling.user)
+    speeds = {} if known(name) else {name: measured_speed(device)}
+    return Profile(
+        model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls, user=profiling.user, speeds=speeds
+    )
 
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: Bar) -> list[float]:

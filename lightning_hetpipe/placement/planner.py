@@ -267,7 +267,9 @@ class Planner:
         if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
             profile = replace(profile, times={name: own for name, own in profile.times.items() if name != "cpu"})
         precision = "16" if "16" in self.precision else "32"
-        return emulated_speeds.slowed(profile.with_estimates(devices, precision), placement.cluster)
+        # An emulation knows ratios only, and a CPU is too slow for the seconds that follow from its speed.
+        ratios = replace(profile, speeds={}).with_estimates(devices, precision)
+        return emulated_speeds.slowed(ratios, placement.cluster)
 
     def _search(self, profile: Profile, profiling: ProfilingInput) -> Estimate:
         cluster = self.placement.cluster

@@ -21,7 +21,7 @@ from tests.planning.sailor import checkout
 __all__ = ["folder", "plan"]
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-COMMANDS = re.findall(r"^    hetpipe-plan (.*)$", DOCUMENT, re.M)
+COMMANDS = re.findall(r"^    hetpipe-plan (?!measure)(.*)$", DOCUMENT, re.M)
 RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 ((LAB, _),) = re.findall(r"^```yaml\n(# (lab\.yaml)\n.*?)^```", DOCUMENT, re.M | re.S)
 (POLICIES,) = re.findall(r"^    weights    in flight .*\n(?:    .*\n)+", DOCUMENT, re.M)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,16 +151,35 @@ def test_a_model_is_measured_on_this_machine(plan: Run, folder: Path, monkeypatc
     small = ["experiment=digits", "model.blocks=1", "model.width=4", "strategy.in_flight=2", "hydra.run.dir=run"]
     said, _ = plan(*small, "devices=[RTX-3090,T4]")
     assert said.startswith("ResNet: 2 minibatches in flight, weights='xpipe', ")
-    assert "- cpu stands for the fastest of them" in said
+    assert "are estimated from those of cpu, by peak FLOP/s and memory bandwidth (measured on cpu: " in said
     profile = load(folder / "run" / "profile.json")
     assert (profile.samples, list(profile.times)) == (32, ["cpu"])
     assert all(each.forward > 0 and each.backward > 0 for each in profile.times["cpu"])
+    assert profile.speeds["cpu"] > 0
     (kept,) = (folder / "cache" / "profiles").iterdir()
     before = kept.stat().st_mtime_ns
     plan(*small, "devices=[T4,RTX-3090]")
     assert [each.stat().st_mtime_ns for each in (folder / "cache" / "profiles").iterdir()] == [before]
     said, _ = plan("profile=run/profile.json", "devices=[cpu]", "hydra.run.dir=again")
     assert "cpu:0" in said
+
+
+def test_links_are_not_free_beside_times_of_a_cpu(plan: Run, folder: Path) -> None:
+    """A CPU takes a second where a GPU takes one millisecond; with the CPU's seconds, any link would do."""
+    slow = replace(PROFILE, times={"cpu": [Times(1.0, 2.0)] * 12})
+    asked = ["devices=[2xRTX-3090]", 'link="10 MB/s"', "hydra.run.dir=run"]
+    for speeds, stages, says in [
+        (
+            {"cpu": 1e10},
+            1,
+            "from those of cpu, by peak FLOP/s and memory bandwidth (measured on cpu: 0.01 TFLOP/s): rough",
+        ),
+        ({}, 2, "; cpu stands for the fastest of them: only ratios mean something, and links look too fast\n"),
+    ]:
+        save(replace(slow, speeds=speeds), folder / "cpu.json")
+        said, _ = plan("profile=cpu.json", *asked)
+        assert says in said
+        assert len(Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages) == stages
 
 
 def test_as_many_stages_as_are_asked_for(plan: Run, folder: Path) -> None:

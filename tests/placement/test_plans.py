@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
+from lightning_hetpipe.planning.model.catalogue import relative_speed
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from lightning_hetpipe.run.first_minibatch import check_memory
@@ -58,7 +59,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Says:
     def say(others: Mapping[str, float] | None = None, **here: float) -> None:
         def profile(study: ProfilingInput, name: str, ms: float) -> Profile:
             layers = [LayerBytes(layer.name, MIB, MIB, 0) for layer, _, _ in study.layers]
-            return Profile("m", 1, layers, {name: [Times(ms / 3000, ms / 1500)] * len(layers)}, {})
+            speeds = {"cpu": 1e10} if name == "cpu" else {}
+            return Profile("m", 1, layers, {name: [Times(ms / 3000, ms / 1500)] * len(layers)}, {}, speeds=speeds)
 
         def profiled(study: ProfilingInput, devices: Mapping[str, torch.device], *_: Any) -> Profile:
             first, *rest = [profile(study, name, here[name]) for name in devices]
@@ -250,6 +252,9 @@ def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
     assert layers["RTX-3090"] > layers["Quadro-RTX-4000"]
     assert strategy.last_run.emulated
     assert min(stage.time_s for stage in strategy.last_run.stages) > 2 * 0.0002  # of the CPU
+    each = {stage.device.partition(":")[0]: stage.time_s / len(stage.layers) for stage in strategy.last_run.stages}
+    ratio = relative_speed("RTX-3090", than="Quadro-RTX-4000")
+    assert each["Quadro-RTX-4000"] / each["RTX-3090"] == pytest.approx(ratio)  # though layers are as short as launches
 
 
 def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> None:

@@ -23,11 +23,12 @@ def profiles(draw: st.DrawFn) -> Profile:
     devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))
     memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(1, 2**50)))
     estimated = draw(st.dictionaries(st.sampled_from(sorted(devices)), NAMES))
+    speeds = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.floats(1.0, 1e15)))
     half = len(layers) // 2
     calls = draw(
         st.sampled_from([[], [(0, len(layers))] * 2, [(0, half), (half, len(layers)), (0, half)]][: 2 + (half > 0)])
     )
-    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls)
+    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls, speeds=speeds)
 
 
 @st.composite

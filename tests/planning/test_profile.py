@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import relative_speed
+from lightning_hetpipe.planning.model.catalogue import find, relative_speed
 from lightning_hetpipe.planning.model.cluster import Device, Link
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import SHORTEST, LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
 from tests.planning.drawing import profiles
 from tests.planning.reference import MISSING, OPT_350M
@@ -77,6 +78,24 @@ def test_a_cpu_stands_for_the_fastest() -> None:
     assert mine.times_on(Device("RTX-3090")) == TIMES
     slower = mine.times_on(Device("T4"))[0].forward
     assert slower == pytest.approx(relative_speed("RTX-3090", "T4") * TIMES[0].forward)
+
+
+def test_a_cpu_whose_speed_was_measured_gives_seconds() -> None:
+    """They follow from the ratio of speeds, so that links are compared with them; no layer takes less than launches."""
+    gpu = find("RTX-3090").speed()
+    mine = replace(profile("cpu"), times={"cpu": [*TIMES[:1], Times(0.001, 0.9, 0.2)]}, speeds={"cpu": gpu / 1000})
+    found = mine.with_estimates([Device("RTX-3090"), Device("T4"), Device("abacus")])
+    assert found.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
+    large, small = found.times_on(Device("RTX-3090"))
+    assert large == pytest.approx(Times(0.001, 0.002, 0.0005))
+    assert small == pytest.approx(Times(SHORTEST.forward, 0.0009, 0.0002))
+    assert found.times_on(Device("T4"))[0] == pytest.approx(TIMES[0].divided(find("T4").speed() / gpu * 1000))
+    assert found.times_on(Device("cpu")) == [*mine.times["cpu"]]
+
+
+def test_a_gpu_that_was_profiled_is_believed_rather_than_a_cpu() -> None:
+    mine = replace(profile("cpu", "V100-16"), speeds={"cpu": 1e12}).with_estimates([Device("P4")])
+    assert mine.estimated == {"P4": "V100-16"}
 
 
 def test_without_a_gpu_that_is_known_there_are_no_estimates() -> None:

@@ -76,8 +76,12 @@ class Gpu:
         if precision not in PRECISIONS:
             raise SettingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
         peaks = dict(zip(PRECISIONS, (self.tf32, None, self.half), strict=True))
-        peak = peaks[precision] or self.fp32
-        return 1 / (1 / peak + 1 / (INTENSITY * self.bandwidth))
+        return speed_by(peaks[precision] or self.fp32, self.bandwidth)
+
+
+def speed_by(peak: float, bandwidth: float) -> float:
+    """FLOP/s on work of :data:`INTENSITY` that computes at ``peak`` FLOP/s and moves ``bandwidth`` bytes/s in turns."""
+    return 1 / (1 / peak + 1 / (INTENSITY * bandwidth))
 
 
 def find(name: str) -> Gpu:

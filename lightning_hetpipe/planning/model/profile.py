@@ -23,6 +23,15 @@ class Times(NamedTuple):
     def divided(self, speed: float) -> Times:
         return Times(*(seconds / speed for seconds in self))
 
+    def at_least(self, other: Times) -> Times:
+        return Times(*map(max, self, other))
+
+
+SHORTEST = Times(20e-6, 40e-6)
+"""Seconds that any layer takes on a GPU: about four kernels in its forward, twice as many in its backward, and 5 us to
+launch each. An estimate, for what follows from times on a CPU, where small layers take less than the ratio of speeds.
+"""
+
 
 @dataclass(frozen=True)
 class LayerBytes:
@@ -86,6 +95,8 @@ class Profile:
         calls: Where a step calls a module several times, the layers of each of its calls, in order: the first one, and
             the one behind the last. Times and bytes are those of all calls of a minibatch together.
         user: What user code takes beside the layers.
+        speeds: FLOP/s of devices that the catalogue does not know, such as a CPU, by its rule from what was measured
+            there: :func:`~lightning_hetpipe.planning.model.catalogue.speed_by`.
 
     Raises:
         SettingError: for a device whose times are not one for each layer, or for calls that are not of all layers.
@@ -99,6 +110,7 @@ class Profile:
     estimated: Mapping[str, str] = field(default_factory=dict)
     calls: Sequence[tuple[int, int]] = ()
     user: UserBytes = field(default_factory=UserBytes)
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -168,23 +180,31 @@ class Profile:
         """Add times of those ``devices`` of which it has none and that the catalogue knows.
 
         They are made from those of the profiled GPU whose speed is nearest, by
-        :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where the only
-        device that was profiled is none of the catalogue's, such as a CPU, it stands for the fastest of ``devices``:
-        then the ratios are estimates, and no more. Devices that say their speed stay as they are.
+        :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where no GPU of
+        the catalogue was profiled, such as on a machine with a CPU only, they are made by the device's own speed from
+        ``speeds``, and are :data:`SHORTEST` at least. If that is not known either, the only device stands for the
+        fastest of ``devices``: then the ratios are estimates, and no more. Devices that say their speed stay as they
+        are.
         """
         unknown = {
             d.name: gpu for d in devices if d.speed == 1.0 and (gpu := known(d.name)) and self.name_of(d) is None
         }
         bases = {name: gpu.speed(precision) for name in self.times if (gpu := known(name)) is not None}
+        bases = bases or {name: self.speeds[name] for name in self.times if name in self.speeds}
         if len(self.times) == 1 and not bases:
             bases = dict.fromkeys(self.times, max((gpu.speed(precision) for gpu in unknown.values()), default=1.0))
         times, estimated = dict(self.times), dict(self.estimated)
         for name, gpu in unknown.items() if bases else ():
             speed = gpu.speed(precision)
             base = min(bases, key=lambda each: abs(math.log(speed / bases[each])))
-            times[name] = [each.divided(speed / bases[base]) for each in self.times[base]]
+            least = SHORTEST if self.is_scaled(base) else Times(0.0, 0.0)
+            times[name] = [each.divided(speed / bases[base]).at_least(least) for each in self.times[base]]
             estimated[name] = base
         return replace(self, times=times, estimated=estimated)
+
+    def is_scaled(self, base: str) -> bool:
+        """Return True if estimates from ``base`` follow from its measured speed, as the catalogue does not know it."""
+        return base in self.speeds and known(base) is None
 
     def joined(self, other: Profile) -> Profile:
         """Merge with ``other``, a profile of the same layers on other devices, which wins.
@@ -202,4 +222,5 @@ class Profile:
             times={**self.times, **other.times},
             memory={**self.memory, **other.memory},
             estimated={**kept, **other.estimated},
+            speeds={**self.speeds, **other.speeds},
         )

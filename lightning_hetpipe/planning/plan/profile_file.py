@@ -83,6 +83,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "devices": {
             name: {
                 **({"memory_bytes": profile.memory[name]} if name in profile.memory else {}),
+                **({"flop_per_s": profile.speeds[name]} if name in profile.speeds else {}),
                 "layers": [
                     {"forward_s": each.forward, "backward_s": each.backward, "update_s": each.update} for each in times
                 ],
@@ -113,9 +114,9 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
     layers = [_layer(each, keys) for each in document["layers"].entries()]
     if not layers:
         document["layers"].refuse("is empty; a profile has at least one layer")
-    times, memory = {}, {}
+    times, memory, speeds = {}, {}, {}
     for name, device in document[keys["devices"]].items():
-        device.object("memory_bytes", "layers")
+        device.object("memory_bytes", "flop_per_s", "layers")
         times[name] = [_times(each) for each in device["layers"].entries()]
         if len(times[name]) != len(layers):
             device["layers"].refuse(f"has {len(times[name])} entries, for {len(layers)} layers")
@@ -123,12 +124,16 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
             memory[name] = device["memory_bytes"].whole(1)
             if memory[name] < cluster.LEAST_MEMORY:
                 device["memory_bytes"].refuse(f"is {memory[name]} bytes, less than any device has; give bytes")
+        if "flop_per_s" in device:
+            speeds[name] = device["flop_per_s"].number()
+            if not speeds[name]:
+                device["flop_per_s"].refuse("is 0 and must be positive")
     if not times:
         document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
     samples = document[keys["samples"]].whole(1)
     calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
     user = _user(document["user_code"]) if "user_code" in document else UserBytes()
-    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user)
+    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user, speeds)
 
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
