@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -51,6 +52,23 @@ def averages(trainer: L.Trainer) -> list[Tensor]:
     callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
     models = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
     return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
+
+
+def average_on_host(trainer: L.Trainer) -> Callable[[], None]:
+    """Have callbacks that average weights keep the averages on the host, unless they were given a device.
+
+    Lightning would have all of them on the root device. Returns the undoing.
+    """
+    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    averaging = [each for each in callbacks if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+    changed = [callback for callback in averaging if callback._device is None]
+    _average_on(torch.device("cpu"), changed)
+    return partial(_average_on, None, changed)
+
+
+def _average_on(device: torch.device | None, callbacks: Sequence[WeightAveraging | StochasticWeightAveraging]) -> None:
+    for callback in callbacks:
+        callback._device = device
 
 
 def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:

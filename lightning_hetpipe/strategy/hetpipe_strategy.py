@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.launch.ranks import devices_of
 from lightning_hetpipe.lightning_private import (
     StrategyRegistry,
+    average_on_host,
     evaluating_loop,
     synchronises_batchnorm,
     wants_several_optimizers,
@@ -210,6 +212,7 @@ class HetPipeStrategy(VirtualWorkers):
         self._asked_in_flight = in_flight != "auto"
         self._resumed: int | None = None  # Nm of the checkpoint that is loaded
         self._resumed_changes: list[torch.Tensor | None] = []  # what its last step has changed
+        self._undo = ExitStack()
 
     # Who we are: one process, one virtual worker.
 
@@ -258,6 +261,13 @@ class HetPipeStrategy(VirtualWorkers):
 
     # The life of a run.
 
+    def setup_environment(self) -> None:
+        """Meet the other virtual workers; keep averages of weights where there is room for the whole model."""
+        super().setup_environment()
+        if len(set(self._provisional_devices())) > 1:
+            assert self.lightning_module is not None
+            self._undo.callback(average_on_host(self.lightning_module.trainer))
+
     def setup(self, trainer: L.Trainer) -> None:
         """Checks what is to be trained, and prepares a fit."""
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -301,6 +311,7 @@ class HetPipeStrategy(VirtualWorkers):
         """Ends every thread and takes every trace out of the module."""
         run, self._run, self._wanted, self._resumed_changes = self._run, TrainerRun(), None, []
         try:
+            self._undo.close()
             run.close()
             if self._failure is None:
                 self._emulation.check(emulated_speeds.TOLERATED)

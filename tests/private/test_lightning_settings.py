@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.tuner.tuning import Tuner
 
@@ -56,6 +56,20 @@ def test_averages() -> None:
     numbers = {tensor.numel() for tensor in of_lightning.averages(trainer)}
     wanted = {tensor.numel() for tensor in module.state_dict().values()} | {1}
     assert numbers == wanted, "virtual workers would evaluate and end with averages of their own"
+
+
+@guards("_device")
+def test_where_averages_are_kept() -> None:
+    averaging = EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.1, device=None)
+    trainer, module = quiet_trainer("auto", callbacks=[*averaging]), Learner()
+    restore = of_lightning.average_on_host(trainer)
+    vars(module)["_device"] = torch.device("meta")  # as Lightning tells it of the root device, before it is moved
+    averaging[0].setup(trainer, module, "fit")
+    devices = {tensor.device.type for tensor in of_lightning.averages(trainer)}
+    assert devices == {"cpu"}, "the root device would hold all averages of a model that is spread"
+    assert averaging[1]._device == torch.device("cpu")
+    restore()
+    assert [callback._device for callback in averaging] == [None, None]
 
 
 @guards()
