@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.torch_private.tensors import pytree
 
 _BEGIN = "HetPipeStrategy: "
 
@@ -24,3 +31,40 @@ def less(in_flight: int, recompute: bool) -> str:
     ways += [] if recompute else ["recompute=True"]
     ways.append("smaller batches" if not ways else "or smaller batches")
     return f"set {', '.join(ways)}, or give more devices, or ones with more memory"
+
+
+def held(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    stages: Sequence[torch.device],
+    planned: Mapping[torch.device, str],
+) -> str:
+    """Say what each device of ``stages`` holds, a line for each; nothing for a CPU.
+
+    Args:
+        module: The whole model.
+        optimizers: With their states.
+        stages: The device of each stage.
+        planned: What a plan, or the limit of a device, has for it.
+    """
+    states = pytree.tree_leaves([each for optimizer in optimizers for each in optimizer.state.values()])
+    parts = {
+        "weights": [*module.parameters(), *module.buffers()],
+        "gradients": [each.grad for each in module.parameters() if each.grad is not None],
+        "optimizer state": [each for each in states if isinstance(each, Tensor)],
+    }
+    lines = []
+    for device in dict.fromkeys(each for each in stages if accelerates(each)):
+        numbers = [str(number) for number, each in enumerate(stages) if each == device]
+        sizes = [f"{in_bytes(_on(device, tensors))} of {part}" for part, tensors in parts.items()]
+        lines.append(
+            f"  stage{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)} on {device}: {', '.join(sizes)}, and"
+            f" {in_bytes(torch.accelerator.memory_allocated(device))} with all else"
+            f"{f'; {planned[device]}' if device in planned else ''}"
+        )
+    return "\n".join(["; devices hold", *lines]) if lines else ""
+
+
+def _on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Bytes of those of ``tensors`` that lie on ``device``."""
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)

@@ -30,7 +30,7 @@ from lightning_hetpipe.lightning_private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.pipeline.out_of_memory import explain
+from lightning_hetpipe.pipeline.out_of_memory import explain, held
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -40,6 +40,7 @@ from lightning_hetpipe.placement.layout import place
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
@@ -325,8 +326,19 @@ class HetPipeStrategy(VirtualWorkers):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if isinstance(exception, torch.OutOfMemoryError):
-            explain(exception, self._run.lacking())
+            explain(exception, f"{self._run.lacking()}{self._held()}")
         self._run.finish_report()
+
+    def _held(self) -> str:
+        """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
+        if self._wanted is None or self.lightning_module is None:
+            return ""
+        stages = self._run.devices or self._wanted.spread
+        planned = {device: f"it has {in_bytes(limit)}" for device, limit in self._wanted.memory.items()}
+        if self.plan is not None and self.plan.spread:
+            own = zip(stages, self.plan.virtual_workers[0].stages, strict=False)
+            planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
+        return held(self.lightning_module, self.optimizers, stages, planned)
 
     def _take_report(self, report: RunReport) -> None:
         self.last_run = report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
@@ -11,13 +12,23 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
+from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.test_larger_than_a_device import DEVICES, LARGE, Writes, cluster, trainer_on
 from tests.oracle import Batch, Outputs
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.captured_models import GPT
 from tests.support.models import ADAMW, words
+from tests.support.trainers import quiet_trainer
 
 HELD = ("of weight versions", "of activations of", "of waiting gradients", "the plan has", "of 1.0 GiB for it")
+THERE = (
+    r"; devices hold\n  stage 0 on testacc:0: .* of weights, .* of gradients, .* of optimizer state, and .* with all"
+    " else; it has "
+)
 LESS = "set in_flight below 3, recompute=True, or smaller batches, or give more devices"
 
 
@@ -75,6 +86,7 @@ def test_the_first_minibatch(hook: str, accelerator: TestAccelerator) -> None:
     note = note_of(planned(), accelerator, Fills(hook))
     assert "this was the first minibatch of a fit; before stages are decided" in note
     assert "take smaller batches, or give more devices, or ones with more memory" in note
+    assert re.search(THERE, note)
 
 
 def test_stages_that_are_set_up(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +115,7 @@ def test_user_code_beside_stages(accelerator: TestAccelerator) -> None:
 def test_an_evaluation(accelerator: TestAccelerator) -> None:
     note = note_of(planned(), accelerator, Fills("on_validation_start"))
     assert "this was an evaluation; take smaller batches in it" in note
+    assert re.search(THERE, note)
 
 
 def test_a_stage_of_an_evaluation(accelerator: TestAccelerator) -> None:
@@ -115,6 +128,31 @@ def test_a_stage_of_an_evaluation(accelerator: TestAccelerator) -> None:
 def test_a_spread_run(accelerator: TestAccelerator) -> None:
     note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"))
     assert "with one minibatch in flight a model is spread over its devices by the bytes of its weights" in note
+    assert re.search(THERE, note)
+
+
+def test_a_spread_run_with_a_plan(accelerator: TestAccelerator) -> None:
+    torch.manual_seed(7)
+    task, loader = Writes(GPT(blocks=4, width=32), ADAMW), words(40, 4)
+    profile, _, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
+    choice = best_plan(profile, cluster(*LARGE), optimizer="adamw", in_flight=1, stages=DEVICES, spread=True)
+    plan = Plan.of(choice, profile.model, [layer.name for layer in profile.layers], cluster(*LARGE))
+    note = note_of(HetPipeStrategy(plan=plan), accelerator, Fills("on_train_batch_end"))
+    said = f"with all else; the plan has {in_bytes(choice.stages[-1].memory.total)} for it"
+    assert f"stage 3 on {NAME}:3: " in note
+    assert said in note
+
+
+class HoldsHistory(Writes):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def test_state_that_lies_on_one_device_alone(accelerator: TestAccelerator) -> None:
+    """LBFGS keeps each direction of all weights as one vector."""
+    note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"), kind=HoldsHistory)
+    assert re.search(r"stage 0 on testacc:0: .* 0 bytes of optimizer state", note)
+    assert re.search(r"stage 3 on testacc:3: .* (MiB|KiB) of optimizer state", note)
 
 
 def test_a_capture_needs_no_room_for_weights_elsewhere(accelerator: TestAccelerator) -> None:
