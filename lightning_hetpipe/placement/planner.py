@@ -98,6 +98,7 @@ class Planner:
         reported: Whether one stage is measured, too, as there is a logger to be told.
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are computed again.
+        copies: Copies of the weights that a device holds besides, as virtual workers keep of their synchronisation.
         weights: The weight policy.
         must_fit: Whether another one is tried where there is no room for it.
     """
@@ -118,6 +119,7 @@ class Planner:
     reported: bool = False
     every: int = 1
     spread: bool = False
+    copies: float = 0.0
     weights: WeightPolicy = STASH
     must_fit: bool = False
 
@@ -292,7 +294,7 @@ class Planner:
         return best_plan(
             profile,
             self.placement.cluster,
-            optimizer=_optimizer(profiling),
+            optimizer=self._state(profiling),
             in_flight=in_flight,
             recompute=self.recompute,
             stages=stages,
@@ -300,6 +302,11 @@ class Planner:
             every=self.every,
             spread=self.spread,
         )
+
+    def _state(self, profiling: ProfilingInput) -> str | float:
+        """The optimizer's name, or its bytes and those of :attr:`copies` for each byte of the weights."""
+        optimizer = UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
+        return optimizer_state(optimizer) + self.copies if self.copies else optimizer
 
     def _shared(self, profile: Profile, profiling: ProfilingInput, stages: int) -> Estimate:
         """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
@@ -320,7 +327,7 @@ class Planner:
         in_flight: int,
         profiling: ProfilingInput,
     ) -> Estimate:
-        optimizer = _optimizer(profiling)
+        optimizer = self._state(profiling)
         is_spread = self.spread and in_flight == 1 and not (self.recompute and len(slots) > 1)
         return estimate(
             profile,
@@ -406,10 +413,6 @@ class _Unfit(SettingError):
 
 def _names(profiling: ProfilingInput) -> list[str]:
     return [layer.name for layer, _, _ in profiling.layers]
-
-
-def _optimizer(profiling: ProfilingInput) -> str:
-    return UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:

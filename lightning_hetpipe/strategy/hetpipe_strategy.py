@@ -57,6 +57,7 @@ from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
+from lightning_hetpipe.workers.synchroniser import copies_kept
 
 
 class HetPipeStrategy(VirtualWorkers):
@@ -453,6 +454,7 @@ class HetPipeStrategy(VirtualWorkers):
             bool(trainer.loggers),
             trainer.accumulate_grad_batches,
             self.world_size == 1 and self.compile is None,
+            0.0 if self._group is None else copies_kept(self._group.settings.update_dtype),
         )
 
     def _fit_settings(self) -> run_settings.RunSettings:

@@ -23,6 +23,14 @@ Computing = Callable[[], AbstractContextManager[None]]
 """Opened around computing, as ``RunnerPool.computing`` is."""
 
 
+def copies_kept(update_dtype: str | None) -> float:
+    """Copies of the weights on their devices: of the last synchronisation; for rounded updates these and roundings."""
+    if update_dtype is None:
+        return 1.0
+    sent: torch.dtype = getattr(torch, update_dtype)
+    return 2.0 + sent.itemsize / torch.get_default_dtype().itemsize
+
+
 class NoSynchroniser:
     """Stands in for the synchroniser of a single virtual worker, which has nobody to agree with."""
 
@@ -45,8 +53,7 @@ class NoSynchroniser:
 class Synchroniser:
     """Shares the weights of ``module`` with the other virtual workers.
 
-    Bounds: one copy of the weights on their devices, of the last synchronisation, besides the client's; with
-    ``update_dtype`` one more, of the roundings.
+    Bounds: :func:`copies_kept` of the weights on their devices, besides the client's.
 
     Args:
         group: The virtual workers.
@@ -81,9 +88,11 @@ class Synchroniser:
 
     def follow(self) -> None:
         """Move the copies of the weights after them, to the devices of their stages."""
-        devices = [parameter.device for _, parameter in self._named]
-        self._last = [last.to(device) for last, device in zip(self._last, devices, strict=True)]
-        self._roundings = [rounding.to(device) for rounding, device in zip(self._roundings, devices, strict=False)]
+        for copies in (self._last, self._roundings):
+            for target in (torch.device("cpu"), None):  # what leaves a device has left it before anything comes
+                for index, (copy, (_, parameter)) in enumerate(zip(copies, self._named, strict=False)):
+                    if copy.device != parameter.device:
+                        copies[index] = copy.to(target or parameter.device)
 
     @property
     def rounded(self) -> list[Tensor]:
@@ -298,18 +307,17 @@ class Synchroniser:
                     else:
                         place.copy_(parameter.detach() - last)
                 return buffers
-            updates = [
-                torch.zeros_like(last) if zero else p.detach() - last
-                for (_, p), last, zero in zip(self._named, self._last, same, strict=True)
-            ]
-            wanted = [update + rounding for update, rounding in zip(updates, self._roundings, strict=True)]
-            sent = [update.to(self._dtype) for update in wanted]
-            self._roundings = [update - rounded.to(update.dtype) for update, rounded in zip(wanted, sent, strict=True)]
+            sent = []
+            for index, ((_, parameter), last, zero) in enumerate(zip(self._named, self._last, same, strict=True)):
+                update = torch.zeros_like(last) if zero else parameter.detach() - last
+                update += self._roundings[index]
+                sent.append(update.to(self._dtype))
+                self._roundings[index] = update - sent[-1].to(update.dtype)
             return sent
 
     def _nothing(self) -> list[Tensor]:
         """An update by zero."""
-        return [torch.zeros_like(last, dtype=self._dtype) for last in self._last]
+        return [torch.zeros_like(last, dtype=self._dtype, device="cpu") for last in self._last]
 
     def _settle(self, weights: list[Tensor], computing: Computing, everything: bool = False) -> None:
         self._open = 0
