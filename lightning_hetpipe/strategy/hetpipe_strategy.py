@@ -336,8 +336,8 @@ class HetPipeStrategy(VirtualWorkers):
             return ""
         stages = self._run.devices or self._wanted.spread
         planned = {device: f"it has {in_bytes(limit)}" for device, limit in self._wanted.memory.items()}
-        if self.plan is not None and self.plan.spread:
-            own = zip(stages, self.plan.virtual_workers[0].stages, strict=False)
+        if (plan := self._own_plan) is not None and plan.spread:
+            own = zip(stages, plan.virtual_workers[0].stages, strict=False)
             planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
         return held(self.lightning_module, self.optimizers, stages, planned)
 
