@@ -21,9 +21,9 @@ ENOUGH = 0.97
 def wave_lengths(rates: Sequence[float], in_flight: int) -> tuple[int, ...]:
     """W_v: the smallest integers of at least Nm with which waves in lock-step reach 97 % of the sum of rates.
 
-    Smallest by their sum. Of equal sums these are the ones with the shortest wave; where even that is equal, the time of
-    the second longest is the shortest, and so on; where times are equal, the lower number gets the minibatch. For whole
-    optimizer steps of M minibatches, count both ``in_flight`` and the result in steps.
+    Smallest by their sum. Of equal sums these are the ones with the shortest wave; where even that is equal, the time
+    of the second longest is the shortest, and so on; where times are equal, the lower number gets the minibatch. For
+    whole optimizer steps of M minibatches, count both ``in_flight`` and the result in steps.
 
     Args:
         rates: X_v, minibatches per second of each virtual worker, in any unit; all positive.
@@ -45,8 +45,8 @@ def staleness_bound(lengths: Sequence[int], vw: int, of: int, in_flight: int, di
     """Minibatches of virtual worker ``of`` that a minibatch of ``vw`` misses at most, where waves take equally long.
 
     The first Nm - 1 minibatches of a wave use versions from before the last synchronisation. So minibatch q <= Nm - 2
-    of wave c (both from 0) has the first c - 1 - D waves of the others, and those have gone on until then by q / W_vw of
-    a wave: (D + 1) W_of + q W_of / W_vw (HetPipe, section 5.2, where all W are Nm).
+    of wave c (both from 0) has the first c - 1 - D waves of the others, and those have gone on until then by q / W_vw
+    of a wave: (D + 1) W_of + q W_of / W_vw (HetPipe, section 5.2, where all W are Nm).
 
     Args:
         lengths: W_v.
@@ -62,7 +62,8 @@ def dealt(minibatches: int, lengths: Sequence[int], vw: int) -> Iterator[range]:
     """The minibatches of an epoch that virtual worker ``vw`` gets, wave by wave: numbers in the epoch's order, from 0.
 
     Each belongs to one virtual worker, and all have the same number of waves. Waves are full, but for the last: what is
-    left for it is divided so that it takes the shortest time, and may leave nothing for some.
+    left for it is divided so that it takes the shortest time, and may leave nothing for some; but where it is the only
+    one, all get a minibatch first, if there are enough.
 
     Args:
         minibatches: How many the epoch has, of all virtual workers together.
@@ -72,7 +73,9 @@ def dealt(minibatches: int, lengths: Sequence[int], vw: int) -> Iterator[range]:
     full, rest = divmod(minibatches, sum(lengths))
     waves = [lengths] * full
     if rest:
-        last, _ = next(itertools.islice(_one_by_one([0] * len(lengths), lengths), rest, None))
+        least = int(not full and rest >= len(lengths))
+        more = rest - least * len(lengths)
+        last, _ = next(itertools.islice(_one_by_one([least] * len(lengths), lengths), more, None))
         waves.append(last)
     done = 0
     for wave in waves:
@@ -87,7 +90,8 @@ def dealt_samples(
     """The samples of an epoch that virtual worker ``vw`` gets, wave by wave: places in the epoch's order, from 0.
 
     They are those of its minibatches (:func:`dealt`), each sample with one virtual worker. A last minibatch that is not
-    full is the last of the virtual worker that has it.
+    full is the last of the virtual worker that has it. Where there are fewer minibatches than virtual workers, smaller
+    ones are dealt, so that all get one; not with ``drop_last``.
 
     Args:
         samples: How many the epoch has.
@@ -96,6 +100,8 @@ def dealt_samples(
         vw: The virtual worker's number.
         drop_last: Leave samples out that fill no minibatch.
     """
+    if not drop_last and samples <= batch_size * (len(lengths) - 1):
+        batch_size = max(1, samples // len(lengths))
     minibatches = samples // batch_size if drop_last else -(-samples // batch_size)
     for wave in dealt(minibatches, lengths, vw):
         yield range(wave.start * batch_size, min(wave.stop * batch_size, samples))

@@ -53,7 +53,8 @@ def test_wave_lengths_reach_the_sum_whatever_the_unit(rates: list[float], in_fli
 
 def test_a_thousand_virtual_workers_have_lengths_in_no_time() -> None:
     lengths = wave_lengths([1.0, 0.8, 0.5, 0.3] * 250, 4)
-    assert len(lengths) == 1000 and lengths[3] == 4
+    assert len(lengths) == 1000
+    assert lengths[3] == 4
 
 
 @pytest.mark.parametrize("distance", [0, 1, 4])
@@ -94,7 +95,9 @@ def test_an_epoch_is_dealt_once_in_as_many_waves_everywhere(minibatches: int, le
 @given(st.integers(1, 14), st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_the_last_wave_takes_the_shortest_time(minibatches: int, lengths: list[int]) -> None:
     last = [len(list(dealt(minibatches, lengths, vw))[-1]) for vw in range(len(lengths))]
-    every = itertools.product(*(range(length + 1) for length in lengths))
+    only = len(lengths) <= minibatches <= sum(lengths)
+    assert not only or min(last) >= 1
+    every = itertools.product(*(range(int(only), length + 1) for length in lengths))
     times = [
         max(count / length for count, length in zip(counts, lengths, strict=True))
         for counts in every
@@ -109,6 +112,9 @@ def test_each_sample_is_dealt_once(samples: int, batch_size: int, lengths: list[
     mine = [list(dealt_samples(samples, batch_size, lengths, vw, drop_last)) for vw in range(len(lengths))]
     kept = samples - samples % batch_size if drop_last else samples
     assert Counter(s for waves in mine for wave in waves for s in wave) == Counter(range(kept))
+    assert drop_last or samples < len(lengths) or all(sum(map(len, waves)) for waves in mine)
+    if not drop_last and samples <= batch_size * (len(lengths) - 1):
+        return
     # Cut into batches one after the other, as a DataLoader does, they are the minibatches that were dealt.
     total = kept // batch_size if drop_last else -(-samples // batch_size)
     for vw, waves in enumerate(mine):
