@@ -83,12 +83,18 @@ def in_a_step(trainer: L.Trainer) -> bool:
     return bool(progress.processed < progress.ready)
 
 
+def is_last_batch(trainer: L.Trainer) -> bool:
+    """Tell whether the minibatch that the loop has begun is the last of the epoch."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 def validates_at_the_end(trainer: L.Trainer) -> bool:
     """Tell whether a validation that begins now is that of the epoch's end."""
     if trainer.should_stop and trainer.fit_loop._can_stop_early:
         return True
-    last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    return last and (isinstance(trainer.val_check_interval, float) or trainer.val_check_batch == float("inf"))
+    return is_last_batch(trainer) and (
+        isinstance(trainer.val_check_interval, float) or trainer.val_check_batch == float("inf")
+    )
 
 
 def seconds_between_validations(trainer: L.Trainer) -> float | None:
@@ -105,6 +111,20 @@ def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
 def saves_by_steps(callback: Any) -> bool:
     """Tell whether ``callback`` is a ModelCheckpoint with ``every_n_train_steps``."""
     return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
+
+
+def saving_interval(callback: ModelCheckpoint) -> int:
+    """``every_n_train_steps`` of ``callback``."""
+    return callback._every_n_train_steps
+
+
+def set_saving_interval(callback: ModelCheckpoint, steps: int) -> None:
+    callback._every_n_train_steps = steps
+
+
+def on_monitor_candidates(callback: ModelCheckpoint, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` give what ``callback`` makes names of checkpoints of."""
+    return Redirect(callback, "_monitor_candidates", handler)
 
 
 def asks_at_every_step(callback: Any) -> bool:
@@ -215,6 +235,12 @@ def wants_several_optimizers(error: RuntimeError) -> bool:
 def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
     """The iterator over ``loader``; None before an epoch and after the run."""
     return loader._iterator
+
+
+def train_loaders(trainer: L.Trainer) -> list[Any]:
+    """The DataLoaders, or whatever else gives batches, that a fit trains on."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else loader.flattened
 
 
 def log_interval(trainer: L.Trainer) -> int:

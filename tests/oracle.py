@@ -251,7 +251,7 @@ def train_together(
     data: Sequence[Sequence[Sequence[Batch]]],
     recipe: Recipe,
     in_flight: int | Sequence[int],
-    wave: int,
+    wave: int | Sequence[int] | Mapping[int, Sequence[int]],
     *,
     mean: bool = False,
     cuts: Collection[int] | Mapping[int, Collection[int]] = (),
@@ -264,7 +264,8 @@ def train_together(
     Up to a cut, every ``wave`` minibatches a worker's update (its weights minus those it took last) is added to the
     global weights: wave after wave, within a wave worker after worker. It then takes the global weights, which are its
     version at the wave's end. Its last wave before a cut may be short, and is followed by the weights of the cut.
-    A worker that has come to the end of its data waits there, and adds nothing.
+    A worker that has come to the end of its data waits there, and adds nothing. Where workers' waves have lengths of
+    their own, cuts come after as many waves.
 
     Args:
         model: stays as it is.
@@ -272,9 +273,10 @@ def train_together(
         data: the batches of each epoch of each worker; their numbers may differ.
         recipe: optimizer and scheduler, of each worker.
         in_flight: Nm; one number, or one for each epoch.
-        wave: W.
+        wave: W; one number, or W_v of each worker, or these by epoch.
         mean: updates are divided by N.
-        cuts: after how many minibatches of an epoch there is a cut, besides its end; of every epoch, or by epoch.
+        cuts: after how many minibatches of an epoch there is a cut, besides its end; of every epoch, or by epoch. With
+            W_v, after how many waves.
         update_dtype: in which updates travel; what is lost by it is part of the worker's next update.
         resumed: as ``minibatches`` has it, of each worker; all have the same weights.
         options: as ``minibatches`` has them.
@@ -299,11 +301,18 @@ def train_together(
 
     for epoch in range(len(data[0])):
         lengths = [len(epochs[epoch]) for epochs in data]
+        given = wave[epoch] if isinstance(wave, Mapping) else wave
+        of_wave = [given] * len(data) if isinstance(given, int) else given
+        until = [1] * len(data) if isinstance(given, int) else of_wave  # minibatches up to a cut of number 1
+        last = max(-(-length // each) for length, each in zip(lengths, until, strict=True))
         start = 0
         of_epoch = cuts.get(epoch, ()) if isinstance(cuts, Mapping) else cuts
-        for cut in sorted({*(cut for cut in of_epoch if cut < max(lengths)), max(lengths)}):
-            counts = [max(0, min(cut, length) - start) for length in lengths]
-            waves = [[min(wave, count - done) for done in range(0, count, wave)] for count in counts]
+        for cut in sorted({*(cut for cut in of_epoch if cut < last), last}):
+            counts = [max(0, min(cut * u, n) - start * u) for n, u in zip(lengths, until, strict=True)]
+            waves = [
+                [min(each, count - done) for done in range(0, count, each)]
+                for count, each in zip(counts, of_wave, strict=True)
+            ]
             for c in range(max(map(len, waves))):
                 pushing = [i for i in range(len(data)) if c < len(waves[i])]
                 for i in pushing:
@@ -322,7 +331,7 @@ def train_together(
                     if c + 1 < len(waves[i]):
                         take(i)
             for i, length in enumerate(lengths):
-                if length >= cut or cut == max(lengths):
+                if length >= cut * until[i] or cut == last:
                     take(i)
             start = cut
         for i in models.keys() - {0}:

@@ -107,6 +107,25 @@ def dealt_samples(
         yield range(wave.start * batch_size, min(wave.stop * batch_size, samples))
 
 
+def covered(wave: int | None, length: int, first: int, last: int) -> range:
+    """The minibatches of an epoch, counted from 0, in wave number ``wave`` of a virtual worker; None: in its last.
+
+    Its last wave ends with the epoch, so that there is nothing in later ones.
+
+    Args:
+        wave: Number of the wave, from 1.
+        length: Minibatches of its waves.
+        first: The minibatch with which waves begin.
+        last: How many minibatches the epoch has.
+    """
+    whole = max(0, last - first - 1) // length  # waves that end before the last minibatch
+    if wave is None:
+        return range(first + whole * length, last)
+    if wave > whole:
+        return range(last, last)
+    return range(first + (wave - 1) * length, first + wave * length)
+
+
 def _one_by_one(lengths: list[int], rates: Sequence[float]) -> Iterator[tuple[list[int], float]]:
     """``lengths``, and then with one minibatch more each time, which lengthens the wave least; with the wave's time.
 

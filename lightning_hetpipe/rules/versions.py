@@ -149,7 +149,7 @@ class Versions:
         if self.policy.by_window and wave is not None and wave % self.every:
             raise SettingError(
                 f"WSPCallback(wave={wave}) ends within an optimizer step, whose minibatches all use the same weights"
-                f" with {policy}; set it to a multiple of {setting}, or leave it out"
+                f" with {policy}; set it, or shares, to multiples of {setting}, or leave it out"
             )
 
     def ahead(self, published: int) -> int:

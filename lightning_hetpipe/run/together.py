@@ -23,6 +23,28 @@ def check_together(trainer: L.Trainer) -> None:
         )
 
 
+def check_shares(trainer: L.Trainer) -> None:
+    """Refuse what waits at every step, or counts over epochs, where virtual workers have unequal shares."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    if any(map(asks_at_every_step, callbacks)):
+        raise SettingError(
+            "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, and"
+            " with shares of their own virtual workers make different numbers of steps; leave them out, or set"
+            " WSPCallback(shares='equal')"
+        )
+    if trainer.enable_validation and trainer.check_val_every_n_epoch is None:
+        raise SettingError(
+            "check_val_every_n_epoch=None counts batches over epochs, of which virtual workers with shares of their own"
+            " have different numbers; leave it out, or set WSPCallback(shares='equal')"
+        )
+    by_step = any(scheduler.interval == "step" for scheduler in trainer.lr_scheduler_configs)
+    if trainer.max_steps != -1 or by_step:
+        rank_zero_warn(
+            "max_steps and learning rate schedulers by step count each virtual worker's own steps, of which those with"
+            " other shares make other numbers"
+        )
+
+
 def check_batches(trainer: L.Trainer, group: Group) -> None:
     """Refuse what counts batches where virtual workers have different numbers of them. Called on all."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])

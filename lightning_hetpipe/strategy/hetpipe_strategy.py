@@ -283,6 +283,7 @@ class HetPipeStrategy(VirtualWorkers):
                 together.check_together(trainer)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
+        self._divide(trainer)
         super().setup(trainer)
         if fitting and not wanted.is_spread:
             self._wanted = wanted = self._with_policy(wanted)

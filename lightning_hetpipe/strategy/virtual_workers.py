@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
@@ -29,6 +30,7 @@ from lightning_hetpipe.strategy.saved_states import add_states, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
+from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -67,6 +69,7 @@ class VirtualWorkers(HostWeights):
         self._group: Group | None = None
         self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
         self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
+        self._shares: Shares | None = None
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
@@ -121,7 +124,27 @@ class VirtualWorkers(HostWeights):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": InjectedRank(self.global_rank)}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give the share of this virtual worker to a ``dataloader`` whose sampler Lightning has made."""
+        if self._shares is not None:
+            self._shares.deal(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def _divide(self, trainer: L.Trainer) -> None:
+        """Divide the data of a run of ``trainer``, before its loaders are made."""
+        given = self._group.settings.shares if self._group is not None else "equal"
+        self._shares = None
+        if given == "equal":
+            return
+        if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
+            rank_zero_info(
+                "shares stay equal: limit_train_batches, overfit_batches and fast_dev_run give all virtual workers as"
+                " many batches"
+            )
+            return
+        self._shares = Shares(self.global_rank, self.world_size, given if isinstance(given, tuple) else None)
 
     def barrier(self, name: str | None = None) -> None:
         if (group := self._together("strategy.barrier")) is not None:
@@ -156,6 +179,8 @@ class VirtualWorkers(HostWeights):
         if self._group is not None:
             if collectives.runs_ahead(self._in_flight_now):
                 raise collectives.ahead(what)
+            if isinstance(self._shared, Synchroniser) and not self._shared.may_meet():
+                raise collectives.apart(what)
             if not collectives.is_logging():
                 self._waiting_call = what
         return self._group
@@ -179,6 +204,7 @@ class VirtualWorkers(HostWeights):
     def _open_group(self) -> None:
         """Meets the other virtual workers, if there are any; those of an earlier run of the program are still there."""
         self._failure = None
+        self._check_shares()
         if self.world_size == 1:
             return
         from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
@@ -237,6 +263,7 @@ class VirtualWorkers(HostWeights):
         from lightning_hetpipe.workers.group import sessions_so_far
 
         assert self.cluster_environment is not None
+        self._check_shares()
         return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **sessions_so_far()}
 
     def _wsp_settings(self) -> WSPSettings:
@@ -245,6 +272,15 @@ class VirtualWorkers(HostWeights):
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         return settings.only_wsp(given).settings
+
+    def _check_shares(self) -> None:
+        """Refuse shares of another number of virtual workers."""
+        shares = self._wsp_settings().shares
+        if isinstance(shares, tuple) and len(shares) != self.world_size:
+            raise SettingError(
+                f"shares={list(shares)!r} has {len(shares)} entries, and {self.world_size} virtual"
+                f" worker{'s' if self.world_size > 1 else ''} train; give one for each, or leave shares out"
+            )
 
     def teardown(self) -> None:
         """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
@@ -270,7 +306,7 @@ class VirtualWorkers(HostWeights):
     def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | NoSynchroniser:
         if self._group is None:
             return NoSynchroniser()
-        synchroniser = Synchroniser(self._group, trainer.lightning_module)
+        synchroniser = Synchroniser(self._group, trainer.lightning_module, self._shares)
         wsp = self._group.settings
         if wsp.aggregate == "sum":
             rank_zero_warn(
@@ -281,6 +317,7 @@ class VirtualWorkers(HostWeights):
         agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
         if self.plan is not None:
             agreed.append(f"plan={self.plan.fingerprint}")
+        agreed.append(f"shares={'equal' if self._shares is None else list(self._shares.lengths)}")
         synchroniser.enter(agreed)
         self._shared = synchroniser
         return synchroniser

@@ -25,6 +25,8 @@ class WSPCallback(L.Callback):
     Args:
         clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
         wave: W, minibatches per wave; by default Nm.
+        shares: How virtual workers of unequal speed share the data and the length of waves: "equal", or minibatches per
+            wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt.
         aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
         update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
             lost by it is added to the next update.
@@ -48,6 +50,7 @@ class WSPCallback(L.Callback):
         self,
         clock_distance: int = 0,
         wave: int | Literal["auto"] = "auto",
+        shares: Sequence[int] | Literal["equal"] = "equal",
         aggregate: str = "sum",
         update_dtype: str | None = None,
         servers: Sequence[str] | None = None,
@@ -63,6 +66,7 @@ class WSPCallback(L.Callback):
         self.settings = WSPSettings(
             whole("clock_distance", clock_distance, least=0),
             "auto" if wave == "auto" else whole("wave", wave, other=", or 'auto'"),
+            _shares(shares, wave),
             one_of("aggregate", aggregate, AGGREGATES),
             None if update_dtype is None else one_of("update_dtype", update_dtype, DTYPES),
             None if servers is None else tuple(servers),
@@ -72,6 +76,20 @@ class WSPCallback(L.Callback):
             None if end_timeout is None else seconds("end_timeout", end_timeout),
             seconds("join_timeout", join_timeout),
         )
+
+
+def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal"]:
+    if isinstance(given, str) and given == "equal":
+        return "equal"
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise SettingError(
+            f"shares={given!r} must be 'equal', or the minibatches in a wave of each virtual worker, such as [4, 8]"
+        )
+    if wave != "auto":
+        raise SettingError(
+            f"wave={wave!r} and shares={list(given)!r} both say how many minibatches a wave has; leave wave out"
+        )
+    return tuple(whole(f"shares[{vw}]", length) for vw, length in enumerate(given))
 
 
 def _security(given: Security | Mapping[str, Any] | None) -> Security:

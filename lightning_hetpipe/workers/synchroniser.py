@@ -11,10 +11,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.rules.shares import staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
-from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
+from lightning_hetpipe.workers.shared_data import Shares
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
@@ -58,12 +59,16 @@ class Synchroniser:
     Args:
         group: The virtual workers.
         module: The module, all of whose parameters are shared.
+        shares: Shares of the data, where they need not be equal.
     """
 
-    def __init__(self, group: Group, module: L.LightningModule) -> None:
+    def __init__(self, group: Group, module: L.LightningModule, shares: Shares | None = None) -> None:
         self.group = group
-        self.wave = 1
-        """W."""
+        self.shares = shares
+        self.lengths = (1,) * group.size
+        """W_v of each virtual worker."""
+        self.may_meet: Callable[[], bool] = lambda: True
+        """False while virtual workers with shares of their own are at different places."""
         self._waited = 0.0
         self._reported: tuple[float, int, int] = (0.0, 0, 0)
         self._module = module
@@ -72,6 +77,11 @@ class Synchroniser:
         self._open = 0  # minibatches in the wave that is open
         self.last_cut = 0
         """The number of the last cut."""
+
+    @property
+    def wave(self) -> int:
+        """W, of this virtual worker."""
+        return self.lengths[self.group.index]
 
     def enter(self, settings: list[str]) -> None:
         """Take w_0, and the buffers that belong to them.
@@ -117,7 +127,7 @@ class Synchroniser:
         policy, which is stashing where one of them has no room for the policy of the others.
 
         By default a wave holds Nm minibatches, and more where ``every`` minibatches make one optimizer step: whole
-        steps.
+        steps. Where shares are decided, waves have their lengths.
 
         Returns:
             Nm, and the weight policy.
@@ -125,18 +135,25 @@ class Synchroniser:
         choices, names = zip(*self.group.gather((in_flight, weights.name), "the choice of in_flight"), strict=True)
         in_flight, weights = max(choices), weights if len(set(names)) == 1 else STASH
         asked = self.group.settings.wave
-        self.wave = -(-in_flight // every) * every if asked == "auto" else asked
+        equal = -(-in_flight // every) * every if asked == "auto" else asked
+        decided = self.shares is not None and self.shares.decided
+        self.lengths = self.shares.lengths if self.shares and decided else (equal,) * self.group.size
         return in_flight, weights
 
     def staleness(self, behind: int) -> tuple[int, int]:
         """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).
 
+        They are behind by these of each virtual worker; where waves differ, on average over the virtual workers.
+
         Args:
             behind: By how many minibatches of their own virtual worker they are.
         """
-        wsp = self.group.settings
+        wsp, every = self.group.settings, range(self.group.size)
         workers = self.group.size if wsp.aggregate == "sum" else 1
-        return global_staleness(behind + 1, wsp.clock_distance, self.wave), workers
+        missed = [
+            sum(staleness_bound(self.lengths, vw, of, behind + 1, wsp.clock_distance) for of in every) for vw in every
+        ]
+        return -(-max(missed) // self.group.size), workers
 
     def metrics(self) -> dict[str, float]:
         """The metrics for loggers; times and bytes are those since the last call."""

@@ -119,6 +119,28 @@ def test_what_decides_by_steps_or_by_time() -> None:
     assert [*map(of_lightning.seconds_between_validations, trainers)] == [3600, None, None]
 
 
+@guards("_every_n_train_steps", "_monitor_candidates", "is_last_batch", "_combined_loader")
+def test_the_interval_of_checkpoints_and_what_their_names_hold() -> None:
+    saver = ModelCheckpoint(every_n_train_steps=3)
+    assert of_lightning.saving_interval(saver) == 3, "virtual workers of unequal speed would save at different waves"
+    key = saver.state_key
+    of_lightning.set_saving_interval(saver, 4)
+    assert saver.state_key != key, "the interval would be another one"
+    found: list[Any] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            found.append((of_lightning.is_last_batch(trainer), len(of_lightning.train_loaders(trainer))))
+            found.append(saver._monitor_candidates(trainer)["step"])
+
+    redirect = of_lightning.on_monitor_candidates(saver, lambda redirect, *args: {"step": 7})
+    trainer = quiet_trainer("auto", max_epochs=1, callbacks=[Looks()])
+    assert of_lightning.train_loaders(trainer) == []
+    trainer.fit(Learner(), batches(2))
+    assert found == [(False, 1), 7, (True, 1), 7], "virtual workers would name checkpoints by steps of their own"
+    redirect.remove()
+
+
 @guards("_build_kwargs", "batch_progress")
 def test_progress_and_arguments_of_a_step() -> None:
     looks = Looks()

@@ -204,7 +204,7 @@ def test_virtual_workers_add_to_both(size: int, in_flight: int, wsp: dict[str, A
     )
     synchroniser = NoSynchroniser() if size == 1 else Synchroniser(group, module)
     if isinstance(synchroniser, Synchroniser):
-        synchroniser.wave = wave
+        synchroniser.lengths = (wave,) * size
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_staleness(trainer, in_flight, *synchroniser.staleness(in_flight - 1))

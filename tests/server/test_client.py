@@ -87,12 +87,20 @@ def train(
     model: Learner,
     data: Data,
     in_flight: int,
-    wave: int,
+    wave: int | Sequence[int],
     cuts: Sequence[int] = (),
     **options: Any,
 ) -> Run:
-    """Run as the strategy does it: the oracle's minibatches of one VW, with a client between them."""
-    run, lengths = Run(), [max(len(epochs[epoch]) for epochs in data) for epoch in range(len(data[0]))]
+    """Run as the strategy does it: the oracle's minibatches of one VW, with a client between them.
+
+    With W_v of each VW as ``wave``, cuts come after so many waves, else after so many minibatches.
+    """
+    own = wave if isinstance(wave, int) else wave[i]
+    until = [1] * len(data) if isinstance(wave, int) else wave
+    run, lengths = (
+        Run(),
+        [max(-(-len(each[epoch]) // u) for each, u in zip(data, until, strict=True)) for epoch in (0, 1)],
+    )
     minibatches = oracle.minibatches(run, model, lambda model, batch: model.compute(batch), data[i], SGD, in_flight)
     trained: list[Tensor] = []
     with cluster.client(i, signature_of(model, len(data), len(cluster.hosts), **options)) as client:
@@ -110,15 +118,15 @@ def train(
         for epoch, batches in enumerate(data[i]):
             begin = 0
             for number, cut in enumerate(sorted({*(c for c in cuts if c < lengths[epoch]), lengths[epoch]}), 1):
-                count = max(0, min(cut, len(batches)) - begin)
+                count = max(0, min(cut * until[i], len(batches)) - begin * until[i])
                 update: list[Tensor] | None = None
-                for span in waves(count, wave):
+                for span in waves(count, own):
                     if update is not None:
                         take(client.synchronise(update))
                     for _ in span:
                         trained = list(next(minibatches)[1].parameters())
                     update = [weight.detach() - old for weight, old in zip(trained, synced, strict=True)]
-                name = 100 * epoch + (number if len(batches) >= cut and cut < lengths[epoch] else 99)
+                name = 100 * epoch + (number if len(batches) >= cut * until[i] and cut < lengths[epoch] else 99)
                 if name > client.member.cut:
                     take(client.arrive(name, update))
                 if name % 100 == 99:
@@ -129,7 +137,9 @@ def train(
     return run
 
 
-def expected(model: Learner, data: Data, in_flight: int, wave: int, cuts: Sequence[int], **options: Any) -> list[Run]:
+def expected(
+    model: Learner, data: Data, in_flight: int, wave: int | Sequence[int], cuts: Sequence[int], **options: Any
+) -> list[Run]:
     return oracle.train_together(
         model, lambda model, batch: model.compute(batch), data, SGD, in_flight, wave, cuts=cuts, **options
     )
@@ -149,10 +159,12 @@ def batches_of(n: int, counts: Sequence[int]) -> Data:
         (2, 3, 3, 2, [7, 4], [], True),  # W != Nm, and short waves
         (3, 2, 2, 3, [7, 3, 8], [4], False),  # a cut within the epoch, before which VW 1 has come to its end
         (4, 1, 1, 1, [3, 3, 2, 3], [1, 2], True),
+        (2, 2, 2, (2, 5), [6, 14], [], False),  # unequal waves, three on each
+        (3, 2, 3, (1, 4, 3), [5, 18, 13], [2, 3], True),
     ],
 )
 def test_vws_in_threads_are_the_oracle(
-    n: int, servers: int, in_flight: int, wave: int, counts: list[int], cuts: list[int], mean: bool
+    n: int, servers: int, in_flight: int, wave: int | Sequence[int], counts: list[int], cuts: list[int], mean: bool
 ) -> None:
     model, data = mlp(), batches_of(n, counts)
     cluster = Cluster(servers)
@@ -196,12 +208,14 @@ FAULTS: dict[str, Callable[[Cluster], Faults]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_leave_no_trace_in_the_weights(name: str) -> None:
-    model, data = mlp(), batches_of(2, [6, 5])
+@pytest.mark.parametrize(("wave", "counts"), [(2, [6, 5]), ((2, 3), [6, 8])], ids=["equal", "unequal"])
+def test_faults_leave_no_trace_in_the_weights(wave: int | Sequence[int], counts: list[int], name: str) -> None:
+    """Also where waves are unequal, as an update's name counts waves and not minibatches (law L5)."""
+    model, data = mlp(), batches_of(2, counts)
     cluster = Cluster(2, lease=3.0)
     faults = cluster.faults = FAULTS[name](cluster)
-    runs = all_at_once([lambda i=i: train(cluster, i, model, data, 2, 2) for i in range(2)])  # type: ignore[misc]
-    for run, want in zip(runs, expected(model, data, 2, 2, []), strict=True):
+    runs = all_at_once([lambda i=i: train(cluster, i, model, data, 2, wave) for i in range(2)])  # type: ignore[misc]
+    for run, want in zip(runs, expected(model, data, 2, wave, []), strict=True):
         assert_same(vars(want), vars(run))
     assert faults.happened == {*faults.at, *faults.then}, "a fault has not happened"
 

@@ -8,18 +8,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import (
     averages,
     begun_minibatches,
     in_a_step,
+    is_last_batch,
     on_requeue,
+    train_loaders,
     validates_at_the_end,
 )
 from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.together import check_batches
+from lightning_hetpipe.run.together import check_batches, check_shares
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -27,13 +31,13 @@ LOOP, EPOCH = 1 << 56, 1 << 32
 and the place in it, so that virtual workers with different numbers of batches agree."""
 BEGIN = 1
 """The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
-LAST_VALIDATION, END = EPOCH - 2, EPOCH - 1
+LAST_SAVE, LAST_VALIDATION, END = EPOCH - 3, EPOCH - 2, EPOCH - 1
 """Places in an epoch that all virtual workers have, however many batches there are."""
 
 
-def within(minibatch: int) -> int:
-    """The place after ``minibatch`` of an epoch, which is 0 before the first."""
-    return minibatch + BEGIN + 2
+def within(count: int) -> int:
+    """The place after ``count`` minibatches of an epoch; where shares are unequal, after so many waves."""
+    return count + BEGIN + 2
 
 
 class WavesAndCuts(Extension):
@@ -62,26 +66,60 @@ class WavesAndCuts(Extension):
         self._synchronising = synchronising
         self._computing = computing
         self._running = False  # an epoch
+        self._evaluates = False
         self._compared = False
+        self._intervals: Intervals | None = None  # of virtual worker 0, where shares may be unequal
         self._loop = 0
         self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
         synchroniser.group.waiting = waiting
-        self._redirects = [Redirect(trainer, "save_checkpoint", self._on_save), on_requeue(trainer, self._on_requeue)]
+        self._redirects = [
+            Redirect(trainer, "save_checkpoint", self._on_save),
+            on_requeue(trainer, self._on_requeue),
+            Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
+        ]
+        synchroniser.may_meet = self._may_meet
 
     def closed(self) -> None:
         for redirect in self._redirects:
             redirect.remove()
+        if self._intervals is not None:
+            self._intervals.close()
         self._synchroniser.group.waiting = nullcontext
         self._synchroniser.let_go()
 
     def epoch_begins(self, first: int) -> None:
         if not self._compared:
-            check_batches(self._trainer, self._synchroniser.group)
+            self._compare()
         self._compared = self._running = True
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
             self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing)
+
+    def _compare(self) -> None:
+        """See that virtual workers can train together on the data that each has."""
+        shares = self._synchroniser.shares
+        if shares is None:
+            check_batches(self._trainer, self._synchroniser.group)
+        elif (why := shares.why_not(train_loaders(self._trainer))) is not None:
+            rank_zero_info(f"shares stay equal: {why}")
+            self._synchroniser.shares = None
+            check_batches(self._trainer, self._synchroniser.group)
+        else:
+            check_shares(self._trainer)
+            self._intervals = Intervals(self._trainer, self._synchroniser)
+
+    def _on_epoch(self, redirect: Redirect, *args: Any) -> None:
+        """The loop knows how much of the epoch is done."""
+        if self._intervals is not None:
+            self._intervals.begin()
+        redirect.original(*args)
+
+    def _may_meet(self) -> bool:
+        """False within a wave, where virtual workers with shares of their own come at different times, if at all."""
+        if self._intervals is None or not self._running or self._evaluates or self._trainer.interrupted:
+            return True
+        return self._intervals.ends_wave()
 
     def placed(self) -> None:
         self._synchroniser.follow()
@@ -93,18 +131,21 @@ class WavesAndCuts(Extension):
         with self._synchronising():
             cuts = self._synchroniser.synchronise(self._computing, self._asks)
         if cuts:
-            self._cut(version=version)
+            self._cut(self._place_of(version), version)
             if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
                 self._save_and_requeue()
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
         """All evaluate the same weights, and buffers."""
-        self._cut(LAST_VALIDATION if validates_at_the_end(self._trainer) else None)
+        at_the_end = validates_at_the_end(self._trainer) or self._is_last_of_unequal()
+        self._cut(LAST_VALIDATION if at_the_end else None)
         put_back = self._synchroniser.borrow_buffers()
+        self._evaluates = True
         try:
             yield
         finally:
+            self._evaluates = False
             put_back()
 
     def epoch_ends(self) -> None:
@@ -128,7 +169,14 @@ class WavesAndCuts(Extension):
                     "a checkpoint is saved in the middle of a step, where virtual workers hold different weights and"
                     " cannot wait for each other; save it in on_train_batch_end, or at the end of an epoch"
                 )
-            self._cut()
+            if not self._may_meet():
+                raise SettingError(
+                    "a checkpoint is saved within a wave, where virtual workers with unequal shares are at different"
+                    f" places; save it after a multiple of {self._synchroniser.wave} minibatches on virtual worker"
+                    f" {self._synchroniser.group.index}, by ModelCheckpoint(every_n_train_steps=...), which waits for"
+                    " that, or at the end of an epoch"
+                )
+            self._cut(LAST_SAVE if self._is_last_of_unequal() else None)
         redirect.original(*args, **kwargs)
 
     def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
@@ -147,13 +195,23 @@ class WavesAndCuts(Extension):
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
         """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
-        begun, in_epoch = begun_minibatches(self._trainer)
-        version = begun if version is None else version
-        number = self._number(within(in_epoch - begun + version) if place is None else place)
+        version = begun_minibatches(self._trainer)[0] if version is None else version
+        number = self._number(self._place_of(version) if place is None else place)
         with self._synchronising():
             cut = self._synchroniser.cut(number, version, self._computing)
         if cut:
             self._synchroniser.take_averages(averages(self._trainer))
+
+    def _place_of(self, version: int) -> int:
+        begun, in_epoch = begun_minibatches(self._trainer)
+        minibatch = in_epoch - begun + version
+        waves = minibatch if self._intervals is None else self._intervals.wave(minibatch)
+        assert waves is not None, "it ends a wave, as nothing else may cut"
+        return within(waves)
+
+    def _is_last_of_unequal(self) -> bool:
+        """True at the end of an epoch in which virtual workers with unequal shares may have different last waves."""
+        return self._intervals is not None and is_last_batch(self._trainer)
 
     def _number(self, place: int) -> int:
         return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place

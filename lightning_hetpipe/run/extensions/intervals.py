@@ -1,0 +1,145 @@
+"""Intervals in minibatches or steps where virtual workers have unequal shares: those of virtual worker 0.
+
+All cut after the same wave, at the end of the one in which virtual worker 0 comes to a multiple of the interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hetpipe.lightning_private import (
+    begun_minibatches,
+    is_last_batch,
+    on_monitor_candidates,
+    saves_by_steps,
+    saving_interval,
+    set_saving_interval,
+)
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.rules.shares import covered
+from lightning_hetpipe.workers.synchroniser import Synchroniser
+
+
+class Epoch(NamedTuple):
+    """An epoch, or the rest of one, on one virtual worker.
+
+    Attributes:
+        first: Minibatches of the epoch that came before, in the run that is resumed.
+        last: Minibatches of the epoch.
+        steps: Optimizer steps that came before.
+        every: Minibatches of an optimizer step.
+        checks: Minibatches between two validations, or None.
+    """
+
+    first: int
+    last: int
+    steps: int
+    every: int
+    checks: int | None
+
+    def steps_after(self, minibatch: int) -> int:
+        """Optimizer steps when ``minibatch`` of the epoch is done, the last of which steps in any case."""
+        rest = int(minibatch == self.last and minibatch % self.every > 0)
+        return self.steps + minibatch // self.every - self.first // self.every + rest
+
+
+class Interval(int):
+    """An interval of virtual worker 0's, as a number that gives 0 as the remainder where it is due."""
+
+    is_due: Callable[[int], bool]
+
+    @staticmethod
+    def of(number: int, is_due: Callable[[int], bool]) -> Interval:
+        interval = Interval(number)
+        interval.is_due = is_due
+        return interval
+
+    def __rmod__(self, count: int) -> int:
+        return 0 if self.is_due(int(self)) else 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+class Intervals:
+    """Has validations and ``ModelCheckpoint(every_n_train_steps=...)`` come at the ends of waves, on all alike.
+
+    Args:
+        trainer: Lightning's.
+        synchroniser: The fit's.
+    """
+
+    def __init__(self, trainer: L.Trainer, synchroniser: Synchroniser) -> None:
+        self._trainer = trainer
+        self._synchroniser = synchroniser
+        self._epochs = [Epoch(0, 0, 0, 1, None)] * synchroniser.group.size
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+        self._savers = [callback for callback in callbacks if saves_by_steps(callback)]
+        for callback in self._savers:
+            set_saving_interval(callback, Interval.of(saving_interval(callback), self._saves))
+        self._checks: int | None = None
+        self._redirects = [
+            on_monitor_candidates(callback, self._name)
+            for callback in callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
+
+    def close(self) -> None:
+        for callback in self._savers:
+            set_saving_interval(callback, int(saving_interval(callback)))
+        for redirect in self._redirects:
+            redirect.remove()
+        if isinstance(self._trainer.val_check_batch, Interval):
+            self._trainer.val_check_batch = self._checks
+
+    def begin(self) -> None:
+        """Agree on an epoch, whose loop is about to begin. Called on all."""
+        trainer = self._trainer
+        _, first = begun_minibatches(trainer)
+        if not isinstance(trainer.val_check_batch, Interval):
+            self._checks = None if trainer.val_check_batch is None else int(trainer.val_check_batch)
+        steps, every = trainer.global_step, trainer.accumulate_grad_batches
+        told = Epoch(first, int(trainer.num_training_batches), steps, every, self._checks)
+        self._epochs = [Epoch(*each) for each in self._synchroniser.group.gather(tuple(told), "the start of an epoch")]
+        if (checks := self._epochs[0].checks) is not None:
+            trainer.val_check_batch = Interval.of(checks, self._validates)
+
+    def wave(self, minibatch: int) -> int | None:
+        """The number of waves that ``minibatch`` of the epoch completes; None if it ends none."""
+        own = self._epochs[self._synchroniser.group.index]
+        waves, open_ = divmod(minibatch - own.first, self._synchroniser.wave)
+        return None if open_ else waves
+
+    def ends_wave(self) -> bool:
+        """True if the minibatch that has begun is the last of a wave, or of the epoch."""
+        return is_last_batch(self._trainer) or self.wave(begun_minibatches(self._trainer)[1]) is not None
+
+    def _validates(self, interval: int) -> bool:
+        found = self._covered()
+        return found is not None and found.stop // interval > found.start // interval
+
+    def _saves(self, interval: int) -> bool:
+        found = self._covered()
+        if found is None:
+            return False
+        steps = self._epochs[0].steps_after
+        return steps(found.stop) // interval > steps(found.start) // interval
+
+    def _covered(self) -> range | None:
+        """Minibatches of virtual worker 0 in the wave that has just ended here; None if none has."""
+        if not self.ends_wave():
+            return None
+        last = is_last_batch(self._trainer)
+        wave = None if last else self.wave(begun_minibatches(self._trainer)[1])
+        of_first = self._epochs[0]
+        return covered(wave, self._synchroniser.lengths[0], of_first.first, of_first.last)
+
+    def _name(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+        """Give what a checkpoint's name may hold, with virtual worker 0's steps, so that the name is the same on all."""
+        candidates = redirect.original(*args, **kwargs)
+        candidates["step"] = self._trainer.strategy.broadcast(candidates["step"])
+        return candidates

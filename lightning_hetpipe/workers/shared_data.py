@@ -1,0 +1,91 @@
+"""Shares of the data that unequal virtual workers train on, in proportion to the lengths of their waves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_hetpipe.rules.shares import dealt_samples
+
+Setting = Literal["equal", "auto"] | tuple[int, ...]
+
+
+class InjectedRank(int):
+    """Rank of a virtual worker, in samplers that Lightning has made: one of the user's has a plain number."""
+
+
+class Shares:
+    """Division of the data among virtual workers: each sample goes to one, without padding.
+
+    Attributes:
+        lengths: Proportion of the shares; the lengths of waves once ``decided``.
+        decided: True if ``lengths`` are W_v; else waves are of equal length.
+
+    Args:
+        vw: Number of this virtual worker.
+        size: N.
+        lengths: W_v, if they are known.
+    """
+
+    def __init__(self, vw: int, size: int, lengths: Sequence[int] | None = None) -> None:
+        self.vw = vw
+        self.lengths = tuple(lengths or [1] * size)
+        self.decided = lengths is not None
+
+    def deal(self, loader: Any) -> None:
+        """Have ``loader`` take its samples by shares, if Lightning has made its sampler."""
+        if isinstance(loader, DataLoader) and _is_injected(loader):
+            batches: Any = loader.batch_sampler
+            batches.sampler = SharedSampler(self, loader.sampler, batches.batch_size, batches.drop_last)
+
+    def why_not(self, loaders: Sequence[Any]) -> str | None:
+        """Reason why one of ``loaders`` is not dealt by shares, for people; None if all are."""
+        for loader in loaders:
+            if isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(loader, DataLoader):
+                return "only a DataLoader over a dataset that has a length can be divided otherwise"
+            if not isinstance(getattr(loader.batch_sampler, "sampler", None), SharedSampler):
+                return "a sampler of one's own is not divided otherwise"
+        return None
+
+
+class SharedSampler(Sampler[int]):
+    """The samples of one virtual worker, in the order that a ``DistributedSampler`` of one process would give.
+
+    Args:
+        shares: Says which.
+        injected: Lightning's sampler for this virtual worker.
+        batch_size, drop_last: The loader's.
+    """
+
+    def __init__(self, shares: Shares, injected: Any, batch_size: int, drop_last: bool) -> None:
+        self._shares = shares
+        self._whole: DistributedSampler[Any] = DistributedSampler(
+            injected.dataset, num_replicas=1, rank=0, shuffle=injected.shuffle, seed=injected.seed
+        )
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        self._whole.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self._whole)
+        for places in self._dealt():
+            yield from order[places.start : places.stop]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._dealt()))
+
+    def _dealt(self) -> Iterator[range]:
+        shares, samples = self._shares, len(self._whole)
+        return dealt_samples(samples, self._batch_size, shares.lengths, shares.vw, self._drop_last)
+
+
+def _is_injected(loader: DataLoader[Any]) -> bool:
+    return (
+        type(loader.sampler) is DistributedSampler
+        and isinstance(loader.sampler.rank, InjectedRank)
+        and type(loader.batch_sampler) is BatchSampler
+    )

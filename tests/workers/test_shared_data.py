@@ -1,0 +1,89 @@
+"""Loaders that are dealt by shares, and those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
+
+DATA: TensorDataset = TensorDataset(torch.arange(22))
+LENGTHS = (1, 3)
+
+
+def loader_of(vw: int, shuffle: bool, rank: type[int] = InjectedRank, **settings: Any) -> DataLoader[Any]:
+    sampler: DistributedSampler[Any] = DistributedSampler(DATA, 2, rank(vw), shuffle=shuffle, seed=5)
+    return DataLoader(DATA, 4, sampler=sampler, **settings)
+
+
+def batches_of(loader: DataLoader[Any]) -> list[list[int]]:
+    found = [batch.tolist() for (batch,) in loader]
+    assert len(found) == len(loader)
+    return found
+
+
+def test_each_sample_once_in_the_order_of_one_process() -> None:
+    one, other = (loader_of(vw, shuffle=False) for vw in range(2))
+    for vw, loader in enumerate((one, other)):
+        Shares(vw, 2, LENGTHS).deal(loader)
+    assert batches_of(one) == [[0, 1, 2, 3]]  # and nothing of the last wave
+    assert batches_of(other) == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21]]
+
+
+def test_another_order_in_every_epoch_and_other_shares_from_then_on() -> None:
+    loaders = [loader_of(vw, shuffle=True, drop_last=True) for vw in range(2)]
+    shares = [Shares(vw, 2, LENGTHS) for vw in range(2)]
+    for one, loader in zip(shares, loaders, strict=True):
+        one.deal(loader)
+    epochs = []
+    for epoch, lengths in enumerate([LENGTHS, (3, 2)]):
+        for one, loader in zip(shares, loaders, strict=True):
+            loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]  # as Lightning does
+            one.lengths = lengths
+        epochs.append([batches_of(loader) for loader in loaders])
+    assert [[len(mine) for mine in epoch] for epoch in epochs] == [[1, 4], [3, 2]]
+    for epoch, of_epoch in enumerate(epochs):
+        order = list(torch.randperm(22, generator=torch.Generator().manual_seed(5 + epoch)).tolist())
+        assert {sample for mine in of_epoch for batch in mine for sample in batch} == set(order[:20])
+        assert of_epoch[0][0] == order[:4]
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (loader_of(0, True, rank=int), "a sampler of one's own"),  # a user's own, which Lightning leaves alone
+        (DataLoader(DATA, 4, sampler=RandomSampler(DATA)), "a sampler of one's own"),
+        (DataLoader(DATA, batch_sampler=Own(loader_of(0, True).sampler, 4, False)), "a sampler of one's own"),
+        (DataLoader(DATA, None, sampler=loader_of(0, True).sampler), "a sampler of one's own"),
+        (DataLoader(Stream(), 4), "a dataset that has a length"),
+        ([1, 2, 3], "only a DataLoader"),
+    ],
+)
+def test_what_is_not_ours_to_divide(loader: Any, why: str) -> None:
+    shares = Shares(0, 2, LENGTHS)
+    before = samplers_of(loader)
+    shares.deal(loader)
+    assert why in (shares.why_not([loader]) or "")
+    assert samplers_of(loader) == before
+    dealt = loader_of(0, True)
+    shares.deal(dealt)
+    assert shares.why_not([dealt]) is None
+    assert shares.why_not([dealt, loader]) is not None

@@ -1,0 +1,93 @@
+"""Virtual workers with waves and shares of the data of their own train what the oracle does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hetpipe.rules.shares import dealt_samples
+from tests.oracle import Run, State
+from tests.support.equality import assert_same
+from tests.wsp.launch import Job, run_all
+from tests.wsp.test_checkpoints import check_checkpoint
+from tests.wsp.test_exact import check, together
+from tests.wsp.worker import Evaluated, shared_data, task_of
+
+
+def job(folder: Path, batches: int, shares: Sequence[int], task: str = "mlp", **more: Any) -> Job:
+    """A launch that divides ``batches`` of shuffled data."""
+    folder.mkdir(exist_ok=True)
+    wsp = {"shares": list(shares), **more.pop("wsp", {})}
+    in_flight = more.pop("in_flight", 2)
+    return Job(folder, task, (0,) * len(shares), 2, in_flight, {"shares": batches, "wsp": wsp, **more})
+
+
+def divided(task: str, batches: int, lengths: Sequence[Sequence[int]]) -> list[list[list[Any]]]:
+    """The batches of each virtual worker in each epoch; ``lengths`` are those of the waves in each epoch."""
+    loader = shared_data(task, batches)
+    samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    assert size is not None
+    data: list[list[list[Any]]] = [[] for _ in lengths[0]]
+    for epoch, of_epoch in enumerate(lengths):
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for vw, epochs in enumerate(data):
+            mine = [order[place] for places in dealt_samples(samples, size, of_epoch, vw) for place in places]
+            epochs.append(list(DataLoader(loader.dataset, size, sampler=mine)))
+    return data
+
+
+def expected(of: Job, epochs: int = 2, **options: Any) -> list[Run]:
+    shares = of.more["wsp"]["shares"]
+    return together(of, shares, divided(of.task, of.more["shares"], [shares] * epochs), **options)
+
+
+def resumed_from(path: Path, states: Sequence[State], done: Sequence[int], of: Job, epochs: int = 2) -> list[Run]:
+    """The oracle's run of ``of`` from the checkpoint at ``path``, saved within the first epoch.
+
+    Args:
+        states: Those of each virtual worker then.
+        done: The minibatches that each had done.
+    """
+    shares = of.more["wsp"]["shares"]
+    data = divided(of.task, of.more["shares"], [shares] * epochs)
+    for mine, count in zip(data, done, strict=True):
+        mine[0] = mine[0][: len(mine[0]) - count]  # an ordinary loader starts again from its first batch
+    saved = torch.load(path, weights_only=False)
+    module = Evaluated(task_of(of.task, 0))
+    module.load_state_dict(saved["state_dict"])
+    weights = {name: weight.detach() for name, weight in module.named_parameters()}
+    buffers = dict(module.named_buffers())
+    resumed = [(count, State(weights, buffers, state.optimizer)) for count, state in zip(done, states, strict=True)]
+    return together(of, shares, data, resumed=resumed)
+
+
+def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
+    """The waves are (2, 4), three in an epoch, and a last one of (1, 2).
+
+    Virtual worker 0's third minibatch, at which a validation is due, lies in the second wave, its sixth in the third;
+    its fifth step, at which a checkpoint is due, in the third wave of the first epoch, and its tenth in the second of
+    the second: all do so at the ends of these waves. Another run goes on from the first checkpoint.
+    """
+    cuts = job(tmp_path / "cuts", 21, [2, 4], "transformer", validate=True, saves={"every_n_train_steps": 5})
+    cuts.more["trainer"] = {"val_check_interval": 3}
+    mean = job(tmp_path / "mean", 9, [4, 1], wsp={"aggregate": "mean"}, in_flight=3)
+    again = job(tmp_path / "again", 21, [2, 4], "transformer", resume=str(cuts.folder / "step=6.ckpt"))
+    found = run_all(cuts, mean, again)
+    runs = expected(cuts, cuts=[2, 3])
+    check(cuts, found[0], runs)
+    assert [len(each["outputs"]) for each in found[0]] == [14, 28]
+    one, other = found[0]
+    assert len(one["validated"]) == 4
+    assert_same(one["validated"], other["validated"])
+    assert_same(one["validated"][0], {**runs[0].states[4].weights, **runs[0].states[4].buffers})
+    assert one["metrics"]["count"] == 3  # of the batches of the validation, one and two
+    assert sorted(cuts.folder.glob("*.ckpt")) == [cuts.folder / "step=11.ckpt", cuts.folder / "step=6.ckpt"]
+    for step in (6, 11):
+        check_checkpoint(cuts.folder / f"step={step}.ckpt", runs[0].states[step])
+    check(mean, found[1], expected(mean, mean=True))  # which divides by N, as ever
+    states = [run.states[count] for run, count in zip(runs, (6, 12), strict=True)]
+    check(again, found[2], resumed_from(cuts.folder / "step=6.ckpt", states, (6, 12), again))
