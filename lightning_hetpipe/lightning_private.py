@@ -243,6 +243,31 @@ def train_loaders(trainer: L.Trainer) -> list[Any]:
     return [] if loader is None else loader.flattened
 
 
+def recount_batches(trainer: L.Trainer) -> None:
+    """Count the batches of the loaders of a fit again, as their samplers have other lengths now; not for an epoch that
+    has begun."""
+    loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    loader = loop._combined_loader
+    assert loader is not None
+    limits = [len(each) for each in loader.flattened]
+    loader.limits = [*limits]
+    loop.max_batches = min(limits) if loader._mode == "min_size" else max(limits)
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    if validation._combined_loader is not None:
+        most: int | float = trainer.limit_val_batches
+        validation._max_batches = [
+            _limited(before, each, most)
+            for before, each in zip(validation._max_batches, validation._combined_loader.flattened, strict=True)
+        ]
+
+
+def _limited(before: int | float, loader: Any, most: int | float) -> int | float:
+    if before == float("inf"):  # a loader without a length has no other one now
+        return before
+    return min(len(loader), most) if isinstance(most, int) else int(len(loader) * most)
+
+
 def log_interval(trainer: L.Trainer) -> int:
     """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
     return int(getattr(trainer, "log_every_n_steps", 0))

@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 ENOUGH = 0.97
 """Fraction of the sum of rates with which integers are good enough."""
 
+GAIN = 1.1
+"""Ratio of throughputs for which shares change: measured rates are off by a few percent from epoch to epoch."""
+
 
 def wave_lengths(rates: Sequence[float], in_flight: int) -> tuple[int, ...]:
     """W_v: the smallest integers of at least Nm with which waves in lock-step reach 97 % of the sum of rates.
@@ -34,6 +37,18 @@ def wave_lengths(rates: Sequence[float], in_flight: int) -> tuple[int, ...]:
         if total >= enough * seconds:
             return tuple(lengths)
     raise AssertionError("enough minibatches make any ratio")
+
+
+def next_lengths(lengths: Sequence[int], rates: Sequence[float], in_flight: int) -> tuple[int, ...]:
+    """W_v for the next epoch: those for ``rates``, or still ``lengths`` where the gain would be within the noise.
+
+    Args:
+        lengths: W_v so far.
+        rates: X_v, as measured since.
+        in_flight: As :func:`wave_lengths` has it.
+    """
+    found = wave_lengths(rates, in_flight)
+    return found if throughput(found, rates) > GAIN * throughput(lengths, rates) else tuple(lengths)
 
 
 def throughput(lengths: Sequence[int], rates: Sequence[float]) -> float:
@@ -107,21 +122,31 @@ def dealt_samples(
         yield range(wave.start * batch_size, min(wave.stop * batch_size, samples))
 
 
-def covered(wave: int | None, length: int, first: int, last: int) -> range:
-    """The minibatches of an epoch, counted from 0, in wave number ``wave`` of a virtual worker; None: in its last.
+def common_waves(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+    """Waves after which no virtual worker has come to its last minibatch: after these all can cut within the epoch.
 
-    Its last wave ends with the epoch, so that there is nothing in later ones.
+    Args:
+        lengths: W_v.
+        spans: Of each virtual worker, the minibatch with which its waves begin, and how many the epoch has.
+    """
+    return min(max(0, last - first - 1) // length for length, (first, last) in zip(lengths, spans, strict=True))
+
+
+def covered(wave: int | None, common: int, length: int, first: int, last: int) -> range:
+    """The minibatches of an epoch, counted from 0, in wave number ``wave`` of a virtual worker; None: in the rest.
+
+    The rest is what comes after the waves of :func:`common_waves`; no wave covers it.
 
     Args:
         wave: Number of the wave, from 1.
+        common: Waves after which all can cut.
         length: Minibatches of its waves.
         first: The minibatch with which waves begin.
         last: How many minibatches the epoch has.
     """
-    whole = max(0, last - first - 1) // length  # waves that end before the last minibatch
     if wave is None:
-        return range(first + whole * length, last)
-    if wave > whole:
+        return range(first + common * length, last)
+    if wave > common:
         return range(last, last)
     return range(first + (wave - 1) * length, first + wave * length)
 

@@ -122,6 +122,10 @@ class Driver(Generic[F]):
         """Tell whether minibatch ``number`` was submitted, and is not finished."""
         return number in self._pipeline.minibatches
 
+    def in_flight(self) -> list[BatchInFlight]:
+        """The minibatches in flight, also those that are done and that Lightning's loop has not come to."""
+        return list(self._pipeline.minibatches.values())
+
     def step_inline(self, number: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step for minibatch ``number`` in Lightning's own thread, by its own step ``native``."""
         with self.extensions.around(Extension.inline_step, number):

@@ -145,7 +145,7 @@ class Fit(TrainerRun):
         driver, extensions = self._driver, self._driver.extensions
         extensions.add(*self._recordings, *profiled_sections(self._trainer))
         if isinstance(self._synchroniser, Synchroniser):  # after those, so that what they open is inside of its cut
-            waves = driver.synchronising, driver.computing, driver.unlocked
+            waves = driver.synchronising, driver.computing, driver.unlocked, driver.in_flight
             extensions.add(WavesAndCuts(self._trainer, self._synchroniser, *waves))
         extensions.add(self._loss_scale)
         if self._settings.may_run_ahead:

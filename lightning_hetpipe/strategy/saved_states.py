@@ -23,6 +23,7 @@ from lightning_hetpipe.errors import SettingError
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
+    from lightning_hetpipe.workers.shared_data import Shares
 
 _NOTE = "hetpipe"
 _LAST_CHANGES = "hetpipe_last_changes"
@@ -43,6 +44,18 @@ def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
     """The Nm that was noted, which users' hooks do not see; None if none was."""
     noted: int | None = checkpoint.pop(_NOTE, {}).get("in_flight")
     return noted
+
+
+def note_shares(checkpoint: dict[str, Any], shares: Shares | None) -> None:
+    """Writes into ``checkpoint`` the minibatches in a wave of each virtual worker, where they are not equal."""
+    if shares is not None and shares.decided:
+        checkpoint.setdefault(_NOTE, {})["shares"] = list(shares.lengths)
+
+
+def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None:
+    """The shares that were noted, which users' hooks do not see; None if none were, or not for ``size`` of them."""
+    noted = checkpoint.get(_NOTE, {}).pop("shares", None)
+    return None if noted is None or len(noted) != size else tuple(noted)
 
 
 def note_last_changes(checkpoint: dict[str, Any], changes: Sequence[Tensor | None]) -> None:

@@ -26,11 +26,11 @@ from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.checkpoints import local_folder
-from lightning_hetpipe.strategy.saved_states import add_states, take_state
+from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
-from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
+from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -70,6 +70,7 @@ class VirtualWorkers(HostWeights):
         self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
         self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
         self._shares: Shares | None = None
+        self._recorded: tuple[int, ...] | None = None  # of the checkpoint that is loaded
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
@@ -135,7 +136,12 @@ class VirtualWorkers(HostWeights):
     def _divide(self, trainer: L.Trainer) -> None:
         """Divide the data of a run of ``trainer``, before its loaders are made."""
         given = self._group.settings.shares if self._group is not None else "equal"
-        self._shares = None
+        recorded, self._recorded, self._shares = self._recorded, None, None
+        if recorded is not None and given not in ("auto", recorded):
+            rank_zero_info(
+                f"the checkpoint was saved with shares={list(recorded)}, and this run goes on with"
+                f" shares={list(given) if isinstance(given, tuple) else given!r}"
+            )
         if given == "equal":
             return
         if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
@@ -144,7 +150,11 @@ class VirtualWorkers(HostWeights):
                 " many batches"
             )
             return
-        self._shares = Shares(self.global_rank, self.world_size, given if isinstance(given, tuple) else None)
+        if self.global_rank and type(trainer.val_check_interval) is int:
+            trainer.val_check_interval = IntervalOfFirst(trainer.val_check_interval)
+        self._shares = Shares(
+            self.global_rank, self.world_size, given if isinstance(given, tuple) else recorded, given == "auto"
+        )
 
     def barrier(self, name: str | None = None) -> None:
         if (group := self._together("strategy.barrier")) is not None:
@@ -284,7 +294,7 @@ class VirtualWorkers(HostWeights):
 
     def teardown(self) -> None:
         """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
-        self._shared = NoSynchroniser()
+        self._shared, self._recorded = NoSynchroniser(), None
         try:
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
@@ -329,12 +339,15 @@ class VirtualWorkers(HostWeights):
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
             folder = local_folder(filepath) if self.is_global_zero else None
             add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
+            note_shares(checkpoint, self._shared.shares)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         resuming = is_fitting(self.lightning_module)
+        recorded = take_shares(checkpoint, self.world_size)
+        self._recorded = recorded if resuming else None
         self._rounded = take_state(checkpoint, checkpoint_path, self.global_rank, self.world_size, resuming)
         return checkpoint
 

@@ -26,7 +26,8 @@ class WSPCallback(L.Callback):
         clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
         wave: W, minibatches per wave; by default Nm.
         shares: How virtual workers of unequal speed share the data and the length of waves: "equal", or minibatches per
-            wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt.
+            wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt; "auto" measures
+            their rates in each epoch, and has ``wave`` as the shortest wave.
         aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
         update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
             lost by it is added to the next update.
@@ -50,7 +51,7 @@ class WSPCallback(L.Callback):
         self,
         clock_distance: int = 0,
         wave: int | Literal["auto"] = "auto",
-        shares: Sequence[int] | Literal["equal"] = "equal",
+        shares: Sequence[int] | Literal["equal", "auto"] = "equal",
         aggregate: str = "sum",
         update_dtype: str | None = None,
         servers: Sequence[str] | None = None,
@@ -78,12 +79,13 @@ class WSPCallback(L.Callback):
         )
 
 
-def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal"]:
-    if isinstance(given, str) and given == "equal":
-        return "equal"
+def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal", "auto"]:
+    if given in ("equal", "auto"):
+        return given  # type: ignore[no-any-return]
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise SettingError(
-            f"shares={given!r} must be 'equal', or the minibatches in a wave of each virtual worker, such as [4, 8]"
+            f"shares={given!r} must be 'equal', 'auto', or the minibatches in a wave of each virtual worker, such as"
+            " [4, 8]"
         )
     if wave != "auto":
         raise SettingError(

@@ -16,23 +16,41 @@ class InjectedRank(int):
     """Rank of a virtual worker, in samplers that Lightning has made: one of the user's has a plain number."""
 
 
+class IntervalOfFirst(int):
+    """``val_check_interval`` in minibatches of virtual worker 0's, on another one, which may have fewer: Lightning
+    refuses intervals that are larger than the number of minibatches, and this one never is."""
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
 class Shares:
     """Division of the data among virtual workers: each sample goes to one, without padding.
 
     Attributes:
         lengths: Proportion of the shares; the lengths of waves once ``decided``.
         decided: True if ``lengths`` are W_v; else waves are of equal length.
+        adapts: True if they are decided anew after each epoch.
 
     Args:
         vw: Number of this virtual worker.
         size: N.
         lengths: W_v, if they are known.
+        adapts: As above.
     """
 
-    def __init__(self, vw: int, size: int, lengths: Sequence[int] | None = None) -> None:
+    def __init__(self, vw: int, size: int, lengths: Sequence[int] | None = None, adapts: bool = False) -> None:
         self.vw = vw
         self.lengths = tuple(lengths or [1] * size)
         self.decided = lengths is not None
+        self.adapts = adapts
+
+    def decide(self, lengths: Sequence[int]) -> None:
+        """Set W_v."""
+        self.lengths, self.decided = tuple(lengths), True
 
     def deal(self, loader: Any) -> None:
         """Have ``loader`` take its samples by shares, if Lightning has made its sampler."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.rules.shares import staleness_bound
+from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
@@ -40,6 +40,7 @@ class NoSynchroniser:
 
     wave: int | None = None
     """W; there are none."""
+    shares: Shares | None = None
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
         return in_flight, weights
@@ -69,6 +70,8 @@ class Synchroniser:
         """W_v of each virtual worker."""
         self.may_meet: Callable[[], bool] = lambda: True
         """False while virtual workers with shares of their own are at different places."""
+        self._least = 1  # the length of the shortest wave, which is Nm
+        self._rates: list[float] = []
         self._waited = 0.0
         self._reported: tuple[float, int, int] = (0.0, 0, 0)
         self._module = module
@@ -134,11 +137,38 @@ class Synchroniser:
         """
         choices, names = zip(*self.group.gather((in_flight, weights.name), "the choice of in_flight"), strict=True)
         in_flight, weights = max(choices), weights if len(set(names)) == 1 else STASH
-        asked = self.group.settings.wave
+        asked, self._least = self.group.settings.wave, in_flight
         equal = -(-in_flight // every) * every if asked == "auto" else asked
         decided = self.shares is not None and self.shares.decided
         self.lengths = self.shares.lengths if self.shares and decided else (equal,) * self.group.size
         return in_flight, weights
+
+    def divide(self, rates: Sequence[float | None], every: int) -> bool:
+        """Decide on shares of the data, and lengths of waves, from the next epoch on; with the same result on all.
+
+        Args:
+            rates: Minibatches per second of each virtual worker that is there, or None.
+            every: Minibatches of an optimizer step, of which waves hold whole ones.
+
+        Returns:
+            True if they are others than before.
+        """
+        known = [rate for rate in rates if rate is not None]
+        if self.shares is None or not self.shares.adapts or len(known) < self.group.size:
+            return False
+        least = self._least if self.group.settings.wave == "auto" else self.group.settings.wave
+        units = [-(-length // every) for length in self.lengths]
+        found = tuple(every * each for each in next_lengths(units, known, -(-least // every)))
+        if found == self.lengths:
+            return False
+        self.lengths, self._rates = found, known
+        self.shares.decide(found)
+        return True
+
+    def told_shares(self) -> str:
+        """The lengths of waves, and why, for people."""
+        rates = " and ".join(f"{rate:.3g}" for rate in self._rates)
+        return f"{list(self.lengths)} minibatches in a wave, as virtual workers make {rates} per second"
 
     def staleness(self, behind: int) -> tuple[int, int]:
         """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).
@@ -164,6 +194,7 @@ class Synchroniser:
         commit_index = client.member.commit_index
         return {
             "hetpipe/members": float(0 if commit_index is None else len(commit_index.members)),
+            "hetpipe/wave": float(self.wave),
             "hetpipe/clock": float(client.member.clock),
             "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
             "hetpipe/sync_wait_seconds": waited,

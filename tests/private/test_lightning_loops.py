@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_hetpipe import lightning_private as of_lightning
 from tests.private.guarding import guards
@@ -139,6 +142,50 @@ def test_the_interval_of_checkpoints_and_what_their_names_hold() -> None:
     trainer.fit(Learner(), batches(2))
     assert found == [(False, 1), 7, (True, 1), 7], "virtual workers would name checkpoints by steps of their own"
     redirect.remove()
+
+
+@guards("_combined_loader", "_max_batches", "_mode")
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_batches_are_counted_again(mode: Any) -> None:
+    """When the samplers of all loaders get shorter or longer between two epochs."""
+
+    class Sampler:
+        length = 3
+
+        def __iter__(self) -> Any:
+            return iter(range(self.length))
+
+        def __len__(self) -> int:
+            return self.length
+
+    samplers, counted = [Sampler() for _ in range(3)], []
+
+    class Changes(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.current_epoch == 0:
+                for sampler, length in zip(samplers, (6, 5, 4), strict=True):
+                    sampler.length = length
+                of_lightning.recount_batches(trainer)
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            counted.append((trainer.current_epoch, "train"))
+
+        def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            counted.append((trainer.current_epoch, "validate"))
+
+    class Two(Validated):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    dataset: Any = batches(8).dataset
+    one, other, validation = (DataLoader(dataset, 1, sampler=sampler) for sampler in samplers)
+    trainer = quiet_trainer("auto", max_epochs=2, callbacks=[Changes()], val_check_interval=0.5, limit_val_batches=0.75)
+    trainer.fit(Two(), CombinedLoader([one, other], mode), validation)
+    train = {"min_size": 5, "max_size_cycle": 6}[mode]
+    found = Counter(counted)
+    # Validations: three times of two batches, as each is of one minibatch; then two of three, at 2 and 4, or 3 and 6.
+    assert [found[0, "train"], found[1, "train"]] == [3, train], "batches would be left out, or asked for in vain"
+    assert [found[0, "validate"], found[1, "validate"]] == [3 * 2, 2 * 3], "so would batches of a validation"
 
 
 @guards("_build_kwargs", "batch_progress")

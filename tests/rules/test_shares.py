@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.shares import dealt, dealt_samples, staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.shares import dealt, dealt_samples, next_lengths, staleness_bound, throughput, wave_lengths
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.rules.waves import global_staleness
 
@@ -55,6 +55,22 @@ def test_a_thousand_virtual_workers_have_lengths_in_no_time() -> None:
     lengths = wave_lengths([1.0, 0.8, 0.5, 0.3] * 250, 4)
     assert len(lengths) == 1000
     assert lengths[3] == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rates", "following"),
+    [
+        ((2, 2), (2.0, 5.0), (2, 5)),
+        ((2, 5), (2.1, 4.7), (2, 5)),  # 96 % of the sum: within the noise
+        ((2, 5), (2.0, 3.0), (2, 3)),
+        ((2, 5), (2.0, 2.0), (2, 2)),
+        ((2, 2), (1.0, 1.15), (2, 2)),  # all that could be gained is 7 %
+    ],
+)
+def test_shares_change_where_it_is_worth_it(
+    lengths: tuple[int, ...], rates: tuple[float, ...], following: tuple[int, ...]
+) -> None:
+    assert next_lengths(lengths, rates, 2) == following
 
 
 @pytest.mark.parametrize("distance", [0, 1, 4])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.rules.shares import covered
+from lightning_hetpipe.rules.shares import common_waves, covered, dealt
 from lightning_hetpipe.run.extensions.intervals import Epoch, Interval
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
@@ -26,12 +26,16 @@ from tests.support.models import mlp, vectors
 from tests.workers.test_synchroniser import OnlyOne
 
 
-@given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 20))
-def test_waves_cover_an_epoch_once(length: int, first: int, more: int) -> None:
-    """Those that end before the last minibatch, and the last one, whose number others may count differently."""
-    last = first + more
-    found = [m for wave in range(1, last + 2) for m in covered(wave, length, first, last)]
-    assert [*found, *covered(None, length, first, last)] == list(range(first, last))
+@given(st.integers(1, 60), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 3))
+def test_waves_cover_an_epoch_once(minibatches: int, lengths: list[int], resumed: int) -> None:
+    """Those after which nobody has come to its last minibatch, and the rest, which ends for all with the epoch."""
+    totals = [sum(map(len, dealt(minibatches, lengths, vw))) for vw in range(len(lengths))]
+    spans = [(min(resumed * length, total), total) for length, total in zip(lengths, totals, strict=True)]
+    common = common_waves(lengths, spans)
+    for length, (first, last) in zip(lengths, spans, strict=True):
+        found = [m for wave in range(1, last + 2) for m in covered(wave, common, length, first, last)]
+        assert [*found, *covered(None, common, length, first, last)] == list(range(first, last))
+        assert first + common * length < max(last, first + 1)
 
 
 def test_steps_of_an_epoch_that_is_resumed_within() -> None:
@@ -165,3 +169,14 @@ def test_what_unequal_shares_refuse(alone: Any, settings: Any, refusal: str) -> 
 def test_own_steps_are_counted_and_it_is_said(alone: Any) -> None:
     with pytest.warns(UserWarning, match="max_steps and learning rate schedulers by step count each virtual worker's"):
         fit(mlp(), injected(8), strategy=alone, max_steps=2)
+
+
+def test_with_a_sampler_of_ones_own_shares_stay_equal(alone: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """And cuts are where they were: after minibatches, not waves."""
+    seen = Seen()
+    with caplog.at_level("INFO"):
+        settings: Any = {"val_check_interval": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
+        fit(mlp(), vectors(12, 4), [seen], val_loader=vectors(4, 4), strategy=alone, **settings)
+    said = [record.getMessage() for record in caplog.records if "shares" in record.getMessage()]
+    assert said == ["shares stay equal: a sampler of one's own is not divided otherwise"]
+    assert seen.validations == [1, 2, 3]

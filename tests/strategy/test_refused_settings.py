@@ -206,7 +206,7 @@ def test_virtual_workers(arguments: dict[str, Any], fragments: list[str]) -> Non
         ({"clock_distance": 1 << 64}, [f"clock_distance={1 << 64} is more than 1000000000", "set fewer"]),
         ({"wave": 0}, ["wave=0", "at least 1"]),
         ({"wave": 1 << 64}, [f"wave={1 << 64} is more than 1000000000"]),
-        ({"shares": "fair"}, ["shares='fair' must be 'equal'", "such as [4, 8]"]),
+        ({"shares": "fair"}, ["shares='fair' must be 'equal', 'auto'", "such as [4, 8]"]),
         ({"shares": []}, ["shares=[]"]),
         ({"shares": 4}, ["shares=4"]),
         ({"shares": [4, 0]}, ["shares[1]=0", "at least 1"]),

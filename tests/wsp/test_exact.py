@@ -24,7 +24,7 @@ def all_batches(job: Job) -> list[list[Any]]:
     return [list(data_of(job.task, i, length)) for i, length in enumerate(job.lengths)]
 
 
-def together(job: Job, wave: int, data: list[list[Any]], **options: Any) -> list[Run]:
+def together(job: Job, wave: Any, data: list[list[Any]], **options: Any) -> list[Run]:
     """The oracle's run of ``job`` on ``data``; one virtual worker alone exchanges nothing."""
     task = Evaluated(task_of(job.task, 0))
     torch.manual_seed(SEED)

@@ -91,3 +91,31 @@ def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
     check(mean, found[1], expected(mean, mean=True))  # which divides by N, as ever
     states = [run.states[count] for run, count in zip(runs, (6, 12), strict=True)]
     check(again, found[2], resumed_from(cuts.folder / "step=6.ckpt", states, (6, 12), again))
+
+
+def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
+    """The first epoch is dealt equally. Then virtual worker 1 is 2.5 times as fast, and stays so within the noise;
+    after the third epoch it has become as slow as the other one. A run that goes on from the end of the second epoch
+    has its shares, which the checkpoint holds."""
+    paces = [[2.0, 5.0], [2.1, 4.9], [2.0, 2.0], [9.0, 1.0]]
+    lengths = [(2, 2), (2, 5), (2, 5), (2, 2)]
+    more = {"wsp": {"shares": "auto"}, "shares": 17, "saves": {"every_n_epochs": 1, "save_on_train_epoch_end": True}}
+    whole, again = (Job(tmp_path / name, lengths=(0, 0), in_flight=2) for name in ("whole", "again"))
+    for one in (whole, again):
+        one.folder.mkdir()
+        one.more = {**more, "paces": paces, "validate": True, "trainer": {"max_epochs": 4, "val_check_interval": 0.5}}
+    data = divided("mlp", 17, [(1, 1), *lengths[1:]])
+    assert [[len(epoch) for epoch in mine] for mine in data] == [[9, 5, 5, 9], [8, 12, 12, 8]]
+    saved = whole.folder / f"step={9 + 5}.ckpt"
+    again.more |= {"resume": str(saved), "paces": paces[2:]}
+    found, resumed = run_all(whole, again)
+    # Of 9 minibatches validations come after 4 and 8, of 5 after 2 and 4; when virtual worker 0 has come to its eighth,
+    # the other one has come to its last, so that this validation is at the end.
+    cuts = {0: [2], 1: [1, 2], 2: [1, 2], 3: [2]}
+    runs = together(whole, dict(enumerate(lengths)), data, cuts=cuts)
+    check(whole, found, runs)
+    assert [len(each["validated"]) for each in found] == [8, 8]
+    assert_same(found[0]["validated"], found[1]["validated"])
+    assert torch.load(saved, weights_only=True)["hetpipe"]["shares"] == [2, 5]
+    assert {each["hetpipe/wave"] for each in found[1]["logged"]} == {2.0, 5.0}
+    assert_same([each["end"] for each in found], [each["end"] for each in resumed])

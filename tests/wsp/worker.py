@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
+from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
 from tests.oracle import State
@@ -237,6 +238,9 @@ def main(job: dict[str, Any]) -> None:
     trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
     faults.install(worker, job.get("faults", ()))
+    if "paces" in job:  # of each virtual worker, epoch after epoch
+        paces = iter([epoch[worker] for epoch in job["paces"]])
+        Pace.rate = property(lambda self: next(paces))  # type: ignore[assignment, method-assign]
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])

@@ -74,6 +74,11 @@ class BatchInFlight:
         return self._ended
 
     @property
+    def ended_at(self) -> float:
+        """Time at which it has ended, by ``time.perf_counter``."""
+        return self._ended_at
+
+    @property
     def seconds(self) -> float:
         """Seconds that it was in flight, once it has ended."""
         return self._ended_at - self._began_at

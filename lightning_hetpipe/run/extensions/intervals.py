@@ -1,6 +1,7 @@
 """Intervals in minibatches or steps where virtual workers have unequal shares: those of virtual worker 0.
 
-All cut after the same wave, at the end of the one in which virtual worker 0 comes to a multiple of the interval.
+All cut after the same wave, at the end of the one in which virtual worker 0 comes to a multiple of the interval; after
+their last minibatch, if one of them has come to it by then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_hetpipe.lightning_private import (
     set_saving_interval,
 )
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.rules.shares import covered
+from lightning_hetpipe.rules.shares import common_waves, covered
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
@@ -76,7 +77,7 @@ class Intervals:
     def __init__(self, trainer: L.Trainer, synchroniser: Synchroniser) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
-        self._epochs = [Epoch(0, 0, 0, 1, None)] * synchroniser.group.size
+        self._epochs: dict[int, Epoch] = {}  # of virtual workers that are there
         callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
         self._savers = [callback for callback in callbacks if saves_by_steps(callback)]
         for callback in self._savers:
@@ -104,13 +105,17 @@ class Intervals:
             self._checks = None if trainer.val_check_batch is None else int(trainer.val_check_batch)
         steps, every = trainer.global_step, trainer.accumulate_grad_batches
         told = Epoch(first, int(trainer.num_training_batches), steps, every, self._checks)
-        self._epochs = [Epoch(*each) for each in self._synchroniser.group.gather(tuple(told), "the start of an epoch")]
+        group = self._synchroniser.group
+        found = group.gather((group.index, *told), "the start of an epoch")
+        self._epochs = {index: Epoch(*each) for index, *each in found}
         if (checks := self._epochs[0].checks) is not None:
             trainer.val_check_batch = Interval.of(checks, self._validates)
 
     def wave(self, minibatch: int) -> int | None:
         """The number of waves that ``minibatch`` of the epoch completes; None if it ends none."""
-        own = self._epochs[self._synchroniser.group.index]
+        own = self._epochs.get(self._synchroniser.group.index)
+        if own is None:
+            return 0
         waves, open_ = divmod(minibatch - own.first, self._synchroniser.wave)
         return None if open_ else waves
 
@@ -133,13 +138,14 @@ class Intervals:
         """Minibatches of virtual worker 0 in the wave that has just ended here; None if none has."""
         if not self.ends_wave():
             return None
-        last = is_last_batch(self._trainer)
-        wave = None if last else self.wave(begun_minibatches(self._trainer)[1])
-        of_first = self._epochs[0]
-        return covered(wave, self._synchroniser.lengths[0], of_first.first, of_first.last)
+        wave = None if is_last_batch(self._trainer) else self.wave(begun_minibatches(self._trainer)[1])
+        lengths, (first, last, *_) = self._synchroniser.lengths, self._epochs[0]
+        there = self._epochs
+        common = common_waves([lengths[index] for index in there], [epoch[:2] for epoch in there.values()])
+        return covered(wave, common, lengths[0], first, last)
 
     def _name(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """Give what a checkpoint's name may hold, with virtual worker 0's steps, so that the name is the same on all."""
+        """Give what a checkpoint's name may hold, with virtual worker 0's steps: the name is the same on all."""
         candidates = redirect.original(*args, **kwargs)
         candidates["step"] = self._trainer.strategy.broadcast(candidates["step"])
         return candidates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,11 +17,14 @@ from lightning_hetpipe.lightning_private import (
     in_a_step,
     is_last_batch,
     on_requeue,
+    recount_batches,
     train_loaders,
     validates_at_the_end,
 )
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
+from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.together import check_batches, check_shares
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
@@ -51,6 +54,7 @@ class WavesAndCuts(Extension):
         synchronising: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         waiting: Opened around any other wait for virtual workers.
+        in_flight: Gives the minibatches in flight.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class WavesAndCuts(Extension):
         synchronising: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        in_flight: Callable[[], Iterable[BatchInFlight]] = tuple,
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
@@ -69,6 +74,7 @@ class WavesAndCuts(Extension):
         self._evaluates = False
         self._compared = False
         self._intervals: Intervals | None = None  # of virtual worker 0, where shares may be unequal
+        self._pace = Pace(in_flight)
         self._loop = 0
         self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
         synchroniser.group.waiting = waiting
@@ -91,6 +97,7 @@ class WavesAndCuts(Extension):
         if not self._compared:
             self._compare()
         self._compared = self._running = True
+        self._pace.begin()
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
@@ -126,39 +133,54 @@ class WavesAndCuts(Extension):
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
+        self._pace.stepped()
         if not self._synchroniser.ends_wave(version):
             return
-        with self._synchronising():
-            cuts = self._synchroniser.synchronise(self._computing, self._asks)
-        if cuts:
-            self._cut(self._place_of(version), version)
-            if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
-                self._save_and_requeue()
+        with self._pace.pause():
+            with self._synchronising():
+                cuts = self._synchroniser.synchronise(self._computing, self._asks)
+            if cuts:
+                self._cut(self._place_of(version), version)
+                if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
+                    self._save_and_requeue()
+
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+        self._pace.finished(minibatch)
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
         """All evaluate the same weights, and buffers."""
         at_the_end = validates_at_the_end(self._trainer) or self._is_last_of_unequal()
-        self._cut(LAST_VALIDATION if at_the_end else None)
-        put_back = self._synchroniser.borrow_buffers()
-        self._evaluates = True
-        try:
-            yield
-        finally:
-            self._evaluates = False
-            put_back()
+        with self._pace.pause():
+            self._cut(LAST_VALIDATION if at_the_end else None)
+            put_back = self._synchroniser.borrow_buffers()
+            self._evaluates = True
+            try:
+                yield
+            finally:
+                self._evaluates = False
+                put_back()
 
     def epoch_ends(self) -> None:
-        """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone."""
+        """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone.
+
+        Virtual worker 0's decision on the shares of the next epoch is that of all, who have the same rates.
+        """
+        rate = self._pace.rate
         self._cut(END)
         self._running = False
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        found = self._synchroniser.group.gather([stops, self._asks], "the end of an epoch")
-        if any(stop for stop, _ in found) and not stops:
+        found = self._synchroniser.group.gather([stops, self._asks, rate], "the end of an epoch")
+        if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
-        if any(asks for _, asks in found):
+        if self._intervals is not None and self._synchroniser.divide(
+            [rate for *_, rate in found], trainer.accumulate_grad_batches
+        ):
+            rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
+            recount_batches(trainer)
+        if any(asks for _, asks, _ in found):
             self._save_and_requeue()
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +198,10 @@ class WavesAndCuts(Extension):
                     f" {self._synchroniser.group.index}, by ModelCheckpoint(every_n_train_steps=...), which waits for"
                     " that, or at the end of an epoch"
                 )
-            self._cut(LAST_SAVE if self._is_last_of_unequal() else None)
+            with self._pace.pause():
+                self._cut(LAST_SAVE if self._is_last_of_unequal() else None)
+                redirect.original(*args, **kwargs)
+            return
         redirect.original(*args, **kwargs)
 
     def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
