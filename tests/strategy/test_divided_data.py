@@ -1,4 +1,4 @@
-"""What decides on the shares of virtual workers at the start of a run."""
+"""Decision on the shares of virtual workers at the start of a run."""
 
 from __future__ import annotations
 
