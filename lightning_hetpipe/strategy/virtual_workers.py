@@ -327,7 +327,7 @@ class VirtualWorkers(HostWeights):
         agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
         if self.plan is not None:
             agreed.append(f"plan={self.plan.fingerprint}")
-        agreed.append(f"shares={'equal' if self._shares is None else list(self._shares.lengths)}")
+        agreed.append(f"shares={self._shares or 'equal'}")
         synchroniser.enter(agreed)
         self._shared = synchroniser
         return synchroniser

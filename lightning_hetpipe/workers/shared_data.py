@@ -48,6 +48,9 @@ class Shares:
         self.decided = lengths is not None
         self.adapts = adapts
 
+    def __str__(self) -> str:
+        return f"{'auto, now ' if self.adapts else ''}{list(self.lengths)}"
+
     def decide(self, lengths: Sequence[int]) -> None:
         """Set W_v."""
         self.lengths, self.decided = tuple(lengths), True

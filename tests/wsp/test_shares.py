@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe.rules.shares import dealt_samples
 from tests.oracle import Run, State
 from tests.support.equality import assert_same
-from tests.wsp.launch import Job, run_all
+from tests.wsp.launch import Job, finished, run_all, start
 from tests.wsp.test_checkpoints import check_checkpoint
 from tests.wsp.test_exact import check, together
 from tests.wsp.worker import Evaluated, shared_data, task_of
@@ -119,3 +120,27 @@ def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
     assert torch.load(saved, weights_only=True)["hetpipe"]["shares"] == [2, 5]
     assert {each["hetpipe/wave"] for each in found[1]["logged"]} == {2.0, 5.0}
     assert_same([each["end"] for each in found], [each["end"] for each in resumed])
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_leaves_no_trace(tmp_path: Path) -> None:
+    """Law L5 holds whatever the lengths of waves, as updates are counted by waves."""
+    one = job(tmp_path / "dies", 17, [2, 5], fault=(1, 3, "server"), wsp={"lease": 9.0})
+    found, said = finished(one)
+    check(one, found, expected(one))
+    assert said.count("died by SIGKILL and was started again") == 2, said  # once in each epoch
+
+
+@pytest.mark.slow
+def test_others_go_on_without_one_that_is_lost(tmp_path: Path) -> None:
+    """They still validate together, at ends of waves of virtual worker 0."""
+    one = job(tmp_path / "lost", 25, [1, 2, 2], fault=(1, 3, "SIGKILL"), wsp={"lease": 9.0}, validate=True)
+    one.more["trainer"] = {"val_check_interval": 3}
+    done = start(one)
+    assert done.returncode == 1
+    assert "this run went on without virtual worker 1, which died by SIGKILL" in done.stderr
+    ends = [torch.load(one.folder / f"{vw}.pt", weights_only=False) for vw in (0, 2)]
+    assert_same(ends[0]["end"].weights, ends[1]["end"].weights)
+    assert [len(each["outputs"]) for each in ends] == [10, 20]
+    assert_same(ends[0]["validated"], ends[1]["validated"])
+    assert len(ends[0]["validated"]) == 2
