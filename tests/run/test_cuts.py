@@ -26,6 +26,7 @@ class Others:
     def __init__(self, told: Any) -> None:
         self.told = told
         self.group = self
+        self.shares = None
         self.numbers: list[int] = []
         self.begins: list[int] = []
         self.buffers: list[str] = []
@@ -157,7 +158,7 @@ def test_a_stop_elsewhere_is_a_stop_here() -> None:
 
     class Stopped(Others):
         def gather(self, value: Any, what: str) -> list[Any]:
-            return [value, [True, False]] if isinstance(value, list) else super().gather(value, what)
+            return [value, [True, False, None]] if isinstance(value, list) else super().gather(value, what)
 
     others = Stopped((4, 4))
     trainer = quiet_trainer("auto", callbacks=[Runs(others)], max_epochs=5)
