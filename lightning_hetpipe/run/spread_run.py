@@ -10,7 +10,7 @@ the number of stages; but not under ``torch.utils.checkpoint``, which runs them 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from time import perf_counter  # our own name, as suites script what `time.perf_counter` gives to Lightning
@@ -118,7 +118,9 @@ class SpreadRun(Extension):
         """The first step is over, which has shown what there is."""
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
-        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(self._parts())))
+        called = {name: piece.module for name, piece in self._called.items()}
+        others = {name: module for name, module in self._modules() if self._is_wanted(name, module)}  # for later steps
+        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(_parts(called | others))))
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
@@ -133,7 +135,7 @@ class SpreadRun(Extension):
             return [
                 (devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece.module)})
             ]
-        layers, where = self._parts(), list[int]()
+        layers, where = _parts({name: piece.module for name, piece in self._called.items()}), list[int]()
         if len(devices) > 1:
             for layer in layers.values():  # one without parameters computes where the layer before it does
                 device = next((each.device for each in layer.parameters()), None)
@@ -145,15 +147,6 @@ class SpreadRun(Extension):
         for stage, (name, layer) in sorted(zip(where, layers.items(), strict=True), key=itemgetter(0)):
             found.setdefault(stage, {})[name] = layer
         return [(devices[stage] if len(devices) > 1 else devices[0], own) for stage, own in found.items()]
-
-    def _parts(self) -> dict[str, nn.Module]:
-        """The smallest modules that a device can hold, of those that ``training_step`` calls."""
-        return {
-            name: part
-            for key, piece in self._called.items()
-            for name, part in piece.module.named_modules(prefix=key)
-            if not any(True for _ in part.children()) or any(True for _ in part.parameters(recurse=False))
-        }
 
     @contextmanager
     def _busily(self, work: str, minibatch: int) -> Iterator[None]:
@@ -178,8 +171,8 @@ class SpreadRun(Extension):
         """
         modules = [
             (name, module)
-            for name, module in self._module.named_modules()
-            if module is not self._module and (self._last is None or may_draw(module)) and self._is_wanted(name, module)
+            for name, module in self._modules()
+            if (self._last is None or may_draw(module)) and self._is_wanted(name, module)
         ]
 
         calls = Counter[str]()
@@ -194,10 +187,24 @@ class SpreadRun(Extension):
         with Interceptor(modules, run, one_step=True):
             yield
 
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules inside the LightningModule, by their paths."""
+        return ((name, module) for name, module in self._module.named_modules() if module is not self._module)
+
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if is_compiled(module):
             return False
         return name in self._names if self._names is not None else any(p.requires_grad for p in module.parameters())
+
+
+def _parts(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The smallest modules that a device can hold, of ``modules`` by their paths."""
+    return {
+        name: part
+        for path, module in modules.items()
+        for name, part in module.named_modules(prefix=path)
+        if not any(True for _ in part.children()) or any(True for _ in part.parameters(recurse=False))
+    }
 
 
 def _parameters(layers: Iterable[nn.Module]) -> Iterable[nn.Parameter]:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -315,6 +316,29 @@ def test_with_one_minibatch_in_flight_all_is_as_without_us(make: Any, stages: in
 def test_more_stages_than_layers() -> None:
     with pytest.raises(SettingError, match="stages=2 is more than the 1 layer of the pipelined module"):
         trained(HetPipeStrategy(stages=2, in_flight=1), Free())
+
+
+@pytest.mark.parametrize("calls", [(), ("net.0",), ("other",)])
+def test_layers_that_the_first_step_leaves_out_are_layers_too(calls: tuple[str, ...]) -> None:
+    """Such as those of a GAN's second network, or all, where the first batch is skipped."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+        names = calls if batch_idx == 0 else ("net", "other")
+        return sum(module.get_submodule(name)(x).square().mean() for name in names) if names else None
+
+    def trained_with(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        module = Learner(step, other=nn.Linear(6, 6))
+        quiet_trainer(strategy).fit(module, batches(3))
+        return [parameter.detach() for parameter in module.parameters()]
+
+    assert_same(trained_with("auto"), trained_with(HetPipeStrategy(stages=2, in_flight=1)))
+
+
+def test_an_output_that_is_none_of_lightnings_is_refused_by_lightning() -> None:
+    module = Learner(lambda module, x, y, batch_idx: 1)
+    with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
+        quiet_trainer(HetPipeStrategy(stages=2, in_flight=1)).fit(module, batches(3))
 
 
 def test_the_report_of_several_stages() -> None:
