@@ -101,7 +101,7 @@ TWO = Cluster([Node("one", ["2xT4"], "10 B/s"), Node("two", ["2xT4"], "10 B/s")]
 
 
 def test_an_update_goes_to_the_server_and_comes_back() -> None:
-    """Of one stage that takes 3 s, W = 1: 20 bytes take 2 s in the server's memory each way, and from the other node
+    """One stage takes 3 s, W = 1: 20 bytes take 2 s in the server's memory each way, and from the other node
     10 s over the network, with its latency. The nearer one waits for the other, as D = 0."""
     stages = [StageTimes(1.0, 2.0)]
     workers = [WorkerPipeline(stages, 1, weights=[PlacedWeights(node, 0, 20)]) for node in (0, 1)]
