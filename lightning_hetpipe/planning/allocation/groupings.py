@@ -43,8 +43,8 @@ def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -
         if len(own) != len(nodes[0]):
             raise SettingError(
                 f"allocation='ed' takes one device of every node for each virtual worker, and node"
-                f" '{cluster.nodes[0].name}' has {len(nodes[0])} where '{node.name}' has {len(own)}; use 'np' or 'auto',"
-                " or declare as many devices on each node"
+                f" '{cluster.nodes[0].name}' has {len(nodes[0])} where '{node.name}' has {len(own)}; use 'np' or"
+                " 'auto', or declare as many devices on each node"
             )
     return tuple(zip(*nodes, strict=True))
 
@@ -68,8 +68,8 @@ def hybrid_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) 
     for node, own in zip(cluster.nodes, nodes, strict=True):
         if len(own) % 2:
             raise SettingError(
-                f"allocation='hd' halves the devices of each node, and node '{node.name}' has {len(own)}, an odd number;"
-                " use 'np' or 'auto', or declare an even number"
+                f"allocation='hd' halves the devices of each node, and node '{node.name}' has {len(own)}, an odd"
+                " number; use 'np' or 'auto', or declare an even number"
             )
     order = sorted(nodes, key=lambda own: -sum(map(speed, own)))
     pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.grouping import (
+from lightning_hetpipe.planning.allocation.groupings import (
     GROUPINGS,
     Grouping,
     equal_distribution,
