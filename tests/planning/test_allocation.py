@@ -17,6 +17,7 @@ from lightning_hetpipe.planning.allocation.worker_pipeline import worker_pipelin
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.pipeline_run import Crossing
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.rules.versions import SYNC
 from tests.planning.instances import profiles
@@ -162,6 +163,18 @@ def test_where_nothing_fits_the_least_is_lacking() -> None:
 def test_an_unknown_placement_is_refused() -> None:
     with pytest.raises(SettingError, match="placement='near'"):
         allocate("np", placement="near")
+
+
+def test_an_allocation_makes_a_plan_of_all_virtual_workers() -> None:
+    found = allocate("np", shares=True, placement="local")
+    plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], PAPER)
+    assert list(plan.problems(PAPER)) == []
+    assert (plan.allocation, plan.placement, plan.in_flight) == ("np", "local", found.in_flight)
+    assert plan.waves == found.lengths
+    assert plan.global_staleness == found.staleness
+    assert [worker.nodes for worker in plan.virtual_workers] == [(f"node {index}",) for index in range(4)]
+    assert sum(worker.minibatches_per_second for worker in plan.virtual_workers) == pytest.approx(found.rate)
+    assert plan.bottleneck_s == max(choice.bottleneck for choice in found.choices)
 
 
 kinds = st.lists(st.lists(st.sampled_from(["fast", "slow"]), min_size=1, max_size=2), min_size=2, max_size=3)

@@ -32,7 +32,7 @@ MOST_UNEQUAL = 64
 """Largest ratio of two waves: longer ones make weights staler than any learning rate bears."""
 
 HIDING = 6
-"""How far Nm is raised above what pipelines need alone, to hide synchronisation."""
+"""Largest number by which Nm is raised above what pipelines need alone, to hide synchronisation."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,7 @@ class Allocation:
     @property
     def staleness(self) -> int:
         """s_global: the most minibatches of one virtual worker that another's weights lack; of its own, alone."""
-        workers = range(len(self.choices))
-        others = [
-            staleness_bound(self.lengths, vw, of, self.in_flight, self.clock_distance)
-            for vw in workers
-            for of in workers
-            if vw != of
-        ]
-        return max(others, default=self.in_flight - 1)
+        return most_stale(self.lengths, self.in_flight, self.clock_distance)
 
     @property
     def network_bytes(self) -> float:
@@ -107,6 +100,15 @@ class Allocation:
     def unfit(self) -> tuple[int, ...]:
         """The virtual workers that have too little memory."""
         return tuple(index for index, choice in enumerate(self.choices) if not choice.fits)
+
+
+def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
+    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.shares.staleness_bound` of two
+    virtual workers; of one alone, s_local."""
+    workers = range(len(lengths))
+    pairs = ((vw, of) for vw in workers for of in workers if vw != of)
+    bounds = (staleness_bound(lengths, vw, of, in_flight, clock_distance) for vw, of in pairs)
+    return max(bounds, default=in_flight - 1)
 
 
 class Allocator:

@@ -32,7 +32,7 @@ class GroupPlans:
         return len(self._known)
 
     def kinds(self, group: Sequence[DeviceSlot]) -> Kinds:
-        """What makes the plan of a group: it is the same for groups of equal kinds."""
+        """Kinds of the devices of ``group``: groups of equal kinds have equal plans."""
         return self._sorted(group)[0]
 
     def is_known(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> bool:
