@@ -18,7 +18,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.search.choice import ENOUGH, Choice
+from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -27,6 +27,9 @@ WAVES = 9
 
 MOST_DISTANCE = 16
 """Largest number of waves that a clock distance adds to these."""
+
+NEAR = 0.99
+"""Part of the best throughput with which the smallest Nm is as good."""
 
 MOST_UNEQUAL = 64
 """Largest ratio of two waves: longer ones make weights staler than any learning rate bears."""
@@ -175,10 +178,12 @@ class Allocator:
                 break
             found.append(self._simulated(name, grouping, choices, shares, placement))
             alone = throughput(found[-1].lengths, [choice.rate for choice in choices])
-            if self._in_flight is not None or found[-1].rate >= ENOUGH * alone or len(grouping) == 1:
+            if self._in_flight is not None or found[-1].rate >= NEAR * alone or len(grouping) == 1:
                 break
+            if max(each.rate for each in found[-2:]) * NEAR < max((each.rate for each in found[:-2]), default=0.0):
+                break  # two more have brought nothing
         best = max(each.rate for each in found)
-        return next(each for each in found if each.rate >= ENOUGH * best)
+        return next(each for each in found if each.rate >= NEAR * best)
 
     def _least(self, grouping: Grouping) -> int | None:
         """The Nm to begin with; None if there is none at which all fit."""

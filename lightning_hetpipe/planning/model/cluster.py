@@ -206,7 +206,7 @@ class Cluster:
 
     @property
     def between(self) -> Link:
-        """Link between any two of its nodes, as declared or supposed."""
+        """Link between any two nodes, as declared or supposed."""
         return self.link or ETHERNET
 
     def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
